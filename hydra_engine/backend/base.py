@@ -1,0 +1,195 @@
+"""The one door to hardware: what every backend offers. Everything above is written against this file alone.
+
+Shape legend, used in every docstring of the package:
+    T tokens of a packed step   B requests (rows)   Hq, Hkv, H heads   D head dim   C hidden   K inputs of a linear
+    N blocks of a cache         L layers            X tensors per layer (2 for KV, 1 for image features)
+    S slots per block           P patches           I images           V vocabulary
+
+Ops are row-wise deterministic when `Ops.deterministic` is true: row t of a result depends only on the inputs of row t
+(and, for attention, on the request's own context), never on how many rows share the call or how a prompt was cut
+into chunks. The engine's promise "same seed, same text, whatever else is in the batch" rests on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Activation = Literal["none", "silu", "gelu", "gelu_tanh", "quick_gelu"]
+
+
+class OpChoice(NamedTuple):
+    """One line of the table that `doctor` and the start-up summary print."""
+
+    op: str
+    implementation: str  # "native-amx", "native-avx512bf16", "native-avx2", "torch", "reference"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """Block-major cache: one block with all its layers is one contiguous piece.
+
+    data: [N, L, X, S, H, D] contiguous. KV cache: X = 2 (K, V), H = Hkv. Image cache: X = 1, H = 1, D = C and
+    L = feature planes per image (1 but for deepstack models). A slot is block * S + offset.
+    """
+
+    data: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Made once per step by `Ops.plan_attention`, used by every layer. All tensors are host int32 on CPU backends.
+
+    Row r of the step has query tokens [cu_q[r], cu_q[r+1]); they are the last of its num_context[r] context tokens,
+    so query i sits at position num_context[r] - (cu_q[r+1] - cu_q[r]) + i and sees positions up to its own.
+    """
+
+    cu_q: Tensor  # [B + 1] int32
+    num_context: Tensor  # [B] int32, after this step's tokens are written
+    block_tables: Tensor  # [B, max_blocks] int32; entries beyond ceil(num_context / S) are arbitrary
+    max_q: int
+    max_context: int
+    native: Any = None  # what the implementation prepared, opaque
+
+
+class PackedLinear(Protocol):
+    """A weight in the layout its implementation wants; the original may be gone."""
+
+    num_out: int
+    num_in: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Ops(Protocol):
+    """Thirteen operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
+    new contiguous tensors of the input's dtype (the compute dtype: float32, bfloat16 or float16), accumulation is
+    float32, empty inputs (T = 0, B = 0) are legal, and a wrong shape or dtype raises ValueError naming the argument
+    with expected and actual.
+    """
+
+    name: str
+    deterministic: bool
+
+    def choices(self) -> tuple[OpChoice, ...]:
+        """Which implementation each op takes on this machine and why."""
+        ...
+
+    # ---- linear algebra
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """weight [num_out, K] (+ bias [num_out]) -> packed. The caller drops its reference to `weight` afterwards."""
+        ...
+
+    def linear(
+        self, x: Tensor, weight: PackedLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """act(x @ W^T + bias): x [T, K] -> [T, num_out]. Bias and activation are applied to the float32 sums."""
+        ...
+
+    # ---- element-wise and norms
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x * rsqrt(mean(x^2, -1) + eps) rounded to the dtype, times weight: [T, C] (as transformers' LlamaRMSNorm)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), both [T, C]; may reuse `residual`'s memory for the second."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
+
+    def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
+        """gate_up [T, 2 * F] -> act(gate) * up [T, F], gate first."""
+        ...
+
+    # ---- caches
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        """The paged write: rows[x][t] ([T, H, D], any row stride) -> cache slot slots[t], tensor x. slots [T] int64;
+        slot -1 skips the row. Bits are copied, the dtype must be the cache's. Used for KV and image features alike."""
+        ...
+
+    def rope_and_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+    ) -> Tensor:
+        """Rotates q [T, Hq, D] and k [T, Hkv, D] (half-split pairs (i, i + D/2), as Llama), writes rotated k and v
+        to `slots` (-1 skips), returns rotated q [T, Hq, D]. cos, sin [T, D/2] float32 (sections already resolved)."""
+        ...
+
+    def merge_image_tokens(
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+    ) -> None:
+        """hidden[rows[m]] = cache feature at slots[m], in place. hidden [T, C] contiguous; rows, slots [M] int64."""
+        ...
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        """[M, H, D] contiguous: tensor `index` (0 K, 1 V) of `layer` at slots [M] int64."""
+        ...
+
+    def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
+        """Whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]]; pairs [n, 2] int64."""
+        ...
+
+    # ---- attention
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan: ...
+
+    def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        """Causal attention of the step's queries over their paged context, decode rows and prefill chunks alike.
+        q [T, Hq, D] -> [T, Hq, D]; query head h reads KV head h // (Hq / Hkv); softmax in float32."""
+        ...
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+        """Bidirectional attention within each segment [cu[i], cu[i+1]) of packed rows (vision towers).
+        q, k, v [P, H, D] (may be strided views of one fused projection) -> [P, H, D]."""
+        ...
+
+
+class Lane(Protocol):
+    """Where the steps of one model run in order: a thread (CPU) or a stream with its launching thread (CUDA)."""
+
+    name: str
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Runs `job` after all earlier ones. A job handles its own errors; one that raises kills the lane loudly."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what was submitted and stops the thread."""
+        ...
+
+
+class Device(Protocol):
+    name: str  # "cpu", "cuda:0"
+    torch_device: torch.device
+
+    def lane(self, name: str) -> Lane: ...
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of this device's memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One device with the ops chosen for it; made by `backend/select.py` and nowhere else."""
+
+    device: Device
+    ops: Ops
+    dtype: torch.dtype
+    threads: int

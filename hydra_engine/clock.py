@@ -1,0 +1,37 @@
+"""Time as a parameter: everything that decides is given a clock and never asks the system itself.
+
+Seconds on one monotonic clock. On Linux it is the same clock in every process of the node, so stamps taken by the
+front process and by an instance can be subtracted. Does not know the wall clock; `created` fields take that from
+`time.time` where they are made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds since an arbitrary start; never goes back."""
+        ...
+
+
+class MonotonicClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that moves only when told to: tests and the simulator."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now = start_s
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> float:
+        assert seconds >= 0, "time does not go back"
+        self._now += seconds
+        return self._now

@@ -1,0 +1,137 @@
+"""The frozen configuration tree. The command line, the config file and the embedded API are generated from it.
+
+`resolve()` (in `instance/build.py`, where the model is known) turns "auto" into values in a new object; nothing
+mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`.
+Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_LOG_LEVEL, HYDRA_API_KEY.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.core.roles import Topology
+from hydra_engine.errors import ConfigError
+
+DEMO_MODEL = "demo"
+
+
+def _opt(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Budgets of the stage batcher; later derived from latency limits, given here for now."""
+
+    token_budget: int = _opt(512, "most tokens of one language step (decodes and prefill chunks together)")
+    image_budget: int = _opt(0, "most patches of one vision step; 0: two images of the largest size")
+    max_num_seqs: int = _opt(64, "most requests that hold KV blocks at once")
+    max_queue: int = _opt(512, "most requests accepted and not finished; beyond it 503")
+    encode_patience_ms: int = _opt(
+        2000, "an image that has waited this long is encoded next even when cheaper work would go first"
+    )
+    max_bypass: int = _opt(16, "how many later requests may overtake a waiting one before room is saved for it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    kv_cache_gib: float | None = _opt(None, "memory of the KV cache in GiB; default: room for max_num_seqs, bounded")
+    image_cache_gib: float | None = _opt(None, "memory of the image cache in GiB; default: room for 16 large images")
+    block_size: int = _opt(16, "tokens per KV block")
+    image_block_size: int = _opt(64, "feature rows per image-cache block")
+    num_kv_blocks: int | None = _opt(None, "number of KV blocks, instead of kv_cache_gib (tests)")
+    num_image_blocks: int | None = _opt(None, "number of image blocks, instead of image_cache_gib (tests)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Limits that hold before bytes or pixels exist."""
+
+    max_images: int = _opt(16, "most images of one request")
+    max_image_bytes: int = _opt(20 << 20, "most bytes of one encoded image")
+    max_image_pixels: int = _opt(40_000_000, "most pixels of one image, known from its header")
+    max_aspect_ratio: float = _opt(200.0, "longest side over shortest side of an image")
+    fetch_timeout_s: float = _opt(10.0, "total time to fetch one image by URL")
+    allow_private_media: bool = _opt(False, "fetch images from private network addresses too")
+    allowed_media_domains: tuple[str, ...] = _opt((), "fetch images from these hosts only")
+    allowed_media_path: str | None = _opt(None, "folder below which file:// images may be read by the server")
+    local_files: bool = _opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
+    decode_workers: int = _opt(2, "threads that decode and resize images")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that makes an engine. `model` is a Hugging Face directory or the word `demo`."""
+
+    model: str = _opt(DEMO_MODEL, "Hugging Face model directory, or `demo` for the model that ships with the engine")
+    device: str = _opt("auto", "auto, cpu or cuda:N")
+    dtype: str = _opt("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    topology: str = _opt("EPD", "instances and their roles, for example EPD, EP+D, 1E3P4D")
+    max_model_len: int | None = _opt(None, "longest prompt plus output; default: what the model allows")
+    threads: int | None = _opt(None, "CPU threads per lane; default: all cores that this process may use")
+    deterministic: bool = _opt(True, "batch-invariant ops: a request's tokens do not depend on its neighbours")
+    backend: str = _opt("auto", "auto, native, torch or reference: which CPU implementation of the ops to take")
+    seed: int = _opt(0, "seeds the draws of requests that bring no seed of their own")
+    chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
+    log_level: str = _opt("warning", "debug, info, warning or error")
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+
+    def __post_init__(self) -> None:
+        Topology.parse(self.topology)
+        _positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
+        _positive(self.cache, "block_size", "image_block_size")
+        _positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise ConfigError("threads must be between 1 and 1024", param="threads")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len must be at least 2", param="max_model_len")
+
+    @property
+    def model_path(self) -> Path:
+        if self.model == DEMO_MODEL:
+            return Path(__file__).parent / "demo" / "model"
+        return Path(self.model)
+
+    @property
+    def model_name(self) -> str:
+        """What the API calls the model unless --served-model-name says otherwise."""
+        return self.model if self.model == DEMO_MODEL else self.model.rstrip("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = _opt("127.0.0.1", "address to listen on; anything but loopback is reachable by others")
+    port: int = _opt(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = _opt(None, "model name that the API shows and accepts; default: MODEL")
+    api_key: tuple[str, ...] = _opt((), "accepted API keys (also HYDRA_API_KEY); none: no key is asked for")
+    shutdown_timeout_s: float = _opt(30.0, "how long SIGTERM lets running requests finish", flag="shutdown-timeout")
+    max_body_bytes: int = _opt(64 << 20, "largest request body")
+    body_timeout_s: float = _opt(30.0, "how long a request body may take to arrive")
+    keepalive_s: float = _opt(15.0, "a comment line keeps idle streams open this often", flag="sse-keep-alive")
+    allow_origins: tuple[str, ...] = _opt((), "CORS origins; none by default")
+    enable_log_requests: bool = _opt(False, "one log line per request")
+
+
+def environment_api_keys() -> tuple[str, ...]:
+    return tuple(key for key in os.environ.get("HYDRA_API_KEY", "").split(",") if key)
+
+
+def fault_points_enabled() -> bool:
+    """Fault points answer only where a test has asked for them before start."""
+    return os.environ.get("HYDRA_FAULTS", "") == "1"
+
+
+def _positive(group: object, *names: str) -> None:
+    for name in names:
+        if getattr(group, name) <= 0:
+            raise ConfigError(f"{name} must be positive", param=name)
+
+
+def option_fields(cls: type) -> list[tuple[str, Any, str, dict[str, Any]]]:
+    """(name, default, help, metadata) of the plain fields of a config class, for the command line."""
+    return [(f.name, f.default, f.metadata["help"], dict(f.metadata)) for f in fields(cls) if "help" in f.metadata]

@@ -1,0 +1,168 @@
+"""What travels between the front process and an instance: tagged structs, encoded with msgpack by `cluster/wire.py`.
+
+The first tag of each union is fixed text, so a frame of another version fails to decode instead of being misread.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.request import Request
+from hydra_engine.errors import ErrorInfo
+
+WIRE_VERSION = 1
+
+
+# ---- front -> instance
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+    pixels: tuple[PixelPayload, ...] = ()  # one per image, in prompt order
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The owner has lost interest; unknown ids are ignored. The instance answers with Finished(reason="abort")."""
+
+    request_id: RequestId
+
+
+class QueryLedger(msgspec.Struct, frozen=True, tag=True):
+    query_id: int
+
+
+class SetFault(msgspec.Struct, frozen=True, tag=True):
+    """Arms a named fault point (tests only; refused unless the instance was started with fault points on)."""
+
+    point: str
+    action: str
+    argument: str = ""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish nothing more and exit; draining is the front's business (it stops submitting and waits)."""
+
+
+ToInstance = Submit | Abort | QueryLedger | SetFault | Shutdown
+
+
+# ---- instance -> front
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Progress of start-up: bytes of weights read, or warm-up steps done."""
+
+    what: str
+    done: int
+    total: int
+
+
+class InstanceSummary(msgspec.Struct, frozen=True):
+    """What the start-up summary shows. Sizes in bytes."""
+
+    name: str
+    role: str
+    model: str
+    family: str
+    device: str
+    dtype: str
+    backend: str
+    deterministic: bool
+    threads: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    image_cache_bytes: int
+    num_kv_blocks: int
+    num_image_blocks: int
+    kv_block_size: int
+    image_block_size: int
+    max_model_len: int
+    token_budget: int
+    image_budget: int
+    load_s: float
+    ops: tuple[tuple[str, str, str], ...] = ()  # (op, implementation, reason)
+    notes: tuple[str, ...] = ()
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    version: int
+    summary: InstanceSummary
+
+
+class Delta(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of one request; `position` counts generated tokens before these, so a gap is detectable."""
+
+    request_id: RequestId
+    position: int
+    token_ids: tuple[int, ...]
+    time_s: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The last message about a request; its blocks are free when this is sent."""
+
+    request_id: RequestId
+    reason: str  # a FinishReason value
+    num_generated: int
+    stop_token_id: int | None = None
+    error: ErrorInfo | None = None
+    spans: tuple[StageSpan, ...] = ()  # times absolute, on the monotonic clock
+    num_preemptions: int = 0
+    cached_tokens: int = 0
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """Sent a few times a second while busy and once when idle: gauges for metrics, health and the page."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    num_encoding: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    image_blocks_used: int
+    image_blocks_total: int
+    num_preemptions: int
+    language_steps: int
+    vision_steps: int
+    language_busy_s: float
+    vision_busy_s: float
+    prompt_tokens: int
+    generation_tokens: int
+    images_encoded: int
+    progress: int  # grows with every loop turn that did work or had none to do
+
+
+class LedgerReport(msgspec.Struct, frozen=True, tag=True):
+    """Answer to QueryLedger: what is held right now; `balanced` means that at rest nothing would be."""
+
+    query_id: int
+    num_requests: int
+    kv_blocks_held: int
+    kv_blocks_total: int
+    image_blocks_held: int
+    image_blocks_total: int
+    pixel_bytes: int
+    holders: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def at_rest(self) -> bool:
+        return not (self.num_requests or self.kv_blocks_held or self.image_blocks_held or self.pixel_bytes) and (
+            not self.problems
+        )
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The instance cannot start or cannot go on; it exits after this."""
+
+    error: ErrorInfo
+    exit_code: int
+
+
+ToFront = Loading | Ready | Delta | Finished | Status | LedgerReport | Failed

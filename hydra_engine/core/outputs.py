@@ -1,0 +1,96 @@
+"""What comes out of the engine: token deltas inside, results and pieces of text outside, and the stage timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token id or stop string
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """One stretch of a request's life, in seconds since the request arrived.
+
+    `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, prefill, decode, preempted.
+    `lane` is front, vision or language; `batch` how many requests shared the step (0: not a step); `tokens` how many
+    tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for.
+    """
+
+    stage: str
+    start_s: float
+    end_s: float
+    instance: str = "front"
+    lane: str = "front"
+    batch: int = 0
+    tokens: int = 0
+    cause: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    image_tokens: int = 0
+    cached_tokens: int = 0
+    num_images: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Seconds. `tpot_s` is (last - first token) / (tokens - 1); None where the request had too few tokens."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float = 0.0
+    queue_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """One generated token with its text and log probability, as the API shows it."""
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, str, float], ...] = ()  # (token id, text, logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request. Picklable; `error` is set instead of raised when the caller asked for that."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    metrics: RequestMetrics
+    timeline: tuple[StageSpan, ...] = ()
+    logprobs: tuple[TextLogprob, ...] | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a stream yields: new text (may be empty on the last one), the new tokens, and at the end the result."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TextLogprob, ...] = field(default=())
+    result: Result | None = None

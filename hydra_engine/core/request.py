@@ -1,0 +1,137 @@
+"""A request as the engine accepts it: immutable, validated, made of token ids. Strings stay in the front process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import ImageItem
+from hydra_engine.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_TOKENS_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Field names and meanings are those of the OpenAI API and of vLLM's extras.
+
+    temperature 0 is greedy. `seed` None lets the engine draw one; with a seed the text depends on nothing but the
+    request. `max_tokens` None means the rest of the context. `logprobs` None: none; k >= 0: the chosen token's and the
+    k best ones'. `stop` strings are matched on text in the front process and never appear in the output.
+    Raises `InvalidRequest` naming the field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, low, high in _RANGES:
+            _check_range(name, getattr(self, name), low, high)
+        self._check_stops()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+        if any(not isinstance(s, str) or not s or len(s) > MAX_STOP_CHARS for s in self.stop):
+            raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", param="stop_token_ids")
+        for token in self.stop_token_ids:
+            _check_range("stop_token_ids", token, 0, (1 << 31) - 1)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Penalties look at the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+# name, lowest, highest; None is allowed where the default is None. ints must be ints, bools are not numbers.
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("top_k", -1, 1 << 20),
+    ("min_p", 0.0, 1.0),
+    ("seed", -(1 << 63), (1 << 64) - 1),
+    ("max_tokens", 1, MAX_TOKENS_LIMIT),
+    ("min_tokens", 0, MAX_TOKENS_LIMIT),
+    ("repetition_penalty", 0.01, 10.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("logprobs", 0, MAX_LOGPROBS),
+)
+_INTEGERS = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop_token_ids"})
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs"})
+
+
+def _check_range(name: str, value: object, low: float, high: float) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    kind = "an integer" if name in _INTEGERS else "a number"
+    accepted = int if name in _INTEGERS else (int, float)
+    if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be {kind} between {low} and {high}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency limits that one request asks for, in seconds; None: no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything an instance needs to know. `prompt_token_ids` holds placeholders where images are.
+
+    `arrival_s` is the front's monotonic stamp. `max_new_tokens` is resolved: never None, prompt plus it fits the
+    context. `seed` is resolved too.
+    """
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_new_tokens: int
+    seed: int
+    arrival_s: float
+    images: tuple[ImageItem, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    slo: Slo = field(default_factory=Slo)
+    cache_salt: str = ""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.num_tokens for image in self.images)

@@ -1,0 +1,21 @@
+"""The stages of a request inside the engine and the moves between them that are legal."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    ENCODE = "encode"  # some image of the prompt still has no features
+    PREFILL = "prefill"  # prompt tokens (and, after a preemption, generated ones) wait for their KV
+    DECODE = "decode"  # one token per step
+    FINISHED = "finished"
+
+
+# A preempted request goes back to where its missing work is: DECODE -> PREFILL, or ENCODE if features are gone too.
+LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
+    Stage.ENCODE: frozenset({Stage.PREFILL, Stage.FINISHED}),
+    Stage.PREFILL: frozenset({Stage.ENCODE, Stage.DECODE, Stage.FINISHED}),
+    Stage.DECODE: frozenset({Stage.ENCODE, Stage.PREFILL, Stage.FINISHED}),
+    Stage.FINISHED: frozenset(),
+}

@@ -1,0 +1,216 @@
+"""Every error a user can do something about.
+
+    HydraError
+    +-- RequestError                 this request is wrong; nothing else is affected
+    |   +-- InvalidRequest           400  a field has a wrong type, value or combination
+    |   |   +-- ContextLengthExceeded 400
+    |   |   +-- RequestTooLarge      400  fits the model, can never fit this deployment's caches
+    |   |   +-- InvalidImage         400  cannot be decoded, too large, odd shape
+    |   |   +-- MediaForbidden       400  address or path that the server does not open
+    |   |   +-- MediaFetchFailed     400
+    |   |   +-- PayloadTooLarge      413
+    |   |   +-- UnsupportedMediaType 415
+    |   +-- InvalidApiKey            401
+    |   +-- NotFound                 404  unknown model or route
+    |   +-- MethodNotAllowed         405
+    |   +-- RequestTimeout           408  the body did not arrive in time
+    |   +-- RequestFailed            500  this request failed inside the engine (numerical_error, ...)
+    |   +-- Unavailable              503  try again later: overloaded, draining, not_ready, instance_lost
+    |   +-- DeadlineExceeded         504
+    |   +-- RequestAborted           499  cancelled by its owner; never sent to a client
+    +-- ConfigError                  exit 2  a setting is wrong or settings contradict each other
+    +-- CheckpointError              exit 3  the model directory cannot be served
+    +-- ResourceError                exit 4  memory, port or device is missing
+    +-- BackendError                 exit 5  an operation has no usable implementation
+    +-- EngineClosed                 the engine was closed or its instance died
+
+Only `server/errors.py` turns these into HTTP; only the command line turns them into exit codes. Messages are one
+line, say what to change, and never hold a path, an address or more than 200 characters of input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as data: what crosses a process boundary instead of an exception."""
+
+    kind: str
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+class HydraError(Exception):
+    """Base of all errors that are meant to be read by a user."""
+
+    status: int = 500
+    error_type: str = "server_error"
+    default_code: str | None = None
+    exit_code: int = 1
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code if code is not None else self.default_code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(type(self).__name__, self.message, self.code, self.param, self.retry_after_s)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (self.info(),))
+
+
+class RequestError(HydraError):
+    """One request is at fault or failed; every other request goes on."""
+
+
+class InvalidRequest(RequestError):
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and max_tokens together, exceed the model's context."""
+
+    default_code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request fits the model but can never fit the caches of this deployment."""
+
+    default_code = "request_too_large_for_deployment"
+
+
+class InvalidImage(InvalidRequest):
+    default_code = "image_decode_failed"
+
+
+class MediaForbidden(InvalidRequest):
+    default_code = "media_url_forbidden"
+
+
+class MediaFetchFailed(InvalidRequest):
+    default_code = "media_fetch_failed"
+
+
+class PayloadTooLarge(InvalidRequest):
+    status = 413
+    default_code = "payload_too_large"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    default_code = "unsupported_media_type"
+
+
+class InvalidApiKey(RequestError):
+    status = 401
+    error_type = "invalid_request_error"
+    default_code = "invalid_api_key"
+
+
+class NotFound(RequestError):
+    status = 404
+    error_type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    error_type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+
+class RequestTimeout(RequestError):
+    status = 408
+    error_type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
+class RequestFailed(RequestError):
+    """The engine could not finish this request, for example because its logits were not finite."""
+
+    default_code = "internal_error"
+
+
+class Unavailable(RequestError):
+    """The deployment cannot take the request now; the code says why and `retry_after_s` when to try again."""
+
+    status = 503
+    default_code = "overloaded"
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: int | None = 1
+    ) -> None:
+        super().__init__(message, code=code, param=param, retry_after_s=retry_after_s)
+
+
+class DeadlineExceeded(RequestError):
+    status = 504
+    default_code = "deadline_exceeded"
+
+
+class RequestAborted(RequestError):
+    status = 499
+    default_code = "request_aborted"
+
+
+class ConfigError(HydraError):
+    status = 400
+    default_code = "invalid_config"
+    exit_code = 2
+
+
+class CheckpointError(HydraError):
+    default_code = "invalid_checkpoint"
+    exit_code = 3
+
+
+class ResourceError(HydraError):
+    default_code = "insufficient_resources"
+    exit_code = 4
+
+
+class BackendError(HydraError):
+    default_code = "backend_unavailable"
+    exit_code = 5
+
+
+class EngineClosed(HydraError):
+    status = 503
+    default_code = "engine_closed"
+
+
+def _tree(base: type[HydraError]) -> dict[str, type[HydraError]]:
+    found = {base.__name__: base}
+    for child in base.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+_BY_NAME = _tree(HydraError)
+
+# The closed table of error codes: a body never holds a code that is not here (a test compares).
+CODES = frozenset(
+    {cls.default_code for cls in _BY_NAME.values() if cls.default_code is not None}
+    | {"unsupported_image_format", "image_too_large", "image_aspect_ratio", "too_many_images", "model_not_found"}
+    | {"draining", "not_ready", "instance_lost", "numerical_error", "request_poisoned", "unknown_parameter"}
+)
+
+
+def from_info(info: ErrorInfo) -> HydraError:
+    """The exception that `info` describes; an unknown kind becomes `RequestFailed`."""
+    cls = _BY_NAME.get(info.kind, RequestFailed)
+    return cls(info.message, code=info.code, param=info.param, retry_after_s=info.retry_after_s)
+
+
+def _rebuild(info: ErrorInfo) -> HydraError:
+    return from_info(info)
