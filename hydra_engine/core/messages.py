@@ -135,7 +135,16 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int
     generation_tokens: int
     images_encoded: int
-    progress: int  # grows with every loop turn that did work or had none to do
+    progress: int  # grows with every turn of the instance's loop
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the KV cache that is held, 0 to 1."""
+        return self.kv_blocks_used / max(self.kv_blocks_total, 1)
+
+    @property
+    def image_cache_used(self) -> float:
+        return self.image_blocks_used / max(self.image_blocks_total, 1)
 
 
 class LedgerReport(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,55 @@
+# Every target sets up what it needs in .venv; a second run is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: demo serve test check bench build clean help
+
+help:
+	@echo "make demo    three pictures and a text question through the shipped model"
+	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
+	@echo "make test    the whole test suite"
+	@echo "make check   format, lint, types, architecture"
+	@echo "make bench   the quick benchmarks of this machine"
+	@echo "make build   the environment and the native extension only"
+
+build: $(VENV)/.native
+
+# torch is named first and exactly: any looser pin downloads gigabytes of GPU libraries.
+$(VENV)/.environment: constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) found: install Python 3.11 or set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.environment setup.py pyproject.toml $(NATIVE_SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+demo: build
+	@$(BIN)/python -m hydra_engine demo
+
+serve: build
+	@$(BIN)/python -m hydra_engine serve demo $(ARGS)
+
+test: build
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: build
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+bench: build
+	@$(BIN)/python -m bench.ops.linear --quick
+	@$(BIN)/python -m bench.ops.cache --quick
+	@$(BIN)/python -m bench.ops.attention --quick
+	@$(BIN)/python -m bench.serve --model demo --quick
+
+clean:
+	rm -rf $(VENV) build hydra_engine/*.so

@@ -1,0 +1,72 @@
+// Entry points of the norms and gated activations. Outputs are contiguous, inputs may have any row stride.
+#include "cpu/elementwise/elementwise.h"
+
+#include "api/api.h"
+
+namespace hydra {
+namespace {
+
+namespace py = pybind11;
+
+RowsCall make_call(Address x, int64_t x_stride, Address out, int64_t rows, int64_t columns, int dtype) {
+  HYDRA_CHECK(rows >= 0, "rows: expected at least 0, got ", rows);
+  HYDRA_CHECK(columns >= 1, "columns: expected at least 1, got ", columns);
+  RowsCall call;
+  call.x = pointer<void>(x);
+  call.x_stride = x_stride;
+  call.out = pointer<void>(out);
+  call.rows = rows;
+  call.columns = columns;
+  call.dtype = dtype_from_int(dtype);
+  return call;
+}
+
+void rms_norm(Address x, int64_t x_stride, Address weight, Address out, int64_t rows, int64_t columns, float eps,
+              int dtype) {
+  RowsCall call = make_call(x, x_stride, out, rows, columns, dtype);
+  call.weight = pointer<void>(weight);
+  call.eps = eps;
+  run_rows(RowsOp::rms_norm, call);
+}
+
+void add_rms_norm(Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight, Address out,
+                  Address sum, int64_t rows, int64_t columns, float eps, int dtype) {
+  RowsCall call = make_call(x, x_stride, out, rows, columns, dtype);
+  call.residual = pointer<void>(residual);
+  call.residual_stride = residual_stride;
+  call.weight = pointer<void>(weight);
+  call.sum = pointer<void>(sum);
+  call.eps = eps;
+  run_rows(RowsOp::add_rms_norm, call);
+}
+
+void layer_norm(Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t rows, int64_t columns,
+                float eps, int dtype) {
+  RowsCall call = make_call(x, x_stride, out, rows, columns, dtype);
+  call.weight = pointer<void>(weight);
+  call.bias = pointer<void>(bias);
+  call.eps = eps;
+  run_rows(RowsOp::layer_norm, call);
+}
+
+void act_and_mul(Address gate_up, int64_t stride, Address out, int64_t rows, int64_t columns, int act, int dtype) {
+  RowsCall call = make_call(gate_up, stride, out, rows, columns, dtype);
+  call.act = activation_from_int(act);
+  run_rows(RowsOp::act_and_mul, call);
+}
+
+}  // namespace
+
+void register_elementwise(py::module_& m) {
+  m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("weight"), py::arg("out"), py::arg("rows"),
+        py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
+  m.def("add_rms_norm", &add_rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("residual"),
+        py::arg("residual_stride"), py::arg("weight"), py::arg("out"), py::arg("sum"), py::arg("rows"),
+        py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
+  m.def("layer_norm", &layer_norm, py::arg("x"), py::arg("x_stride"), py::arg("weight"), py::arg("bias"),
+        py::arg("out"), py::arg("rows"), py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
+  m.def("act_and_mul", &act_and_mul, py::arg("gate_up"), py::arg("stride"), py::arg("out"), py::arg("rows"),
+        py::arg("columns"), py::arg("act"), py::arg("dtype"), ReleaseGil());
+}
+
+}  // namespace hydra

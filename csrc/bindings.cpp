@@ -1,0 +1,11 @@
+// The Python module hydra_engine._C. Every subject registers its own entry points, see csrc/api.
+#include "api/api.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native kernels of hydra_engine. Call them through hydra_engine.backend.";
+  hydra::register_cpu_info(m);
+  if (hydra::register_linear) hydra::register_linear(m);
+  if (hydra::register_elementwise) hydra::register_elementwise(m);
+  if (hydra::register_cache) hydra::register_cache(m);
+  if (hydra::register_attention) hydra::register_attention(m);
+}

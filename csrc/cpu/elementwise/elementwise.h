@@ -1,0 +1,44 @@
+// Norms and gated activations, row by row in float32. Row t of a result depends on row t of the input alone.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/activation_kind.h"
+#include "dtype.h"
+
+namespace hydra {
+
+// One call of any of these operations; members that an operation does not use stay empty. Strides count elements
+// between rows; `out` and `sum` are contiguous. `sum` may be the memory of `residual`.
+struct RowsCall {
+  const void* x = nullptr;         // [rows, columns]; act_and_mul: [rows, 2 * columns]
+  const void* residual = nullptr;  // [rows, columns]
+  const void* weight = nullptr;    // [columns]
+  const void* bias = nullptr;      // [columns]
+  void* out = nullptr;             // [rows, columns]
+  void* sum = nullptr;             // [rows, columns]: x + residual
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t x_stride = 0;
+  int64_t residual_stride = 0;
+  float eps = 0;
+  Activation act = Activation::none;
+  DType dtype = DType::f32;
+};
+
+enum class RowsOp { rms_norm, add_rms_norm, layer_norm, act_and_mul };
+
+void run_rows(RowsOp op, const RowsCall& call);
+
+// Rows [begin, end) on the calling thread.
+namespace scalar {
+void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
+}
+namespace avx2 {
+void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
+}
+namespace avx512 {
+void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
+}
+
+}  // namespace hydra

@@ -1,0 +1,43 @@
+// Which instruction sets this machine (and operating system) lets us use, decided once at run time.
+// Kernels are compiled per level with function-level target attributes, so one build runs on any x86-64.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HYDRA_X86 1
+#else
+#define HYDRA_X86 0
+#endif
+
+#if HYDRA_X86
+#define HYDRA_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi2")))
+#define HYDRA_TARGET_AVX512BF16 \
+  __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")))
+#define HYDRA_TARGET_AMX                                                                                      \
+  __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16," \
+                        "prefer-vector-width=512")))
+#endif
+
+namespace hydra {
+
+// Ordered: a level includes all lower ones. avx512bf16 = AVX-512 F/BW/VL/DQ with BF16; amx adds AMX_TILE and AMX_BF16.
+enum class Isa : int { scalar = 0, avx2 = 1, avx512bf16 = 2, amx = 3 };
+
+const char* isa_name(Isa isa);
+
+// The highest level that processor and operating system support.
+Isa supported_isa();
+
+// The level in use: supported_isa() unless force_isa lowered it.
+Isa current_isa();
+
+// For tests: lowers the level of the whole process (or restores it). Throws std::invalid_argument for an unknown name
+// or a level above supported_isa().
+void force_isa(const std::string& name);
+
+// Names of the relevant features found, for the environment card.
+std::vector<std::string> cpu_features();
+
+}  // namespace hydra

@@ -1,0 +1,38 @@
+"""`hydra-engine bench NAME`: runs a benchmark of the source tree's bench/ folder with the arguments that follow."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from hydra_engine.errors import ConfigError
+
+_FOLDER = Path(__file__).parents[2] / "bench"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="which benchmark; without a name, lists them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on; try --help")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = {
+        ".".join(path.relative_to(_FOLDER).with_suffix("").parts): path
+        for path in sorted(_FOLDER.rglob("*.py"))
+        if path.name not in ("__init__.py", "common.py")
+    }
+    if not found:
+        raise ConfigError("the benchmarks are part of the source tree; run this from a clone of the repository")
+    if arguments.name is None:
+        for name, path in found.items():
+            summary = path.read_text(encoding="utf-8").lstrip('"').split("\n", 1)[0]
+            sys.stdout.write(f"{name:20} {summary}\n")
+        return 0
+    if arguments.name not in found:
+        raise ConfigError(f"unknown benchmark {arguments.name[:40]!r}; there are: {', '.join(found)}")
+    sys.argv = [f"hydra-engine bench {arguments.name}", *arguments.arguments]
+    sys.path.insert(0, str(_FOLDER.parent))
+    runpy.run_path(str(found[arguments.name]), run_name="__main__")
+    return 0

@@ -1,0 +1,53 @@
+"""`hydra-engine demo`: the shipped model answers four questions at once; each answer is followed by its timeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from hydra_engine import log
+from hydra_engine.cli.options import add_engine_options, engine_config_from
+from hydra_engine.cli.summary import summary_lines
+from hydra_engine.config import DEMO_MODEL
+from hydra_engine.observe.timeline import draw
+
+_FOLDER = Path(__file__).parents[1] / "demo"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from hydra_engine.engine import Engine
+
+    config = engine_config_from(arguments, DEMO_MODEL, local_files=True)
+    log.configure(config.log_level)
+    questions = json.loads((_FOLDER / "questions.json").read_text(encoding="utf-8"))
+    wrong = 0
+    with Engine.from_config(config) as engine:
+        _print("\n".join(summary_lines(engine.summary)))
+        handles = [
+            engine.submit(q["question"], _FOLDER / q["picture"] if q["picture"] else None, temperature=0, max_tokens=64)
+            for q in questions
+        ]
+        for question, handle in zip(questions, handles, strict=True):
+            _print(f"\npicture   {_FOLDER / question['picture'] if question['picture'] else '(none)'}")
+            _print(f"question  {question['question']}")
+            _print("answer    ", end="")
+            for piece in handle:
+                _print(piece.text, end="")
+            result = handle.result()
+            right = result.text.strip() == question["answer"]
+            wrong += not right
+            _print("" if right else f"\nexpected  {question['answer']}")
+            _print("\n".join("  " + line for line in draw(result.timeline)))
+    _print(f"\n{len(questions) - wrong} of {len(questions)} answers are right.")
+    return 1 if wrong else 0
+
+
+def _print(text: str, end: str = "\n") -> None:
+    sys.stdout.write(text + end)
+    sys.stdout.flush()

@@ -1,0 +1,42 @@
+"""`hydra-engine generate`: one question through an embedded engine, streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hydra_engine import log
+from hydra_engine.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_config_from,
+    sampling_from,
+)
+from hydra_engine.config import DEMO_MODEL
+from hydra_engine.observe.timeline import draw
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="the question")
+    parser.add_argument("--model", default=DEMO_MODEL, help="Hugging Face model directory, or `demo`")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be repeated")
+    parser.add_argument("--timeline", action="store_true", help="print what each stage took")
+    add_sampling_options(parser, temperature=0.0)
+    add_engine_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from hydra_engine.engine import Engine
+
+    config = engine_config_from(arguments, arguments.model, local_files=True)
+    log.configure(config.log_level)
+    sampling = sampling_from(arguments)
+    with Engine.from_config(config) as engine:
+        for piece in engine.stream(arguments.prompt, arguments.image or None, sampling=sampling):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+            if piece.result is not None:
+                sys.stdout.write("\n")
+                if arguments.timeline:
+                    sys.stdout.write("\n".join(draw(piece.result.timeline)) + "\n")
+    return 0

@@ -1,0 +1,231 @@
+"""The two ends of a channel between the front and one instance, in both forms.
+
+In memory (`local_channel`, the embedded default) and over an inherited Unix socketpair (`FrontSocket` in the front
+process, `InstanceSocket` in the instance process). The front's end lives on an asyncio loop, the instance's end on a
+thread that waits for one event. Does not know what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hydra_engine.cluster import wire
+from hydra_engine.core.messages import ToFront, ToInstance
+
+logger = logging.getLogger(__name__)
+
+OnMessages = Callable[[list[ToFront]], None]
+OnClosed = Callable[[], None]
+
+EXIT_ORPHANED = 70
+_RECEIVE_BYTES = 1 << 18
+
+
+class FrontEnd(Protocol):
+    """The front's end. `on_messages` and `on_closed` run on the loop; `on_closed` once, after the last message."""
+
+    def attach(self, on_messages: OnMessages, on_closed: OnClosed) -> None: ...
+
+    def send(self, messages: Sequence[ToInstance]) -> None:
+        """Never blocks; messages to a closed channel are dropped (its owner has been told)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalInstanceEnd:
+    """Inbox and outbox of an instance in the same process."""
+
+    def __init__(self, front: LocalFrontEnd, strict: bool) -> None:
+        self._front = front
+        self._strict = strict
+        self._messages: deque[ToInstance] = deque()
+        self.wake = threading.Event()
+
+    def push(self, messages: Sequence[ToInstance]) -> None:
+        self._messages.extend(messages)
+        self.wake.set()
+
+    def drain(self) -> list[ToInstance]:
+        drained: list[ToInstance] = []
+        while self._messages:
+            drained.append(self._messages.popleft())
+        return drained
+
+    def send(self, messages: Sequence[ToFront]) -> None:
+        if self._strict:
+            messages = [wire.decode_to_front(wire.encode_frames([m])[wire.HEADER_BYTES :]) for m in messages]
+        self._front.deliver(list(messages))
+
+    def close(self) -> None:
+        self._front.instance_gone()
+
+
+class LocalFrontEnd:
+    def __init__(self, loop: asyncio.AbstractEventLoop, strict: bool) -> None:
+        self._loop = loop
+        self._strict = strict
+        self._on_messages: OnMessages | None = None
+        self._on_closed: OnClosed | None = None
+        self._closed = False
+        self.instance = LocalInstanceEnd(self, strict)
+
+    def attach(self, on_messages: OnMessages, on_closed: OnClosed) -> None:
+        self._on_messages, self._on_closed = on_messages, on_closed
+
+    def send(self, messages: Sequence[ToInstance]) -> None:
+        if self._strict:
+            frames = [wire.encode_frames([m])[wire.HEADER_BYTES :] for m in messages]
+            messages = [m for m in map(wire.decode_to_instance, frames) if not isinstance(m, wire.Start)]
+        self.instance.push(messages)
+
+    def deliver(self, messages: list[ToFront]) -> None:
+        """Called on the instance's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hand_over, messages)
+
+    def _hand_over(self, messages: list[ToFront]) -> None:
+        if self._on_messages is not None and not self._closed:
+            self._on_messages(messages)
+
+    def instance_gone(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._report_closed)
+
+    def _report_closed(self) -> None:
+        if self._on_closed is not None and not self._closed:
+            self._closed = True
+            self._on_closed()
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def local_channel(loop: asyncio.AbstractEventLoop, *, strict: bool = False) -> tuple[LocalFrontEnd, LocalInstanceEnd]:
+    """Both ends in memory. `strict` sends every message through the codec, so that nothing is shared by accident."""
+    front = LocalFrontEnd(loop, strict)
+    return front, front.instance
+
+
+class FrontSocket(asyncio.Protocol):
+    """The front's end of a socketpair, on the running loop."""
+
+    def __init__(self) -> None:
+        self._reader = wire.FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._on_messages: OnMessages | None = None
+        self._on_closed: OnClosed | None = None
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> FrontSocket:
+        loop = asyncio.get_running_loop()
+        _, protocol = await loop.create_unix_connection(cls, sock=sock)
+        return protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def attach(self, on_messages: OnMessages, on_closed: OnClosed) -> None:
+        self._on_messages, self._on_closed = on_messages, on_closed
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = [wire.decode_to_front(body) for body in self._reader.feed(data)]
+        except wire.WireError:
+            logger.exception("closing the channel of an instance")
+            self.close()
+            return
+        if messages and self._on_messages is not None:
+            self._on_messages(messages)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._on_closed is not None:
+            self._on_closed()
+
+    def send_start(self, start: wire.Start) -> None:
+        self._write(wire.encode_frames([start]))
+
+    def send(self, messages: Sequence[ToInstance]) -> None:
+        self._write(wire.encode_frames(messages))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class InstanceSocket:
+    """The instance's end of a socketpair: a thread reads, the instance's thread writes.
+
+    End of file means that the front is gone. Nobody is left to answer, so the process ends at once from the reading
+    thread, whatever the lanes are doing; that bounds orphans to well under a second.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(True)
+        self._messages: deque[ToInstance] = deque()
+        self._reader = wire.FrameReader()
+        self._closing = False
+        self.wake = threading.Event()
+
+    def receive_start(self) -> wire.Start:
+        """The first frame; called before `start_reading`."""
+        while True:
+            data = self._sock.recv(_RECEIVE_BYTES)
+            if not data:
+                raise EOFError("the front went away before it sent a configuration")
+            for body in self._reader.feed(data):
+                message = wire.decode_to_instance(body)
+                if not isinstance(message, wire.Start):
+                    raise wire.WireError("the first frame must be Start")
+                return message
+
+    def start_reading(self) -> None:
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(_RECEIVE_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                if not self._closing:
+                    os._exit(EXIT_ORPHANED)
+                return
+            try:
+                messages = [wire.decode_to_instance(body) for body in self._reader.feed(data)]
+            except wire.WireError:
+                logger.exception("the front sent an unreadable frame")
+                os._exit(EXIT_ORPHANED)
+            self._messages.extend(m for m in messages if not isinstance(m, wire.Start))
+            self.wake.set()
+
+    def drain(self) -> list[ToInstance]:
+        drained: list[ToInstance] = []
+        while self._messages:
+            drained.append(self._messages.popleft())
+        return drained
+
+    def send(self, messages: Sequence[ToFront]) -> None:
+        try:
+            self._sock.sendall(wire.encode_frames(messages))
+        except BrokenPipeError:
+            os._exit(EXIT_ORPHANED)
+
+    def close(self) -> None:
+        self._closing = True
+        self._sock.close()

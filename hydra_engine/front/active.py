@@ -1,0 +1,134 @@
+"""One request on the front's side while it runs: tokens in, text out, and the result at the end.
+
+Does not know channels or readers; `front.py` feeds it messages and passes on what it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydra_engine.core.messages import Delta, Finished
+from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, TextLogprob, Usage
+from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.request import Request
+from hydra_engine.errors import HydraError
+from hydra_engine.front.handle import Handle
+from hydra_engine.intake.detokenize import IncrementalDetokenizer
+from hydra_engine.intake.tokenizer import Tokenizer
+from hydra_engine.observe.timeline import metrics_of, relative
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """Owned by the front's loop from submission to Finished."""
+
+    request: Request
+    handle: Handle
+    tokenizer: Tokenizer
+    detokenizer: IncrementalDetokenizer
+    intake_spans: tuple[StageSpan, ...]
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    stop_string: str | None = None
+    cancelled: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Nothing that still arrives is shown: a stop string matched or the owner cancelled."""
+        return self.cancelled or self.stop_string is not None
+
+    def on_delta(self, delta: Delta) -> Piece | None:
+        """The piece to show, or None. Sets `stop_string` when one is complete."""
+        if self.closed:
+            return None
+        assert delta.position == len(self.token_ids), "an instance skipped or repeated a token"
+        if self.first_token_s is None:
+            self.first_token_s = delta.time_s
+        self.last_token_s = delta.time_s
+        text, shown_logprobs = "", []
+        for index, token_id in enumerate(delta.token_ids):
+            self.token_ids.append(token_id)
+            if delta.logprobs:
+                shown_logprobs.append(self._text_logprob(delta.logprobs[index]))
+            if not self._ends_silently(token_id):
+                text += self.detokenizer.feed([token_id])
+            if self.detokenizer.stop_string is not None:
+                self.stop_string = self.detokenizer.stop_string
+                break
+        self.texts.append(text)
+        self.logprobs.extend(shown_logprobs)
+        return Piece(text, tuple(self.token_ids[delta.position :]), tuple(shown_logprobs))
+
+    def on_finished(self, finished: Finished, now: float) -> Piece:
+        """The last piece, with the result; for reasons stop and length, or after a stop string."""
+        tail = "" if self.stop_string is not None else self.detokenizer.flush()
+        stop_reason: str | int | None = finished.stop_token_id
+        if self.stop_string is None and self.detokenizer.stop_string is not None:
+            self.stop_string = self.detokenizer.stop_string
+        reason = FinishReason(finished.reason)
+        if self.stop_string is not None:
+            reason, stop_reason = FinishReason.STOP, self.stop_string
+        elif finished.stop_token_id in self.request.eos_token_ids:
+            stop_reason = None
+        self.texts.append(tail)
+        result = self._result(finished, now, reason, stop_reason)
+        return Piece(tail, result=result)
+
+    def failed_result(self, finished: Finished | None, now: float, error: HydraError) -> Result:
+        """What observers see of a request that was cancelled or failed."""
+        reason = FinishReason.ABORT if self.cancelled else FinishReason.ERROR
+        ended = finished or Finished(self.request.id, reason.value, len(self.token_ids))
+        return self._result(ended, now, reason, None, error)
+
+    def _result(
+        self,
+        finished: Finished,
+        now: float,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        error: HydraError | None = None,
+    ) -> Result:
+        request = self.request
+        timeline = relative((*self.intake_spans, *finished.spans), request.arrival_s)
+        return Result(
+            request_id=self.handle.id,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=reason,
+            usage=Usage(
+                prompt_tokens=request.num_prompt,
+                completion_tokens=len(self.token_ids),
+                image_tokens=request.num_image_tokens,
+                cached_tokens=finished.cached_tokens,
+                num_images=len(request.images),
+            ),
+            metrics=metrics_of(
+                timeline,
+                arrival_s=request.arrival_s,
+                first_token_s=self.first_token_s,
+                last_token_s=self.last_token_s,
+                finished_s=now,
+                num_tokens=len(self.token_ids),
+                num_preemptions=finished.num_preemptions,
+            ),
+            timeline=timeline,
+            logprobs=tuple(self.logprobs) if request.sampling.logprobs is not None else None,
+            stop_reason=stop_reason,
+            error=error,
+        )
+
+    def _ends_silently(self, token_id: int) -> bool:
+        """End-of-sequence and stop tokens end the text without being part of it."""
+        sampling = self.request.sampling
+        if sampling.include_stop_str_in_output or len(self.token_ids) < sampling.min_tokens:
+            return False
+        is_eos = token_id in self.request.eos_token_ids and not sampling.ignore_eos
+        return is_eos or token_id in sampling.stop_token_ids
+
+    def _text_logprob(self, entry: TokenLogprobs) -> TextLogprob:
+        text = self.tokenizer.token_text
+        top = tuple((token_id, text(token_id), logprob) for token_id, logprob in entry.top)
+        return TextLogprob(entry.token_id, text(entry.token_id), entry.logprob, entry.rank, top)

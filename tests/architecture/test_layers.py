@@ -1,0 +1,192 @@
+"""The shape of the house: imports point to earlier rooms only, deciding rooms stay free of torch, nothing prints.
+
+Rooms and their order are the table of docs/architecture.md. Size limits are warnings, shown with `pytest -rA`.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "hydra_engine"
+
+# Each room may import itself and rooms before it in this list, as far as `ALLOWED` agrees.
+BASE = {"errors", "clock", "log"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "clock": set(),
+    "log": set(),
+    "core": BASE,
+    "config": BASE | {"core"},
+    "specs": BASE | {"core"},
+    "cache": BASE | {"core"},
+    "observe": BASE | {"core"},
+    "scheduler": BASE | {"core", "config", "cache"},
+    "backend": BASE,
+    "models": BASE | {"core", "config", "specs", "backend"},
+    "worker": BASE | {"core", "config", "specs", "backend", "models"},
+    "intake": BASE | {"core", "config", "specs"},
+    "instance": BASE | {"core", "config", "specs", "cache", "observe", "scheduler", "backend", "models", "worker"},
+    "cluster": BASE | {"core", "config", "observe", "instance"},
+    "front": BASE | {"core", "config", "specs", "observe", "intake", "cluster"},
+    "engine": BASE | {"core", "config", "specs", "observe", "intake", "front"},
+    "server": BASE | {"core", "config", "observe", "engine"},
+    "demo": {"specs"},
+    "cli": BASE | {"core", "config", "observe", "engine", "server", "instance", "backend", "demo"},
+    "__main__": BASE | {"cli", ""},
+    "": BASE | {"core", "config", "engine"},
+}
+# Rooms that must run without torch. Only these files of other rooms may assemble what computes.
+TORCH_FREE = {
+    *("errors", "clock", "log", "core", "config", "specs", "cache", "observe", "scheduler", "intake", "cluster"),
+    *("front", "engine", "server", "cli"),
+}
+TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(path: Path) -> list[tuple[str, int]]:
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} uses a relative import"
+            found.append((node.module or "", node.lineno))
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_point_to_earlier_rooms(path: Path) -> None:
+    room = room_of(path)
+    assert room in ALLOWED, f"{room} is a new room: add it to the table here and in docs/architecture.md"
+    for module, line in imports_of(path):
+        if module.split(".")[0] != "hydra_engine":
+            continue
+        parts = module.split(".")
+        target = parts[1] if len(parts) > 1 else ""
+        if target in ("_C", room) or (room == "cli" and target == "") or (room == "server" and target == ""):
+            continue
+        assert target in ALLOWED[room], f"{name_of(path)}:{line} imports {module}: not allowed for room {room!r}"
+
+
+def test_the_import_order_has_no_cycle() -> None:
+    edges = {room: set(allowed) - {room} for room, allowed in ALLOWED.items()}
+    ordered: list[str] = []
+    while edges:
+        ready = [room for room, targets in edges.items() if targets <= set(ordered)]
+        assert ready, f"cycle among {sorted(edges)}"
+        ordered += ready
+        for room in ready:
+            del edges[room]
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_deciding_and_connecting_files_do_not_import_torch(path: Path) -> None:
+    if room_of(path) not in TORCH_FREE and name_of(path) not in TORCH_FREE_FILES:
+        return
+    heavy = [f"{m} (line {line})" for m, line in imports_of(path) if m.split(".")[0] in ("torch", "triton")]
+    assert not heavy, f"{name_of(path)} imports {heavy}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_only_the_backend_knows_devices(path: Path) -> None:
+    if room_of(path) in ("backend", "demo"):
+        return
+    text = path.read_text(encoding="utf-8")
+    for word in ("torch.cuda", ".is_cuda", "import triton", "hydra_engine._C", "import _C"):
+        assert word not in text, f"{name_of(path)} mentions {word}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_nothing_unpickles_or_evaluates(path: Path) -> None:
+    banned_modules = {"pickle", "marshal", "shelve", "dill", "multiprocessing"}
+    for module, line in imports_of(path):
+        assert module.split(".")[0] not in banned_modules, f"{name_of(path)}:{line} imports {module}"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec"), f"{name_of(path)}:{node.lineno} calls {node.func.id}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) != ("torch", "load"), f"{name_of(path)}:{node.lineno} uses torch.load"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    if path.stat().st_size:
+        assert ast.get_docstring(tree_of(path)), f"{name_of(path)} has no module docstring"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_sizes(path: Path) -> None:
+    """Warnings, not failures: a long file or function is a question to the next reader."""
+    lines = path.read_text(encoding="utf-8").count("\n")
+    long = [f"{lines} lines"] if lines > MAX_FILE_LINES else []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                long.append(f"{node.name} has {length} lines")
+    if long:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(f"{name_of(path)}: {', '.join(long)}", stacklevel=1)
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_importing_the_front_loads_no_torch_and_no_model_code() -> None:
+    done = run_python(
+        "import sys, hydra_engine.engine, hydra_engine.server.runner, hydra_engine.cli.serve\n"
+        "print([m for m in ('torch', 'triton', 'hydra_engine.models') if m in sys.modules])"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_every_module_touches_no_gpu() -> None:
+    names = [
+        "hydra_engine." + name_of(p).removesuffix(".py").replace("/", ".").removesuffix(".__init__") for p in modules()
+    ]
+    skip = ("__main__", "hydra_engine.__init__")
+    wanted = [n for n in names if not n.endswith(skip)]
+    code = f"import importlib, torch\nfor n in {wanted!r}: importlib.import_module(n)\n"
+    done = run_python(code + "assert not torch.cuda.is_initialized()")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_exported_names_exist() -> None:
+    done = run_python("import hydra_engine as h\nfor n in h.__all__: getattr(h, n)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_repository_has_no_import_named_like_a_known_package() -> None:
+    """A folder `kernels` that imports as a package would shadow the library of that name."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
