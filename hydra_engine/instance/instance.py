@@ -26,7 +26,7 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguageResult, VisionResult
-from hydra_engine.errors import RequestError
+from hydra_engine.errors import ConfigError, RequestError
 from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
 
 if TYPE_CHECKING:
@@ -102,12 +102,18 @@ class Instance:
             case QueryLedger():
                 outgoing.append(self._ledger(message.query_id))
             case SetFault():
-                if self._arm_fault is None:
-                    logger.error("fault point %s refused: fault points are off", message.point)
-                else:
-                    self._arm_fault(message.point, message.action, message.argument)
+                self._set_fault(message)
             case Shutdown():
                 self._stopping = True
+
+    def _set_fault(self, message: SetFault) -> None:
+        if self._arm_fault is None:
+            logger.error("fault point %s refused: fault points are off", message.point)
+            return
+        try:
+            self._arm_fault(message.point, message.action, message.argument)
+        except ConfigError as error:
+            logger.error("fault point refused: %s", error.message)
 
     def _submit(self, message: Submit, outgoing: list[ToFront]) -> None:
         request = message.request

@@ -1,0 +1,43 @@
+"""Native kernels. Addresses, sizes and strides (in elements) are ints; memory stays owned by the caller. The functions
+check what integers can show and release the GIL; hydra_engine.backend checks tensors before it calls them.
+
+dtype: 0 float32, 1 bfloat16, 2 float16. act: 0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 quick_gelu.
+"""
+
+# ---- processor and threads
+def isa() -> str: ...
+def cpu_features() -> list[str]: ...
+def force_isa(name: str) -> None: ...
+def num_threads() -> int: ...
+def set_num_threads(n: int) -> None: ...
+
+# ---- matrix products
+def packed_bytes(num_out: int, num_in: int, dtype: int) -> int: ...
+
+class PackedWeight:
+    def __init__(self, data: int, bias: int, num_out: int, num_in: int, dtype: int) -> None: ...
+    def pack(self, weight: int, weight_stride: int) -> None: ...
+
+def linear(weight: PackedWeight, x: int, x_stride: int, rows: int, out: int, act: int, out_dtype: int) -> None: ...
+
+# ---- norms and gated activations
+def rms_norm(
+    x: int, x_stride: int, weight: int, out: int, rows: int, columns: int, eps: float, dtype: int
+) -> None: ...
+def add_rms_norm(
+    x: int,
+    x_stride: int,
+    residual: int,
+    residual_stride: int,
+    weight: int,
+    out: int,
+    sum: int,
+    rows: int,
+    columns: int,
+    eps: float,
+    dtype: int,
+) -> None: ...
+def layer_norm(
+    x: int, x_stride: int, weight: int, bias: int, out: int, rows: int, columns: int, eps: float, dtype: int
+) -> None: ...
+def act_and_mul(gate_up: int, stride: int, out: int, rows: int, columns: int, act: int, dtype: int) -> None: ...

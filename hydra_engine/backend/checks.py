@@ -1,0 +1,173 @@
+"""Argument checks of the cache and attention ops, shared by every implementation so that all word an error alike.
+
+A check costs about a microsecond: it looks at shapes, dtypes and strides, never at contents. What only the contents
+tell (a slot or block id out of range) is checked by the implementation where it reads them anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import PagedCache
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None) -> None:
+    shape = cache.data.shape
+    if num_tensors is not None and shape[2] != num_tensors:
+        raise ValueError(f"cache: expected {num_tensors} tensors per layer, got {shape[2]}")
+    if not 0 <= layer < shape[1]:
+        raise ValueError(f"layer: expected 0 to {shape[1] - 1}, got {layer}")
+
+
+def check_new_cache(cache: PagedCache) -> None:
+    """Once per cache: [N, L, X, S, H, D] contiguous of a compute dtype."""
+    data = cache.data
+    if data.dim() != 6 or data.dtype not in COMPUTE_DTYPES or not data.is_contiguous():
+        raise ValueError(
+            "cache: expected contiguous [N, L, X, S, H, D] of float32, bfloat16 or float16, got " + described(data)
+        )
+
+
+def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:
+    """A vector of int64, contiguous, with `count` entries where given; returns its length."""
+    shape = indices.shape
+    if (
+        len(shape) != 1
+        or indices.dtype is not torch.int64
+        or (count is not None and shape[0] != count)
+        or not indices.is_contiguous()
+    ):
+        wanted = "M" if count is None else count
+        raise ValueError(f"{name}: expected contiguous [{wanted}] torch.int64, got {described(indices)}")
+    return shape[0]
+
+
+def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """[T, H, D] with dense heads: only the stride of the first dimension is free."""
+    if rows.shape != shape or rows.dtype is not dtype or not dense_rows(rows):
+        raise ValueError(f"{name}: expected {list(shape)} {dtype} with dense [H, D] rows, got {described(rows)}")
+
+
+def dense_rows(rows: Tensor) -> bool:
+    """Whether each rows[t] of [T, H, D] is one contiguous piece of memory."""
+    _, heads, dim = rows.shape
+    _, stride_h, stride_d = rows.stride()
+    return (stride_d == 1 or dim <= 1) and (stride_h == dim or heads <= 1)
+
+
+def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> int:
+    """Returns T."""
+    shape = cache.data.shape
+    check_cache(cache, layer, num_tensors=len(rows))
+    tokens = check_indices("slots", slots)
+    for x, source in enumerate(rows):
+        check_heads(f"rows[{x}]", source, (tokens, shape[4], shape[5]), cache.data.dtype)
+    return tokens
+
+
+def check_rope(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+) -> None:
+    check_cache(cache, layer, num_tensors=2)
+    num_kv_heads, dim = cache.data.shape[4:]
+    dtype = cache.data.dtype
+    if dim % 2:
+        raise ValueError(f"cache: expected an even head dim for rotation, got {dim}")
+    tokens = check_indices("slots", slots)
+    check_heads("q", q, (tokens, q.shape[1] if q.dim() == 3 else 0, dim), dtype)
+    check_heads("k", k, (tokens, num_kv_heads, dim), dtype)
+    check_heads("v", v, (tokens, num_kv_heads, dim), dtype)
+    for name, angle in (("cos", cos), ("sin", sin)):
+        if angle.shape != (tokens, dim // 2) or angle.dtype is not torch.float32 or not _dense_last(angle):
+            raise ValueError(f"{name}: expected [{tokens}, {dim // 2}] torch.float32, got {described(angle)}")
+
+
+def _dense_last(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] <= 1
+
+
+def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int) -> int:
+    """Returns M."""
+    shape = cache.data.shape
+    check_cache(cache, plane, num_tensors=1)
+    width = shape[4] * shape[5]
+    if (
+        hidden.dim() != 2
+        or hidden.shape[1] != width
+        or hidden.dtype is not cache.data.dtype
+        or not hidden.is_contiguous()
+    ):
+        raise ValueError(f"hidden: expected contiguous [T, {width}] {cache.data.dtype}, got {described(hidden)}")
+    return check_indices("slots", slots, check_indices("rows", rows))
+
+
+def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
+    """Returns the number of pairs."""
+    if source.data.shape[1:] != target.data.shape[1:] or source.data.dtype is not target.data.dtype:
+        raise ValueError(
+            f"target: expected blocks of {list(source.data.shape[1:])} {source.data.dtype}, "
+            f"got {list(target.data.shape[1:])} {target.data.dtype}"
+        )
+    if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype is not torch.int64 or not pairs.is_contiguous():
+        raise ValueError(f"pairs: expected contiguous [n, 2] torch.int64, got {described(pairs)}")
+    return pairs.shape[0]
+
+
+def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
+    """Once per step, contents included; returns (longest query, longest context)."""
+    for name, tensor in (("cu_q", cu_q), ("num_context", num_context), ("block_tables", block_tables)):
+        if tensor.dtype is not torch.int32 or not tensor.is_cpu:
+            raise ValueError(f"{name}: expected torch.int32 on the CPU, got {described(tensor)}")
+    batch = num_context.shape[0] if num_context.dim() == 1 else -1
+    if batch < 0 or cu_q.shape != (batch + 1,) or block_tables.dim() != 2 or block_tables.shape[0] != batch:
+        raise ValueError(
+            "cu_q, num_context, block_tables: expected [B + 1], [B] and [B, max_blocks], "
+            f"got {list(cu_q.shape)}, {list(num_context.shape)} and {list(block_tables.shape)}"
+        )
+    bounds, context = cu_q.tolist(), num_context.tolist()
+    max_q = 0
+    if bounds[0] != 0:
+        raise ValueError(f"cu_q: expected to start with 0, got {bounds[0]}")
+    for row in range(batch):
+        num_q = bounds[row + 1] - bounds[row]
+        if num_q < 0 or context[row] < num_q:
+            raise ValueError(
+                f"num_context: row {row} has {num_q} queries, expected 0 to num_context of them, got {context[row]}"
+            )
+        max_q = max(max_q, num_q)
+    return max_q, max(context, default=0)
+
+
+def check_paged(q: Tensor, cache: PagedCache, layer: int, cu_q: Tensor, max_blocks: int, max_context: int) -> None:
+    shape = cache.data.shape
+    check_cache(cache, layer, num_tensors=2)
+    num_heads = q.shape[1] if q.dim() == 3 else 0
+    if num_heads == 0 or num_heads % shape[4]:
+        raise ValueError(f"q: expected [T, Hq, D] with Hq a multiple of {shape[4]} KV heads, got {described(q)}")
+    check_heads("q", q, (q.shape[0], num_heads, shape[5]), cache.data.dtype)
+    if max_blocks * shape[3] < max_context:
+        raise ValueError(
+            f"block_tables: expected at least {-(-max_context // shape[3])} blocks of {shape[3]} slots "
+            f"for {max_context} context tokens, got {max_blocks}"
+        )
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> None:
+    if q.dim() != 3 or q.dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"q: expected [P, H, D] of float32, bfloat16 or float16, got {described(q)}")
+    shape = (q.shape[0], q.shape[1], q.shape[2])
+    check_heads("q", q, shape, q.dtype)
+    check_heads("k", k, shape, q.dtype)
+    check_heads("v", v, shape, q.dtype)
+    bounds = list(cu_seqlens)
+    if not bounds or bounds[0] != 0 or bounds[-1] != shape[0] or any(a > b for a, b in zip(bounds, bounds[1:])):  # noqa: B905, RUF007
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to {shape[0]}, got {bounds[:8]}")

@@ -1,0 +1,290 @@
+"""Every op in plain torch with float32 accumulation: the oracle of the tests, and what runs without the extension.
+
+Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end, so that
+torch's matrix product always sees the same shape and a row's result cannot depend on how many rows share the call.
+Does not know threads, memory layouts of weights or any processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import Activation, AttentionPlan, OpChoice, PackedLinear, PagedCache
+
+ALL_OPS = (
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "act_and_mul",
+    "write_cache",
+    "rope_and_write",
+    "merge_image_tokens",
+    "gather_cache",
+    "copy_blocks",
+    "attention_paged",
+    "attention_packed",
+)
+
+_LINEAR_ROWS = 32  # rows per matrix product
+_QUERY_TILE = 32
+_KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
+
+
+class ReferenceLinear:
+    """The weight as float32 [num_out, K], twice the size of a 16-bit original: the reference trades memory for
+    simplicity."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or weight.dtype not in checks.COMPUTE_DTYPES:
+            raise ValueError(f"weight: expected [num_out, K] of a float type, got {checks.described(weight)}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected [{weight.shape[0]}], got {checks.described(bias)}")
+        self.num_out, self.num_in = weight.shape
+        self.weight = weight.detach().float().contiguous()
+        self.bias = None if bias is None else bias.detach().float()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ReferenceOps:
+    """`Ops` of backend/base.py."""
+
+    name = "reference"
+    deterministic = True
+    reason = "plain torch in float32, for reading and for checking"
+
+    def choices(self) -> tuple[OpChoice, ...]:
+        return tuple(OpChoice(op, "reference", self.reason) for op in ALL_OPS)
+
+    # ---- linear algebra
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return ReferenceLinear(weight, bias)
+
+    def linear(
+        self, x: Tensor, weight: PackedLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """act(x @ W^T + bias), 32 rows at a time."""
+        assert isinstance(weight, ReferenceLinear)
+        _check_rows("x", x, weight.num_in)
+        out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
+        for begin, end in _tiles(x.shape[0], _LINEAR_ROWS):
+            product = _padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
+            if weight.bias is not None:
+                product += weight.bias
+            out[begin:end] = activation(product, act)[: end - begin]
+        return out
+
+    # ---- element-wise and norms
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """round(x / sqrt(mean(x^2) + eps)) * weight, the mean over the last dimension."""
+        _check_rows("x", x, weight.shape[0], weight.dtype)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return normed.to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """s = x + residual; (rms_norm(s), s)."""
+        _check_rows("residual", residual, weight.shape[0], x.dtype, rows=x.shape[0])
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once."""
+        _check_rows("x", x, weight.shape[0], weight.dtype)
+        return F.layer_norm(x.float(), (x.shape[1],), weight.float(), bias.float(), eps).to(x.dtype)
+
+    def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
+        """round(act(gate)) * up, where gate_up = [gate | up]."""
+        _check_rows("gate_up", gate_up, gate_up.shape[-1])
+        if gate_up.shape[1] % 2:
+            raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate.float(), act).to(gate_up.dtype) * up
+
+    # ---- caches
+
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        """data[slot / S, layer, x, slot % S] = rows[x][t] for every t with slot = slots[t] >= 0."""
+        checks.check_write(cache, layer, rows, slots)
+        _check_slots("slots", slots, cache, skip=True)
+        kept = slots >= 0
+        block, offset = _split(slots[kept], cache)
+        for x, source in enumerate(rows):
+            cache.data[block, layer, x, offset] = source[kept]
+
+    def rope_and_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+    ) -> Tensor:
+        """rotate(a) = [a1 * cos - a2 * sin | a2 * cos + a1 * sin] with halves a = [a1 | a2]; writes rotate(k) and v."""
+        checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+        self.write_cache(cache, layer, (_rotated(k, cos, sin), v), slots)
+        return _rotated(q, cos, sin)
+
+    def merge_image_tokens(
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+    ) -> None:
+        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m]."""
+        checks.check_merge(hidden, rows, cache, slots, plane)
+        _check_slots("slots", slots, cache)
+        _check_range("rows", rows, hidden.shape[0])
+        block, offset = _split(slots, cache)
+        hidden[rows] = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        """data[slot / S, layer, index, slot % S] for every slot."""
+        checks.check_cache(cache, layer)
+        checks.check_indices("slots", slots)
+        _check_slots("slots", slots, cache)
+        if not 0 <= index < cache.data.shape[2]:
+            raise ValueError(f"index: expected 0 to {cache.data.shape[2] - 1}, got {index}")
+        block, offset = _split(slots, cache)
+        return cache.data[block, layer, index, offset]
+
+    def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
+        """target[pairs[i, 1]] = source[pairs[i, 0]]; no block may be both read and written."""
+        checks.check_copy(source, target, pairs)
+        _check_range("pairs[:, 0]", pairs[:, 0], source.num_blocks)
+        _check_range("pairs[:, 1]", pairs[:, 1], target.num_blocks)
+        target.data[pairs[:, 1]] = source.data[pairs[:, 0]]
+
+    # ---- attention
+
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
+        return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context)
+
+    def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        """softmax(scale * q K^T + causal mask) V per request, K and V read through its block table."""
+        checks.check_paged(q, cache, layer, plan.cu_q, plan.block_tables.shape[1], plan.max_context)
+        bounds = plan.cu_q.tolist()
+        if bounds[-1] != q.shape[0]:
+            raise ValueError(f"q: expected {bounds[-1]} tokens as cu_q says, got {q.shape[0]}")
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for row, num_context in enumerate(plan.num_context.tolist()):
+            begin, end = bounds[row], bounds[row + 1]
+            if begin == end:
+                continue
+            blocks = plan.block_tables[row, : -(-num_context // cache.block_size)].long()
+            _check_range("block_tables", blocks, cache.num_blocks)
+            keys, values = (
+                cache.data[blocks, layer, x].flatten(0, 1)[:num_context].float().transpose(0, 1) for x in (0, 1)
+            )
+            out[begin:end] = _causal(q[begin:end], keys, values, num_context - (end - begin), scale)
+        return out
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+        """softmax(scale * q K^T) V within each segment."""
+        checks.check_packed(q, k, v, cu_seqlens)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+            wide_q, wide_k, wide_v = (x[begin:end].float().transpose(0, 1).contiguous() for x in (q, k, v))
+            for head in range(q.shape[1]):
+                weights = torch.softmax(wide_q[head] @ wide_k[head].T * scale, dim=-1)
+                out[begin:end, head] = weights @ wide_v[head]
+        return out
+
+
+def activation(x: Tensor, act: Activation) -> Tensor:
+    """silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation; quick_gelu: x * sigmoid(1.702 x)."""
+    match act:
+        case "none":
+            return x
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "quick_gelu":
+            return x * torch.sigmoid(1.702 * x)
+        case _:
+            raise ValueError(f"act: expected none, silu, gelu, gelu_tanh or quick_gelu, got {act!r}")
+
+
+def _causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
+    """q [Q, Hq, D] at positions first_position + i; keys, values [Hkv, context, D] float32 -> [Q, Hq, D] float32.
+
+    Running softmax over key tiles: a tile that is masked for a query changes nothing for it, bit for bit
+    (weights 0, rescaling factor 1), so queries may share a call with others that see more.
+    """
+    num_queries, num_heads, dim = q.shape
+    group = num_heads // keys.shape[0]
+    out = torch.empty(num_queries, num_heads, dim)
+    for begin, end in _tiles(num_queries, _QUERY_TILE):
+        tile = _padded(q[begin:end].float(), _QUERY_TILE).transpose(0, 1).contiguous()
+        position = torch.arange(begin, begin + _QUERY_TILE)[:, None] + first_position
+        top = torch.full((num_heads, _QUERY_TILE, 1), float("-inf"))
+        total = torch.zeros(num_heads, _QUERY_TILE, 1)
+        sums = torch.zeros(num_heads, _QUERY_TILE, dim)
+        for first, last in _tiles(first_position + end, _KEY_TILE):
+            key, value = (
+                F.pad(x[:, first:last], (0, 0, 0, _KEY_TILE - (last - first))).repeat_interleave(group, dim=0)
+                for x in (keys, values)
+            )
+            scores = torch.bmm(tile, key.transpose(1, 2)) * scale
+            scores.masked_fill_(torch.arange(first, first + _KEY_TILE) > position, float("-inf"))
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - new_top)
+            shrink = torch.exp(top - new_top)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            sums = sums * shrink + torch.bmm(weights, value)
+            top = new_top
+        out[begin:end] = (sums / total).transpose(0, 1)[: end - begin]
+    return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _tiles(count: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """`rows` as float32, always in fresh memory of `count` rows: torch sees one shape and one alignment."""
+    padded = torch.zeros((count, *rows.shape[1:]), dtype=torch.float32)
+    padded[: rows.shape[0]] = rows
+    return padded
+
+
+def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:
+    size = cache.block_size
+    return torch.div(slots, size, rounding_mode="floor"), slots % size
+
+
+def _check_slots(name: str, slots: Tensor, cache: PagedCache, *, skip: bool = False) -> None:
+    _check_range(name, slots, cache.num_blocks * cache.block_size, least=-1 if skip else 0)
+
+
+def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
+    if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
+        raise ValueError(
+            f"{name}: expected {least} to {size - 1}, got values from {int(indices.min())} to {int(indices.max())}"
+        )
+
+
+def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype | None = None, rows: int | None = None) -> None:
+    if (
+        x.dim() != 2
+        or x.shape[1] != columns
+        or (dtype is not None and x.dtype is not dtype)
+        or x.dtype not in checks.COMPUTE_DTYPES
+        or (rows is not None and x.shape[0] != rows)
+    ):
+        wanted = "T" if rows is None else rows
+        raise ValueError(
+            f"{name}: expected [{wanted}, {columns}] {dtype or 'of a float type'}, got {checks.described(x)}"
+        )

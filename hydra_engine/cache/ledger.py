@@ -1,0 +1,65 @@
+"""The books over both caches of an instance: who holds how many blocks, and whether that is as it should be.
+
+Reads the cache managers, changes nothing. Does not know what a request does; it is told which ones are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hydra_engine.cache.manager import CacheManager
+from hydra_engine.core.ids import RequestId
+
+ImageKey = tuple[RequestId, int]  # (request, index of the image in its prompt)
+MAX_LINES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """What is held right now; at rest every count but the totals is zero and there are no problems."""
+
+    num_requests: int
+    kv_blocks_held: int
+    kv_blocks_total: int
+    image_blocks_held: int
+    image_blocks_total: int
+    holders: tuple[str, ...]  # at most MAX_LINES
+    problems: tuple[str, ...]
+
+
+class Ledger:
+    def __init__(self, kv: CacheManager[RequestId], images: CacheManager[ImageKey]) -> None:
+        self._kv = kv
+        self._images = images
+
+    def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
+        """Blocks without a living owner, and broken books; empty when all is well."""
+        found = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
+        found += [f"request {r} is gone and holds image {i}" for r, i in self._images.tables if r not in live]
+        for name, manager in (("KV", self._kv), ("image", self._images)):
+            try:
+                manager.check()
+            except AssertionError as error:
+                found.append(f"{name} cache: {error}")
+        return tuple(found)
+
+    def check(self, live: Collection[RequestId]) -> None:
+        """Raises AssertionError listing the problems, if there are any."""
+        problems = self.problems(live)
+        assert not problems, "; ".join(problems)
+
+    def snapshot(self, live: Collection[RequestId]) -> LedgerSnapshot:
+        lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]
+        lines += [f"request {r} image {i}: {table.num_blocks} blocks" for (r, i), table in self._images.tables.items()]
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
+        return LedgerSnapshot(
+            num_requests=len(live),
+            kv_blocks_held=self._kv.num_held,
+            kv_blocks_total=self._kv.num_blocks,
+            image_blocks_held=self._images.num_held,
+            image_blocks_total=self._images.num_blocks,
+            holders=tuple(lines),
+            problems=self.problems(live),
+        )

@@ -1,0 +1,125 @@
+"""One fixed pool of cache blocks: who may use which block, and which free blocks still hold reusable content.
+
+Every block is in exactly one state: free, held by `refcount >= 1` owners, or evictable (held by nobody, but named by a
+content hash and kept until its room is needed). One class serves the KV cache and the image cache. Knows block ids
+only: not what is in a block, not who holds it, not where it lies in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hydra_engine.core.ids import BlockHash
+
+
+class OutOfBlocks(Exception):
+    """The pool cannot give that many blocks now; nothing was taken."""
+
+
+class BlockPool:
+    """Invariant: `num_free + num_held == num_blocks`, where evictable blocks count as free.
+
+    Deterministic: the same calls give the same block ids. Free blocks without content are given out first, then
+    evictable ones, least recently released first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 0, "a pool has no negative size"
+        self.num_blocks = num_blocks
+        self._refcounts = [0] * num_blocks
+        self._keys: list[BlockHash | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first
+        self._evictable: dict[int, None] = {}  # oldest first
+        self._block_of: dict[BlockHash, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give, those with reusable content included."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    def refcount(self, block: int) -> int:
+        return self._refcounts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one owner each, or `OutOfBlocks` and no change. Zero is allowed."""
+        assert count >= 0, "cannot allocate a negative number of blocks"
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        while len(blocks) < count:
+            blocks.append(self._evict())
+        for block in blocks:
+            self._refcounts[block] = 1
+        return blocks
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """One more owner for blocks that are held."""
+        for block in blocks:
+            assert self._refcounts[block] > 0, f"block {block} is not held"
+            self._refcounts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less. The last one frees the block; with content it stays reusable until evicted.
+
+        Blocks given earlier are evicted earlier, so release the end of a chain before its beginning.
+        """
+        for block in blocks:
+            assert self._refcounts[block] > 0, f"block {block} is released more often than held"
+            self._refcounts[block] -= 1
+            if self._refcounts[block] == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def name(self, block: int, key: BlockHash) -> bool:
+        """Says that a held block now has this content. False, and no change, if another block has it already."""
+        assert self._refcounts[block] > 0, f"block {block} is not held"
+        if self._block_of.setdefault(key, block) != block:
+            return False
+        assert self._keys[block] in (None, key), f"block {block} already has other content"
+        self._keys[block] = key
+        return True
+
+    def find(self, key: BlockHash) -> int | None:
+        """The block with this content, held or evictable. Changes nothing."""
+        return self._block_of.get(key)
+
+    def acquire(self, key: BlockHash) -> int | None:
+        """Like `find`, and the caller becomes an owner of the block."""
+        block = self._block_of.get(key)
+        if block is not None:
+            self._evictable.pop(block, None)
+            self._refcounts[block] += 1
+        return block
+
+    def _evict(self) -> int:
+        block = next(iter(self._evictable))
+        del self._evictable[block]
+        key = self._keys[block]
+        assert key is not None, f"evictable block {block} has no content"
+        del self._block_of[key]
+        self._keys[block] = None
+        return block
+
+    def check(self) -> None:
+        """Raises AssertionError unless every block is in exactly one state and every name leads to its block."""
+        free, evictable = set(self._free), set(self._evictable)
+        held = {block for block, count in enumerate(self._refcounts) if count > 0}
+        assert len(free) == len(self._free), "a block is on the free list twice"
+        assert not free & evictable and not free & held and not evictable & held, "a block is in two states"
+        assert free | evictable | held == set(range(self.num_blocks)), "a block is in no state"
+        assert all(count >= 0 for count in self._refcounts), "negative reference count"
+        named = {block for block, key in enumerate(self._keys) if key is not None}
+        assert evictable <= named and not free & named, "evictable blocks have content, free ones have none"
+        assert {block: key for key, block in self._block_of.items()} == {
+            block: self._keys[block] for block in named
+        }, "names and blocks disagree"

@@ -1,0 +1,45 @@
+"""The block table of one holder: which block has which of its token positions.
+
+The array is allocated once with room for the holder's maximum and only ever appended to, so a plan may keep a reference
+to it. Does not allocate blocks itself; `manager.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hydra_engine.core.plans import BlockIds
+
+
+class BlockTable:
+    """`block_ids[: num_blocks]` is valid; entries once written never change. Token position p is at `slot(p)`."""
+
+    __slots__ = ("block_ids", "block_size", "num_blocks", "num_slots")
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.block_ids: BlockIds = np.zeros(capacity, dtype=np.int32)
+        self.block_size = block_size
+        self.num_blocks = 0
+        self.num_slots = 0  # token positions [0, num_slots) have a place
+
+    def missing(self, num_tokens: int) -> int:
+        """How many more blocks positions [0, num_tokens) need; zero if they all have a place."""
+        return max(0, -(-num_tokens // self.block_size) - self.num_blocks)
+
+    def append(self, blocks: Sequence[int]) -> None:
+        end = self.num_blocks + len(blocks)
+        assert end <= len(self.block_ids), "a block table grows beyond the maximum it was made for"
+        self.block_ids[self.num_blocks : end] = blocks
+        self.num_blocks = end
+        self.num_slots = end * self.block_size
+
+    def slot(self, position: int) -> int:
+        assert 0 <= position < self.num_slots, f"position {position} has no slot"
+        return int(self.block_ids[position // self.block_size]) * self.block_size + position % self.block_size
+
+    def blocks(self) -> list[int]:
+        """The blocks held, in token order."""
+        found: list[int] = self.block_ids[: self.num_blocks].tolist()
+        return found

@@ -1,0 +1,117 @@
+"""The progress of one request inside the engine: a few integers, and what follows from them.
+
+The one mutable record of the deciding rooms; owned by the scheduler of the instance that holds the request. Does not
+know blocks, plans or the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.request import Request
+from hydra_engine.core.stages import Stage
+from hydra_engine.errors import ErrorInfo
+
+
+class ImageProgress(IntEnum):
+    """Where one image of a request is. Image-cache blocks are held in ENCODING and ENCODED only."""
+
+    WAITING = 0  # has no features, needs them
+    ENCODING = 1  # named by a vision plan in flight
+    ENCODED = 2  # features are in the image cache
+    CONSUMED = 3  # the KV of its whole span is computed; features are gone
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Decided, but perhaps not carried out yet: a plan in flight may still name the request."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: ErrorInfo | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Token positions, half open:
+
+        [0, num_computed)                           KV is in the cache
+        [num_computed, num_computed + num_scheduled)  being computed by a plan in flight
+        [.., num_tokens)                            still to compute
+
+    `num_tokens` counts the prompt and what was generated. The last generated token has no KV until the next step, so
+    a decoding request has `num_computed == num_tokens - 1`. Preemption sets `num_computed` to zero and forgets nothing.
+    """
+
+    request: Request
+    order: int  # of arrival at this instance; the smaller one is older
+    images: list[ImageProgress]
+    stop_ids: frozenset[int]
+    generated: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_preemptions: int = 0
+    num_bypassed: int = 0  # admissions of younger requests while this one lacked room
+    plans_in_flight: int = 0
+    image_wait_since_s: float = 0.0
+    ending: Ending | None = None
+
+    @classmethod
+    def new(cls, request: Request, order: int, now: float) -> RequestState:
+        ignored = () if request.sampling.ignore_eos else request.eos_token_ids
+        return cls(
+            request=request,
+            order=order,
+            images=[ImageProgress.WAITING] * len(request.images),
+            stop_ids=frozenset((*ignored, *request.sampling.stop_token_ids)),
+            image_wait_since_s=now,
+        )
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.generated)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.generated)
+
+    @property
+    def max_tokens(self) -> int:
+        """The full demand: prompt and every token it may generate."""
+        return len(self.request.prompt_token_ids) + self.request.max_new_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """One step away from a new token, with at least one token before."""
+        return bool(self.generated) and self.num_computed == self.num_tokens - 1
+
+    @property
+    def waits_for_images(self) -> bool:
+        """Some image that prefill has not passed has no features yet."""
+        return any(progress <= ImageProgress.ENCODING for progress in self.images)
+
+    @property
+    def stage(self) -> Stage:
+        if self.ending is not None:
+            return Stage.FINISHED
+        if self.waits_for_images:
+            return Stage.ENCODE
+        return Stage.DECODE if self.is_decode else Stage.PREFILL
+
+    @property
+    def num_computable(self) -> int:
+        """Positions [num_computed, num_computable) have all they need: up to the first image without features."""
+        for image, progress in zip(self.request.images, self.images, strict=True):
+            if progress <= ImageProgress.ENCODING:
+                return max(image.start, self.num_computed)
+        return self.num_tokens
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Token ids at positions [start, end), from the prompt and from what was generated."""
+        prompt = self.request.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        generated = tuple(self.generated[max(0, start - len(prompt)) : end - len(prompt)])
+        return prompt[start:] + generated

@@ -1,0 +1,176 @@
+"""Text to token ids and back, over the model's own tokenizer files.
+
+Knows transformers' tokenizer and the byte-level alphabet. Does not know chat templates beyond handing them over, stop
+strings or streaming. Importing it imports no torch. All methods are safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from hydra_engine.errors import CheckpointError, InvalidRequest
+
+REPLACEMENT = "\ufffd"
+LONG_TEXT_CHARS = 2000  # from here on tokenising is worth a thread
+
+_TOKENIZER_FILE = "tokenizer.json"
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+# What reading a broken tokenizer file raises; tokenizers reports parse errors as a bare Exception.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory. Raises CheckpointError that names the missing file."""
+    folder = Path(model_dir)
+    if (folder / _TOKENIZER_FILE).is_file():
+        _check_json(folder / _TOKENIZER_FILE)
+        loader: Any = PreTrainedTokenizerFast
+    elif any((folder / name).is_file() for name in _OTHER_FILES):
+        from transformers import AutoTokenizer as loader  # only for directories without tokenizer.json
+    else:
+        raise CheckpointError(f"the model directory has no {_TOKENIZER_FILE}")
+    try:
+        tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
+    except _LOAD_ERRORS as error:
+        raise CheckpointError(f"the tokenizer files ({_TOKENIZER_FILE}, tokenizer_config.json) are broken") from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Backend):
+        raise CheckpointError(f"the model directory needs a {_TOKENIZER_FILE}; this tokenizer has no fast form")
+    return Tokenizer(tokenizer, chat_template=_chat_template(tokenizer, folder))
+
+
+class Tokenizer:
+    """`vocab_size` counts added tokens; the model's logits may be wider (padded), such ids decode to nothing."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.eos_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.chat_template = chat_template
+        # With this decoder a token is a fixed string of bytes and a text is their concatenation.
+        self.is_byte_level = isinstance(self._backend.decoder, decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens written out in the text are parsed. Raises InvalidRequest for text that is not Unicode."""
+        try:
+            if len(text) < LONG_TEXT_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # the batch form lets other threads run meanwhile
+                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequest("the text is not valid Unicode (lone surrogates)") from error
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest("token ids must be integers from 0 to 4294967295") from error
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, None outside it."""
+        return self._backend.id_to_token(token_id)
+
+    def id_of(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def tokens(self, token_ids: Iterable[int]) -> list[str]:
+        return [self.token(id) or "" for id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for; possibly a part of a character."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text for lists of log probabilities; parts of characters in the form `bytes:\\xe2\\x82`."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def apply_template(
+        self, conversation: list[dict[str, Any]], template: str, *, add_generation_prompt: bool = True
+    ) -> str:
+        """Renders in transformers' sandbox; raises what the template raises."""
+        rendered = self._tokenizer.apply_chat_template(
+            conversation, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            return bytes_of(token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback of SentencePiece
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        if token_id in self.special_ids:
+            return token.encode()
+        # A decoder may drop the space before the first token, so it is decoded behind another one.
+        alone = self._backend.decode([token_id], skip_special_tokens=False)
+        twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+
+def bytes_of(token: str) -> bytes:
+    """A token of a byte-level vocabulary as bytes, by the decoder's rule: foreign characters stand for themselves."""
+    try:
+        return bytes([_BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's bijection of bytes and printable characters."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _check_json(path: Path) -> None:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} is not valid JSON") from error
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
+        raise CheckpointError(f"{path.name} is not a tokenizer file")
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | None:
+    """chat_template.jinja and tokenizer_config.json are read by transformers; chat_template.json is the older form."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    old_form = folder / "chat_template.json"
+    if template is None and old_form.is_file():
+        try:
+            template = json.loads(old_form.read_bytes())["chat_template"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{old_form.name} is broken") from error
+    return template if isinstance(template, str) and template else None

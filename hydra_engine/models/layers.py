@@ -1,0 +1,149 @@
+"""Layers that hold weights: linear (several checkpoint matrices fused into one), norms, embedding, gated MLP.
+
+Each declares its slots when built and is ready once they are filled. All arithmetic is in the backend's ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.models.parameters import Scope
+
+
+class Linear:
+    """act(x @ W^T + bias). `parts` maps checkpoint names to their numbers of outputs, stacked in that order."""
+
+    packed: PackedLinear
+
+    def __init__(self, scope: Scope, parts: Mapping[str, int], num_in: int, *, bias: bool) -> None:
+        self._ops = scope.ops
+        self._weights = [f"{name}.weight" for name in parts]
+        self._biases = [f"{name}.bias" for name in parts] if bias else []
+        self._arrived: dict[str, Tensor] = {}
+        for name, num_out in parts.items():
+            scope.want(f"{name}.weight", (num_out, num_in), partial(self._fill, f"{name}.weight"))
+            if bias:
+                scope.want(f"{name}.bias", (num_out,), partial(self._fill, f"{name}.bias"))
+        scope.hold(self)
+
+    def __call__(self, x: Tensor, act: Activation = "none") -> Tensor:
+        return self._ops.linear(x, self.packed, act=act)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        """Packs when the last part has come; until then at most one layer's parts are kept twice."""
+        self._arrived[name] = tensor
+        if len(self._arrived) == len(self._weights) + len(self._biases):
+            bias = _stacked([self._arrived.pop(part) for part in self._biases]) if self._biases else None
+            weight = _stacked([self._arrived.pop(part) for part in self._weights])
+            self.packed = self._ops.pack_linear(weight, bias)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Weight:
+    """One tensor of the checkpoint, kept as it is."""
+
+    tensor: Tensor
+
+    def __init__(self, scope: Scope, name: str, shape: tuple[int, ...]) -> None:
+        scope.want(name, shape, self._fill)
+        scope.hold(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def _fill(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class RmsNorm:
+    def __init__(self, scope: Scope, num_channels: int, eps: float) -> None:
+        self._ops = scope.ops
+        self._weight = Weight(scope, "weight", (num_channels,))
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, self._weight.tensor, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
+        return self._ops.add_rms_norm(x, residual, self._weight.tensor, self._eps)
+
+
+class LayerNorm:
+    def __init__(self, scope: Scope, num_channels: int, eps: float) -> None:
+        self._ops = scope.ops
+        self._weight = Weight(scope, "weight", (num_channels,))
+        self._bias = Weight(scope, "bias", (num_channels,))
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.layer_norm(x, self._weight.tensor, self._bias.tensor, self._eps)
+
+
+class Head:
+    """Logits in float32. Tied heads are filled by the embedding, others have a slot of their own."""
+
+    packed: PackedLinear
+
+    def __init__(self, scope: Scope) -> None:
+        self._ops = scope.ops
+        scope.hold(self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.linear(x, self.packed, out_dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def fill(self, tensor: Tensor) -> None:
+        self.packed = self._ops.pack_linear(tensor)
+
+
+class Embedding:
+    """The token table; `tied_head` shares its tensor."""
+
+    table: Tensor
+
+    def __init__(self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None) -> None:
+        self._tied_head = tied_head
+        scope.want("weight", (num_rows, num_channels), self._fill)
+        scope.hold(self)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.table.index_select(0, token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+    def _fill(self, tensor: Tensor) -> None:
+        self.table = tensor
+        if self._tied_head is not None:
+            self._tied_head.fill(tensor)
+
+
+class GatedMlp:
+    """down(act(gate(x)) * up(x))"""
+
+    def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: Activation) -> None:
+        self._ops = scope.ops
+        self._act = act
+        self._gate_up = Linear(scope, {"gate_proj": num_inner, "up_proj": num_inner}, num_channels, bias=False)
+        self._down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._ops.act_and_mul(self._gate_up(x), self._act))

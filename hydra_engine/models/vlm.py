@@ -1,0 +1,66 @@
+"""A vision-language model, or the half of it that an instance's role needs.
+
+`encode` fills the image cache, `forward` reads it and fills the KV cache; nothing else connects the two, so they may run
+on different lanes or in different processes. Callers run both under `torch.inference_mode()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.models.decoder import Decoder
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.parameters import Demands, Slot
+
+
+class VisionLanguageModel:
+    """Ready once every slot of `demands` was filled, which `registry.load_model` does.
+
+    `tower` maps VisionInput.pixels to features, `projector` maps those to rows of the image cache.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        demands: Demands,
+        *,
+        tower: Callable[[Tensor], Tensor] | None,
+        projector: Callable[[Tensor], Tensor] | None,
+        decoder: Decoder | None,
+    ) -> None:
+        self._ops = ops
+        self._demands = demands
+        self._tower = tower
+        self._projector = projector
+        self._decoder = decoder
+
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        return self._demands.slots
+
+    @property
+    def unneeded(self) -> tuple[str, ...]:
+        """Prefixes of tensor names that may be in the checkpoint and are not read."""
+        return tuple(self._demands.unneeded)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(holder.nbytes for holder in self._demands.holders)
+
+    def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
+        """Writes the projected features of all images to `batch.slots`."""
+        if self._tower is None or self._projector is None:
+            raise ValueError("encode: expected a model with a vision tower, got one without")
+        pixels = batch.pixels if isinstance(batch.pixels, Tensor) else torch.stack(batch.pixels)
+        features = self._projector(self._tower(pixels))  # [M, C]
+        self._ops.write_cache(image_cache, 0, (features.unsqueeze(1),), batch.slots)
+
+    def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
+        """[B', V] float32: the logits of `batch.logit_rows`, in their order."""
+        if self._decoder is None:
+            raise ValueError("forward: expected a model with a decoder, got one without")
+        return self._decoder(batch, kv_cache, image_cache)

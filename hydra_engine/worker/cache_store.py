@@ -1,0 +1,64 @@
+"""Allocates the tensors behind the two paged caches.
+
+Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know who uses which block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.specs.base import ModelSpec
+from hydra_engine.worker.memory import CachePlan
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_CPU = torch.device("cpu")
+
+
+def allocate_kv_cache(
+    spec: ModelSpec,
+    plan: CachePlan,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = _CPU,
+    poison: bool = False,
+) -> PagedCache:
+    """[N, L, 2, S, Hkv, D]. `poison` fills it with NaN, so that a read of what was never written shows (tests)."""
+    language = spec.language
+    shape = (plan.num_kv_blocks, language.num_layers, 2, block_size, language.num_kv_heads, language.head_dim)
+    return PagedCache(_allocate(shape, dtype, device, poison))
+
+
+def allocate_image_cache(
+    spec: ModelSpec,
+    plan: CachePlan,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = _CPU,
+    poison: bool = False,
+) -> PagedCache | None:
+    """[N, planes, 1, S, 1, C]; None where no image feature ever comes."""
+    if spec.vision is None or plan.num_image_blocks == 0:
+        return None
+    shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
+    return PagedCache(_allocate(shape, dtype, device, poison))
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:
+    if device.type == "cpu":
+        data = _lazy_zeros(shape, dtype)
+    else:
+        data = torch.zeros(shape, dtype=dtype, device=device)
+    return data.fill_(float("nan")) if poison else data
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # torch.zeros writes every page; calloc, behind numpy, hands out pages that are zero already.
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[first : first + num_bytes]).view(dtype).view(shape)

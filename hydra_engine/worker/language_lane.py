@@ -1,0 +1,106 @@
+"""A language plan -> logits -> sampled tokens -> a language result.
+
+Runs in the language lane's thread. A row that makes the model raise, or whose logits are not finite, fails alone: KV
+writes are idempotent, so a step that raised is run again row by row. Does not decide when a request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.clock import Clock
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, LanguageRow, RowOutcome
+from hydra_engine.errors import ErrorInfo
+from hydra_engine.worker.batches import language_input
+from hydra_engine.worker.boundary import attempt, not_finite
+from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.sampler import best_tokens, finite_rows, sample_row
+
+
+class LanguageLane:
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: Backend,
+        kv_cache: PagedCache,
+        image_cache: PagedCache | None,
+        clock: Clock,
+        faults: FaultPoints,
+    ) -> None:
+        self._model = model
+        self._ops = backend.ops
+        self._device = backend.device.torch_device
+        self._kv_cache = kv_cache
+        self._image_cache = image_cache
+        self._clock = clock
+        self._faults = faults
+
+    def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> LanguageResult:
+        """`records[i]` belongs to `plan.rows[i]`. Never raises because of a request's content."""
+        started_s = self._clock.now()
+        with torch.inference_mode():
+            outcomes = self._outcomes(plan.rows, records)
+        return LanguageResult(plan.step_id, started_s, self._clock.now(), outcomes)
+
+    def _outcomes(self, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> tuple[RowOutcome, ...]:
+        if not rows:
+            return ()
+        outcomes = attempt(f"language step of {len(rows)}", partial(self._step, rows, records))
+        if not isinstance(outcomes, ErrorInfo):
+            return outcomes
+        if len(rows) == 1:
+            return (RowOutcome(rows[0].request_id, error=outcomes),)
+        pairs = zip(rows, records, strict=True)
+        return tuple(outcome for row, record in pairs for outcome in self._outcomes((row,), (record,)))
+
+    def _step(self, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> tuple[RowOutcome, ...]:
+        requests = [record.request for record in records]
+        poisoned = self._faults.hit(BEFORE_LANGUAGE_STEP, requests)
+        for row, record in zip(rows, records, strict=True):
+            if record.recipe.history is not None:
+                record.recipe.history.record(row.start, row.token_ids)
+        inputs = language_input(
+            rows,
+            self._ops,
+            block_size=self._kv_cache.block_size,
+            image_block_size=1 if self._image_cache is None else self._image_cache.block_size,
+            device=self._device,
+        )
+        logits = self._model.forward(inputs, self._kv_cache, self._image_cache)
+        poisoned |= self._faults.hit(MID_LANGUAGE_STEP, requests)
+        sampled = [i for i, row in enumerate(rows) if row.sample]
+        for index, i in enumerate(sampled):
+            if rows[i].request_id in poisoned:
+                logits[index] = float("nan")
+        chosen = iter(self._sample(logits, [rows[i] for i in sampled], [records[i] for i in sampled]))
+        return tuple(next(chosen) if row.sample else RowOutcome(row.request_id) for row in rows)
+
+    def _sample(
+        self, logits: Tensor, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]
+    ) -> list[RowOutcome]:
+        """logits [len(rows), V] float32."""
+        if not rows:
+            return []
+        finite = finite_rows(logits)
+        plain = [record.recipe.is_plain(row.num_generated) for row, record in zip(rows, records, strict=True)]
+        best = best_tokens(logits) if any(plain) else []
+        outcomes: list[RowOutcome] = []
+        for i, row in enumerate(rows):
+            if not finite[i]:
+                outcomes.append(RowOutcome(row.request_id, error=not_finite("logits")))
+            elif plain[i]:
+                outcomes.append(RowOutcome(row.request_id, best[i]))
+            else:
+                draw = partial(sample_row, logits[i], records[i].recipe, row.num_generated)
+                sample = attempt("sampling", draw)
+                if isinstance(sample, ErrorInfo):
+                    outcomes.append(RowOutcome(row.request_id, error=sample))
+                else:
+                    outcomes.append(RowOutcome(row.request_id, sample.token_id, sample.logprobs))
+        return outcomes

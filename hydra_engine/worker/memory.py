@@ -1,0 +1,151 @@
+"""How many blocks each cache gets, and the longest request that then fits: once, at start.
+
+Works from the spec's byte formulas and the free memory it is told. Allocates nothing, asks no device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hydra_engine.config import CacheConfig, EngineConfig
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import ResourceError
+from hydra_engine.specs.base import ModelSpec
+
+GIB = 1 << 30
+MEMORY_SHARE = 0.4  # of what is free beside the weights, for each cache
+TYPICAL_TOKENS = 2048  # of one request, for the default size of the KV cache
+TYPICAL_IMAGES = 16
+MIN_TEXT_TOKENS = 8  # a request with one largest picture has room for this much text at least
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """`max_model_len` is the longest request that fits both the model and the KV cache."""
+
+    num_kv_blocks: int
+    num_image_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    image_bytes: int
+    reasons: tuple[str, ...]
+
+
+def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.dtype, free_bytes: int) -> CachePlan:
+    """`free_bytes` is what is free before the weights are loaded. Raises ResourceError, saying what to change, when
+    the longest request cannot be served."""
+    weights_bytes = _weights_bytes(spec, role, dtype.itemsize)
+    share_bytes = int(MEMORY_SHARE * max(free_bytes - weights_bytes, 0))
+    reasons: list[str] = []
+    wanted_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        reasons.append(f"max_model_len {config.max_model_len} exceeds the model's {spec.max_model_len}, which is taken")
+    num_kv, kv_block_bytes, max_model_len = 0, 0, wanted_len
+    if role.needs_language:
+        kv_block_bytes = config.cache.block_size * spec.language.kv_bytes_per_token(dtype.itemsize)
+        num_kv = _kv_blocks(config, wanted_len, kv_block_bytes, share_bytes, reasons)
+        max_model_len = _longest_request(spec, config, wanted_len, num_kv, kv_block_bytes, reasons)
+    num_image, image_block_bytes = 0, 0
+    if spec.vision is not None and (Role.E in role or Role.P in role):
+        vision = spec.vision
+        image_block_bytes = config.cache.image_block_size * vision.num_planes * vision.feature_size * dtype.itemsize
+        num_image = _image_blocks(config, vision.max_tokens_per_image, image_block_bytes, share_bytes, reasons)
+    return CachePlan(
+        num_kv, num_image, max_model_len, num_kv * kv_block_bytes, num_image * image_block_bytes, tuple(reasons)
+    )
+
+
+def _weights_bytes(spec: ModelSpec, role: Role, dtype_bytes: int) -> int:
+    num_parameters = spec.language.num_parameters() if role.needs_language else 0
+    if spec.vision is not None and role.needs_vision:
+        num_parameters += spec.vision.num_parameters()
+    return num_parameters * dtype_bytes
+
+
+def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
+    given = _given(config.cache, "num_kv_blocks", "kv_cache_gib", block_bytes, reasons)
+    if given is not None:
+        return given
+    size = config.cache.block_size
+    max_num_seqs = config.scheduler.max_num_seqs
+    per_request = _ceil(min(max_model_len, TYPICAL_TOKENS), size)
+    wanted = max(max_num_seqs * per_request, _ceil(max_model_len, size))
+    affordable = share_bytes // block_bytes
+    what = f"KV cache: room for {max_num_seqs} requests of {min(max_model_len, TYPICAL_TOKENS)} tokens"
+    if wanted <= affordable:
+        reasons.append(what)
+        return wanted
+    reasons.append(f"{what} does not fit; {_gib(share_bytes)} taken, {MEMORY_SHARE:.0%} of the free memory")
+    return affordable
+
+
+def _longest_request(
+    spec: ModelSpec, config: EngineConfig, wanted_len: int, num_blocks: int, block_bytes: int, reasons: list[str]
+) -> int:
+    """`wanted_len`, or less where nobody asked for it by name and the cache holds less."""
+    size = config.cache.block_size
+    holds = num_blocks * size
+    needed = _gib(_ceil(wanted_len, size) * block_bytes)
+    if holds < wanted_len and config.max_model_len is not None:
+        raise ResourceError(
+            f"the KV cache holds {holds} tokens but one request may have {wanted_len}; "
+            f"give kv_cache_gib at least {needed} or lower max_model_len to {max(holds, 2)}",
+            param="kv_cache_gib",
+        )
+    max_model_len = min(wanted_len, holds)
+    least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
+    if max_model_len < least:
+        raise ResourceError(
+            f"the KV cache holds {holds} tokens but one request needs up to {least}; "
+            f"give kv_cache_gib at least {_gib(_ceil(least, size) * block_bytes)} ({needed} for the model's full "
+            "context), free memory, or take a smaller dtype",
+            param="kv_cache_gib",
+        )
+    if max_model_len < wanted_len:
+        reasons.append(
+            f"max_model_len lowered from {wanted_len} to {max_model_len}, what the KV cache holds; "
+            f"kv_cache_gib {needed} holds it all"
+        )
+    return max_model_len
+
+
+def _image_blocks(config: EngineConfig, max_tokens: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
+    per_image = _ceil(max_tokens, config.cache.image_block_size)
+    num_blocks = _given(config.cache, "num_image_blocks", "image_cache_gib", block_bytes, reasons)
+    if num_blocks is None:
+        num_images = max(TYPICAL_IMAGES, config.media.max_images)
+        num_blocks = min(num_images * per_image, share_bytes // block_bytes)
+        reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images")
+    if num_blocks < per_image:
+        raise ResourceError(
+            f"the image cache holds {num_blocks} blocks but one image needs {per_image}; "
+            f"give image_cache_gib at least {_gib(per_image * block_bytes)} or free memory",
+            param="image_cache_gib",
+        )
+    fitting = num_blocks // per_image
+    if fitting < config.media.max_images:
+        reasons.append(f"a request with more than {fitting} of the largest images does not fit the image cache")
+    return num_blocks
+
+
+def _given(cache: CacheConfig, number_field: str, size_field: str, block_bytes: int, reasons: list[str]) -> int | None:
+    """What the configuration says about one cache, in blocks."""
+    number: int | None = getattr(cache, number_field)
+    if number is not None:
+        reasons.append(f"{number_field} {number} as configured")
+        return number
+    gib: float | None = getattr(cache, size_field)
+    if gib is None:
+        return None
+    reasons.append(f"{size_field} {gib:g} as configured")
+    return int(gib * GIB) // block_bytes
+
+
+def _ceil(amount: int, unit: int) -> int:
+    return -(-amount // unit)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2g} GiB" if num_bytes >= GIB // 100 else f"{num_bytes / GIB:.1e} GiB"

@@ -1,0 +1,46 @@
+"""What the lanes ask of a model, as a protocol, and the per-request record that they read.
+
+Does not know model families, weights or how a forward pass is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.request import Request
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.worker.sampler import Recipe
+
+
+class ServedModel(Protocol):
+    """Both calls write only the slots that their input names, a slot of -1 not at all; so a call may be repeated."""
+
+    def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> object:
+        """Features of every image into its slots; what it returns is not looked at."""
+        ...
+
+    def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
+        """Logits [B', V] float32 of the rows in `inputs.logit_rows`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerRequest:
+    """What the worker keeps of one request between `add_request` and `remove_request`.
+
+    The registry that maps ids to these belongs to the instance thread. A plan carries the records of its requests to
+    the lane with it (taken when it is submitted), so a lane never reads the registry. Everything in here is immutable
+    but `recipe.history`, which only the language lane touches.
+    """
+
+    request: Request
+    recipe: Recipe
+    pixels: Mapping[ImageDigest, PixelPayload]
+    pixel_bytes: int

@@ -1,0 +1,224 @@
+"""Logits -> token: penalties, filters, draws and logprobs, with the meanings of the OpenAI API and of vLLM's extras.
+
+Order: logprobs from the raw logits; repetition penalty (prompt and output), frequency and presence penalties (output
+only), min_tokens masks the tokens that would end the request; temperature, top_k, top_p, min_p; one draw.
+
+A row's token depends on its own logits, its own request and its own counter alone. The random number is a fixed hash
+of (seed, number of tokens generated before), and the draw inverts the cumulative distribution in vocabulary order in
+float64, so the same request gets the same token whatever else is in the batch. Does not know plans or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.errors import InvalidRequest
+
+Scores = npt.NDArray[np.float64]  # [V]
+Ids = npt.NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class TokenHistory:
+    """Which tokens a request's prompt and output hold, for penalties. Fed with the rows of its steps."""
+
+    __slots__ = ("_next_position", "output_counts", "prompt_ids")
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self.prompt_ids: Ids = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
+        self.output_counts: dict[int, int] = {}
+        self._next_position = len(prompt_token_ids)
+
+    def record(self, start: int, token_ids: Sequence[int]) -> None:
+        """Tokens at positions [start, start + len). Positions seen before (a step run again, a preempted request
+        that is prefilled again) count once."""
+        end = start + len(token_ids)
+        if end <= self._next_position:
+            return
+        for token in token_ids[max(self._next_position - start, 0) :]:
+            self.output_counts[token] = self.output_counts.get(token, 0) + 1
+        self._next_position = end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How one request's tokens are chosen. `history` is None when no penalty asks for it."""
+
+    params: SamplingParams
+    seed: int
+    ending_ids: tuple[int, ...]  # tokens that would end the request: masked while min_tokens is not reached
+    history: TokenHistory | None
+
+    @classmethod
+    def of(cls, request: Request) -> Recipe:
+        params = request.sampling
+        history = TokenHistory(request.prompt_token_ids) if params.needs_history else None
+        ending = tuple(sorted({*request.eos_token_ids, *params.stop_token_ids}))
+        return cls(params, request.seed, ending, history)
+
+    def is_plain(self, num_generated: int) -> bool:
+        """Nothing but the largest logit decides and nothing but the token is asked for."""
+        params = self.params
+        return (
+            params.greedy
+            and self.history is None
+            and params.logprobs is None
+            and (num_generated >= params.min_tokens or not self.ending_ids)
+        )
+
+
+class Sample(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+# ---- whole steps
+
+
+def finite_rows(logits: Tensor) -> list[bool]:
+    """Per row of [B, V]: every value is a finite number."""
+    # A sum is finite only if all terms are; the reverse fails when finite terms overflow, so doubt is looked at again.
+    finite: list[bool] = torch.isfinite(logits.sum(dim=-1)).tolist()
+    for row, good in enumerate(finite):
+        if not good:
+            finite[row] = bool(torch.isfinite(logits[row]).all())
+    return finite
+
+
+def best_tokens(logits: Tensor) -> list[int]:
+    """The largest logit of each row of [B, V]; the lowest token id on ties."""
+    best: list[int] = logits.argmax(dim=-1).tolist()
+    return best
+
+
+def sample_row(logits: Tensor, recipe: Recipe, num_generated: int) -> Sample:
+    """One row [V] of finite float32 logits."""
+    raw: Scores = logits.cpu().numpy().astype(np.float64)
+    params = recipe.params
+    scores = raw if recipe.is_plain(num_generated) else _adjusted(raw, recipe, num_generated)
+    if params.greedy:
+        token = int(scores.argmax())
+    else:
+        token = draw(scores, params, uniform(recipe.seed, num_generated))
+    if params.logprobs is None:
+        return Sample(token)
+    return Sample(token, token_logprobs(raw, token, params.logprobs))
+
+
+# ---- penalties and masks
+
+
+def _adjusted(raw: Scores, recipe: Recipe, num_generated: int) -> Scores:
+    """`raw` with penalties and the min_tokens mask; a copy."""
+    scores = raw.copy()
+    if recipe.history is not None:
+        _penalise(scores, recipe.params, recipe.history)
+    if num_generated < recipe.params.min_tokens:
+        ending = np.asarray(recipe.ending_ids, dtype=np.int64)
+        scores[ending[ending < scores.size]] = -np.inf
+        if scores.max() == -np.inf:
+            raise InvalidRequest("min_tokens leaves no token to choose from", param="min_tokens")
+    return scores
+
+
+def _penalise(scores: Scores, params: SamplingParams, history: TokenHistory) -> None:
+    counts = history.output_counts
+    output: Ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
+    if params.repetition_penalty != 1.0:
+        seen = np.union1d(history.prompt_ids, output)
+        seen = seen[seen < scores.size]  # image placeholders may lie beyond the logits
+        values = scores[seen]
+        scores[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if counts:
+        times = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
+        scores[output] -= params.frequency_penalty * times + params.presence_penalty
+
+
+# ---- draws
+
+
+def uniform(seed: int, counter: int) -> float:
+    """In [0, 1), 53 bits: output number `counter` of a splitmix64 generator started from the mixed seed. The seed
+    counts modulo 2^64."""
+    return (_mix64(_mix64(seed & _MASK) + (counter + 1) * _GOLDEN & _MASK) >> 11) * 2.0**-53
+
+
+def _mix64(value: int) -> int:
+    """splitmix64's finaliser: a bijection on 64 bits."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
+
+
+def draw(scores: Scores, params: SamplingParams, number: float) -> int:
+    """The token at `number` in [0, 1) of the filtered distribution's cumulative sum in vocabulary order."""
+    ids, weights = filtered(scores, params)
+    cumulative = np.cumsum(weights)
+    # Rounding must not lift the mark to the total: beyond it there is no token.
+    mark = min(number * cumulative[-1], float(np.nextafter(cumulative[-1], 0.0)))
+    index = int(np.searchsorted(cumulative, mark, side="right"))
+    return index if ids is None else int(ids[index])
+
+
+def filtered(scores: Scores, params: SamplingParams) -> tuple[Ids | None, Scores]:
+    """(token ids ascending or None for all, weights): weights are probabilities up to a factor, the largest is 1."""
+    ids: Ids | None = None
+    with np.errstate(over="ignore"):  # a tiny temperature sends differences to -inf, which is right
+        scaled = (scores - scores.max()) / params.temperature
+    if 0 < params.top_k < scaled.size:
+        # Ties with the k-th best stay, as in vLLM.
+        threshold = np.partition(scaled, scaled.size - params.top_k)[scaled.size - params.top_k]
+        ids = np.flatnonzero(scaled >= threshold)
+        scaled = scaled[ids]
+    weights: Scores = np.exp(scaled)
+    if params.top_p < 1.0:
+        kept = _nucleus(weights, params.top_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    if params.min_p > 0.0:
+        kept = np.flatnonzero(weights >= params.min_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    return ids, weights
+
+
+def _nucleus(weights: Scores, top_p: float) -> Ids:
+    """Indices of the fewest largest weights whose sum reaches top_p of all, at least one; the lowest index on ties."""
+    total = weights.sum()
+    # Everything below this bound together weighs less than half of what may be left out: no need to sort it.
+    head = weights[weights >= 0.5 * (1.0 - top_p) * total / weights.size]
+    head = np.sort(head)[::-1]
+    before = np.concatenate(([0.0], np.cumsum(head)[:-1]))
+    num_kept = max(1, int(np.count_nonzero(before < top_p * total)))
+    smallest = head[num_kept - 1]
+    above = np.flatnonzero(weights > smallest)
+    ties = np.flatnonzero(weights == smallest)[: num_kept - above.size]
+    return np.sort(np.concatenate((above, ties)))
+
+
+# ---- logprobs
+
+
+def token_logprobs(raw: Scores, token: int, num_top: int) -> TokenLogprobs:
+    """Under the model's own distribution. Rank and top list order tokens by (logprob descending, id ascending)."""
+    largest = raw.max()
+    log_total = largest + np.log(np.exp(raw - largest).sum())
+    value = raw[token]
+    rank = 1 + int(np.count_nonzero(raw > value)) + int(np.count_nonzero(raw[:token] == value))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        num_top = min(num_top, raw.size)
+        threshold = np.partition(raw, raw.size - num_top)[raw.size - num_top]
+        candidates = np.flatnonzero(raw >= threshold)
+        best = candidates[np.lexsort((candidates, -raw[candidates]))][:num_top]
+        top = tuple((int(i), float(raw[i] - log_total)) for i in best)
+    return TokenLogprobs(token, float(value - log_total), rank, top)

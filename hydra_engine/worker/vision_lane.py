@@ -1,0 +1,84 @@
+"""A vision plan -> features in the image cache -> a vision result.
+
+Runs in the vision lane's thread. A picture that makes the tower raise, or whose features are not finite, fails alone.
+Does not know where pixels come from, nor who else runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.clock import Clock
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.plans import EncodeItem, EncodeOutcome, VisionPlan, VisionResult
+from hydra_engine.errors import ErrorInfo
+from hydra_engine.worker.batches import vision_input
+from hydra_engine.worker.boundary import attempt, not_finite
+from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
+
+
+class VisionLane:
+    def __init__(
+        self, model: ServedModel, backend: Backend, image_cache: PagedCache, clock: Clock, faults: FaultPoints
+    ) -> None:
+        self._model = model
+        self._device = backend.device.torch_device
+        self._cache = image_cache
+        self._clock = clock
+        self._faults = faults
+
+    def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
+        """`records[i]` belongs to `plan.items[i]`. Never raises because of a request's content."""
+        started_s = self._clock.now()
+        with torch.inference_mode():
+            outcomes = self._outcomes(plan.items, records)
+        return VisionResult(plan.step_id, started_s, self._clock.now(), outcomes)
+
+    def _outcomes(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[EncodeOutcome, ...]:
+        """A step that raises is run again picture by picture, so that only the guilty one fails."""
+        if not items:
+            return ()
+        outcomes = attempt(f"vision step of {len(items)}", partial(self._step, items, records))
+        if not isinstance(outcomes, ErrorInfo):
+            return outcomes
+        if len(items) == 1:
+            return (EncodeOutcome(items[0].request_id, items[0].image_index, outcomes),)
+        pairs = zip(items, records, strict=True)
+        return tuple(outcome for item, record in pairs for outcome in self._outcomes((item,), (record,)))
+
+    def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[EncodeOutcome, ...]:
+        poisoned = self._faults.hit(BEFORE_VISION_STEP, [record.request for record in records])
+        payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
+        for group in _by_size(payloads):
+            inputs = vision_input(
+                [items[i] for i in group],
+                [records[i].request.images[items[i].image_index] for i in group],
+                [payloads[i] for i in group],
+                block_size=self._cache.block_size,
+                device=self._device,
+            )
+            self._model.encode(inputs, self._cache)
+        return tuple(self._checked(item, poisoned=item.request_id in poisoned) for item in items)
+
+    def _checked(self, item: EncodeItem, *, poisoned: bool) -> EncodeOutcome:
+        """Whether what the tower wrote for one picture is made of numbers."""
+        blocks = torch.from_numpy(item.block_ids.astype("int64")).to(self._device)
+        features = self._cache.data[blocks]  # [n, planes, 1, S, 1, C]
+        num_blocks, planes, _, block_size, _, width = features.shape
+        rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
+        if poisoned or not bool(torch.isfinite(rows).all()):
+            return EncodeOutcome(item.request_id, item.image_index, not_finite("image features"))
+        return EncodeOutcome(item.request_id, item.image_index)
+
+
+def _by_size(payloads: Sequence[PixelPayload]) -> list[list[int]]:
+    """Indices of pictures of the same size, in order of first appearance."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, payload in enumerate(payloads):
+        groups.setdefault((payload.height, payload.width), []).append(index)
+    return list(groups.values())

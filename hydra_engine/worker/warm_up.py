@@ -1,0 +1,76 @@
+"""Tiny steps that pay first-call costs (thread pools, kernel set-up, lazy pages of weights) before requests come.
+
+Every slot is -1, so nothing is written to a cache and nothing is left behind. Does not know lanes or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.specs.base import VisionSpec
+from hydra_engine.worker.ports import ServedModel
+from hydra_engine.worker.sampler import best_tokens, finite_rows
+
+_SIDE = 224  # pixels; the family's rule makes of it what its tower takes
+_PREFILL = (16,)  # tokens per row
+_DECODE = (1, 1)
+_CONTEXT = 16  # tokens before a decode row
+
+
+def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device) -> None:
+    geometry = vision.geometry(_SIDE, _SIDE)
+    pixels = torch.zeros((1, geometry.height, geometry.width, 3), dtype=torch.uint8, device=device)
+    slots = torch.full((geometry.num_tokens,), -1, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        model.encode(VisionInput(pixels, (geometry.grid,), slots), cache)
+
+
+def warm_prefill(
+    model: ServedModel, ops: Ops, kv_cache: PagedCache, image_cache: PagedCache | None, device: torch.device
+) -> None:
+    _language_step(model, ops, kv_cache, image_cache, device, counts=_PREFILL, start=0)
+
+
+def warm_decode(
+    model: ServedModel, ops: Ops, kv_cache: PagedCache, image_cache: PagedCache | None, device: torch.device
+) -> None:
+    _language_step(model, ops, kv_cache, image_cache, device, counts=_DECODE, start=_CONTEXT)
+
+
+def _language_step(
+    model: ServedModel,
+    ops: Ops,
+    kv_cache: PagedCache,
+    image_cache: PagedCache | None,
+    device: torch.device,
+    *,
+    counts: Sequence[int],
+    start: int,
+) -> None:
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    num_tokens = int(ends[-1])
+    num_context = lengths + start
+    # Block 0 again and again: what it holds does not matter, it only must exist.
+    width = -(-int(num_context.max()) // kv_cache.block_size)
+    tables = torch.zeros((len(counts), width), dtype=torch.int32)
+    plan = ops.plan_attention(torch.cat([torch.zeros(1, dtype=torch.int32), ends]), num_context, tables)
+    merge = image_cache is not None and num_tokens > len(counts)
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    inputs = LanguageInput(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.cat([torch.arange(start, start + count, device=device) for count in counts]),
+        slots=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        attention=plan,
+        logit_rows=ends.to(device=device, dtype=torch.int64) - 1,
+        image_rows=one if merge else None,
+        image_slots=one if merge else None,
+    )
+    with torch.inference_mode():
+        logits = model.forward(inputs, kv_cache, image_cache)
+        finite_rows(logits)
+        best_tokens(logits)

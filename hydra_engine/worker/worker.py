@@ -1,0 +1,143 @@
+"""The worker: keeps what plans do not carry, hands plans to two lanes, collects results.
+
+Threads: one instance thread calls the public methods; each lane runs its steps in order in its own thread. The request
+registry belongs to the instance thread; a plan takes its requests' records with it when it is submitted, so lanes read
+no shared table. Results cross back through a deque (atomic append and popleft). Nothing joins the two lanes.
+Does not decide what to run, when a request ends, or which block holds what.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from hydra_engine.backend.base import Backend, Lane, PagedCache
+from hydra_engine.clock import Clock
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.request import Request
+from hydra_engine.core.roles import EPD, Role
+from hydra_engine.errors import BackendError, ErrorInfo
+from hydra_engine.specs.base import ModelSpec
+from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.language_lane import LanguageLane
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.sampler import Recipe
+from hydra_engine.worker.vision_lane import VisionLane
+from hydra_engine.worker.warm_up import warm_decode, warm_prefill, warm_vision
+
+
+class Worker:
+    """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller."""
+
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        backend: Backend,
+        spec: ModelSpec,
+        kv_cache: PagedCache | None,
+        image_cache: PagedCache | None,
+        config: EngineConfig,
+        clock: Clock,
+        wake: Callable[[], None],
+        role: Role = EPD,
+        faults: FaultPoints | None = None,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._spec = spec
+        self._kv_cache = kv_cache
+        self._image_cache = image_cache
+        self._wake = wake
+        self._requests: dict[RequestId, WorkerRequest] = {}
+        self._pixel_bytes = 0
+        self._results: deque[VisionResult | LanguageResult] = deque()
+        self.faults = faults if faults is not None else FaultPoints()
+        self._vision: tuple[Lane, VisionLane] | None = None
+        self._language: tuple[Lane, LanguageLane] | None = None
+        device = backend.device
+        if role.needs_vision and spec.vision is not None and image_cache is not None:
+            self._vision = device.lane("vision"), VisionLane(model, backend, image_cache, clock, self.faults)
+        if role.needs_language and kv_cache is not None:
+            runner = LanguageLane(model, backend, kv_cache, image_cache, clock, self.faults)
+            self._language = device.lane("language"), runner
+
+    # ---- requests
+
+    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
+        assert request.id not in self._requests, "request id added twice"
+        by_digest = {payload.digest: payload for payload in pixels}
+        record = WorkerRequest(
+            request, Recipe.of(request), by_digest, sum(len(payload.data) for payload in by_digest.values())
+        )
+        self._requests[request.id] = record
+        self._pixel_bytes += record.pixel_bytes
+
+    def remove_request(self, request_id: RequestId) -> None:
+        assert request_id in self._requests, "unknown request id removed"
+        self._pixel_bytes -= self._requests.pop(request_id).pixel_bytes
+
+    @property
+    def pixel_bytes(self) -> int:
+        return self._pixel_bytes
+
+    # ---- steps
+
+    def submit_vision(self, plan: VisionPlan) -> None:
+        assert self._vision is not None, "this worker has no vision lane"
+        lane, runner = self._vision
+        records = [self._requests[item.request_id] for item in plan.items]
+        lane.submit(lambda: self._deliver(runner.run(plan, records)))
+
+    def submit_language(self, plan: LanguagePlan) -> None:
+        assert self._language is not None, "this worker has no language lane"
+        lane, runner = self._language
+        records = [self._requests[row.request_id] for row in plan.rows]
+        lane.submit(lambda: self._deliver(runner.run(plan, records)))
+
+    def poll(self) -> list[VisionResult | LanguageResult]:
+        results: list[VisionResult | LanguageResult] = []
+        while self._results:  # one consumer: what is there stays there until it is taken here
+            results.append(self._results.popleft())
+        return results
+
+    def _deliver(self, result: VisionResult | LanguageResult) -> None:
+        self._results.append(result)
+        self._wake()
+
+    # ---- start and end
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Runs tiny steps in the lanes' own threads and waits for them. Raises BackendError if one fails."""
+        jobs: list[tuple[Lane, Callable[[], None]]] = []
+        device = self._backend.device.torch_device
+        if self._vision is not None and self._image_cache is not None and self._spec.vision is not None:
+            encode = partial(warm_vision, self._model, self._spec.vision, self._image_cache, device)
+            jobs.append((self._vision[0], encode))
+        if self._language is not None and self._kv_cache is not None:
+            arguments = (self._model, self._backend.ops, self._kv_cache, self._image_cache, device)
+            jobs.append((self._language[0], partial(warm_prefill, *arguments)))
+            jobs.append((self._language[0], partial(warm_decode, *arguments)))
+        progress(0, len(jobs))
+        for done, (lane, job) in enumerate(jobs, start=1):
+            _run_and_wait(lane, job)
+            progress(done, len(jobs))
+
+    def close(self) -> None:
+        """Waits for the steps that were submitted; their results can still be polled."""
+        for track in (self._vision, self._language):
+            if track is not None:
+                track[0].close()
+
+
+def _run_and_wait(lane: Lane, job: Callable[[], None]) -> None:
+    answers: SimpleQueue[ErrorInfo | None] = SimpleQueue()
+    lane.submit(lambda: answers.put(attempt("warm-up", job)))
+    if answers.get() is not None:
+        raise BackendError("the model cannot run its warm-up steps on this backend; the log says why")

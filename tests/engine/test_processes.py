@@ -1,0 +1,105 @@
+"""The instance as a process of its own: same answers, and nobody outlives the other in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.engine.conftest import EngineFactory
+
+from hydra_engine import Engine
+from hydra_engine.errors import CheckpointError, Unavailable
+
+OPTIONS = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def instance_pid(engine: Engine) -> int:
+    process = engine.front._links[0].process
+    assert process is not None
+    return process.pid
+
+
+def test_killing_the_instance_fails_its_requests_and_turns_health(make_engine: EngineFactory) -> None:
+    engine = make_engine(processes=True)
+    handle = engine.submit("Hello", **OPTIONS)
+    next(iter(handle))
+    os.kill(instance_pid(engine), signal.SIGKILL)
+    with pytest.raises(Unavailable) as caught:
+        handle.result(5)
+    assert caught.value.code == "instance_lost"
+    assert engine.health() == (False, "instance_lost")
+    with pytest.raises(Unavailable):
+        engine.generate("Hello", max_tokens=1)
+
+
+def test_killing_the_front_ends_the_instance_within_two_seconds(tiny_model: Path) -> None:
+    code = (
+        "import sys\nfrom hydra_engine import Engine\n"
+        f"e = Engine({str(tiny_model)!r}, processes=True, threads=1)\n"
+        "h = e.submit('Hello', temperature=0, max_tokens=400, ignore_eos=True)\n"
+        "next(iter(h))\nprint(e.front._links[0].process.pid, flush=True)\nimport time; time.sleep(60)"
+    )
+    root = Path(__file__).parents[2]
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert front.stdout is not None
+    pid = int(front.stdout.readline())
+    assert alive(pid)
+    front.kill()
+    killed = time.monotonic()
+    front.wait()
+    front.stdout.close()
+    while alive(pid):
+        assert time.monotonic() - killed < 2.0, "the instance outlived its front"
+        time.sleep(0.02)
+
+
+def test_signals_to_the_group_are_left_to_the_front(make_engine: EngineFactory) -> None:
+    engine = make_engine(processes=True)
+    os.kill(instance_pid(engine), signal.SIGINT)
+    os.kill(instance_pid(engine), signal.SIGTERM)
+    assert len(engine.generate("Hello", temperature=0, max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_a_checkpoint_error_of_the_instance_reaches_the_caller(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
+        if not file.name.endswith(".safetensors"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match="safetensors"):
+        Engine(tmp_path, processes=True)
+
+
+def test_closing_leaves_no_process(make_engine: EngineFactory) -> None:
+    engine = make_engine(processes=True)
+    pid = instance_pid(engine)
+    engine.close()
+    assert not alive(pid)
+
+
+def test_nothing_listens(make_engine: EngineFactory) -> None:
+    engine = make_engine(processes=True)
+    for pid in (os.getpid(), instance_pid(engine)):
+        inodes = set()
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(descriptor)
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                columns = line.split()
+                assert not (columns[3] == "0A" and columns[9] in inodes), f"process {pid} listens: {columns[1]}"

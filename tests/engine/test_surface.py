@@ -1,0 +1,207 @@
+"""The embedded API: shapes follow the input, errors carry their sentence, handles can be used from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hydra_engine import Engine, SamplingParams
+from hydra_engine.core.outputs import FinishReason
+from hydra_engine.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthExceeded,
+    EngineClosed,
+    InvalidImage,
+    InvalidRequest,
+    RequestAborted,
+)
+from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+
+SHORT = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+
+
+def test_one_prompt_gives_one_result(make_engine: EngineFactory) -> None:
+    result = make_engine().generate("Hello", **SHORT)
+    assert result.finish_reason is FinishReason.LENGTH
+    assert len(result.token_ids) == 4
+    assert result.usage.completion_tokens == 4
+    assert result.metrics.ttft_s > 0
+
+
+def test_a_list_gives_a_list_in_order(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    prompts = [f"number {i}" for i in range(20)]
+    results = engine.generate(prompts, images=[picture(i) if i % 3 == 0 else None for i in range(20)], **SHORT)
+    assert [r.usage.num_images for r in results] == [1 if i % 3 == 0 else 0 for i in range(20)]
+    single = engine.generate(prompts[7], **SHORT)
+    assert results[7].token_ids == single.token_ids
+
+
+def test_pictures_in_every_form_are_the_same_picture(make_engine: EngineFactory, tmp_path: Path) -> None:
+    engine = make_engine()
+    image = picture(3)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    path = tmp_path / "a.png"
+    path.write_bytes(buffer.getvalue())
+    import base64
+
+    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    forms = [image, path, str(path), buffer.getvalue(), uri, np.asarray(image)]
+    tokens = {engine.generate("What?", form, **SHORT).token_ids for form in forms}
+    assert len(tokens) == 1
+
+
+def test_chat_takes_messages(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "What is this?"}],
+        }
+    ]
+    assert engine.chat(messages, **SHORT).token_ids == engine.generate("What is this?", picture(1), **SHORT).token_ids
+    assert len(engine.chat([messages, messages], **SHORT)) == 2
+
+
+def test_a_stream_joins_to_the_text(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    pieces = list(engine.stream("Tell me", temperature=0, max_tokens=20, ignore_eos=True))
+    assert pieces[-1].result is not None
+    assert "".join(p.text for p in pieces) == pieces[-1].result.text
+    assert sum(len(p.token_ids) for p in pieces) == 20
+
+
+async def test_the_async_forms_work_in_a_running_loop(make_engine: EngineFactory) -> None:
+    engine = await asyncio.to_thread(make_engine)
+    blocking = engine.generate("Hello", **SHORT)  # a blocking call inside a running loop, as in a notebook
+    assert (await engine.agenerate("Hello", **SHORT)).token_ids == blocking.token_ids
+    text = "".join([piece.text async for piece in engine.astream("Hello", **SHORT)])
+    assert text == blocking.text
+    handle = engine.submit("Hello", **SHORT)
+    assert (await handle).token_ids == blocking.token_ids
+    assert handle.result().text == blocking.text
+
+
+async def test_a_handle_can_be_cancelled_while_it_is_read(make_engine: EngineFactory) -> None:
+    engine = await asyncio.to_thread(make_engine)
+    handle = engine.submit("Go on", temperature=0, max_tokens=300, ignore_eos=True)
+    seen = 0
+    with pytest.raises(RequestAborted):
+        async for _ in handle:
+            seen += 1
+            if seen == 3:
+                handle.cancel()
+    assert 3 <= seen < 300
+    await asyncio.to_thread(assert_at_rest, engine)
+
+
+def test_logprobs(make_engine: EngineFactory) -> None:
+    result = make_engine().generate("Hello", logprobs=3, **SHORT)
+    assert len(result.logprobs) == 4
+    for entry, token in zip(result.logprobs, result.token_ids, strict=True):
+        assert entry.token_id == token and entry.rank == 1 and len(entry.top) == 3
+        assert entry.logprob == entry.top[0][2] <= 0
+
+
+def test_stop_strings_end_and_disappear(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    full = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True)
+    middle = full.text[len(full.text) // 2 :][:3]
+    stopped = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True, stop=[middle])
+    assert stopped.finish_reason is FinishReason.STOP and stopped.stop_reason == middle
+    assert stopped.text == full.text[: full.text.index(middle)]
+    assert_at_rest(engine)
+
+
+def test_stop_token_ids_end(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    full = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True)
+    stop = full.token_ids[5]
+    stopped = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
+    assert stopped.token_ids == full.token_ids[: full.token_ids.index(stop) + 1]
+    assert stopped.finish_reason is FinishReason.STOP and stopped.stop_reason == stop
+
+
+def test_one_bad_picture_does_not_spoil_the_batch(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    images = [picture(0), b"not a picture", picture(2)]
+    results = engine.generate(["a", "b", "c"], images=images, on_error="return", **SHORT)
+    assert [r.error is None for r in results] == [True, False, True]
+    assert isinstance(results[1].error, InvalidImage)
+    with pytest.raises(InvalidImage):
+        engine.generate(["a", "b", "c"], images=images, **SHORT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"temperature": 3.0}, InvalidRequest, "temperature"),
+        ({"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ({"max_tokens": 10**6}, ContextLengthExceeded, "maximum context length is"),
+        ({"nonsense": 1}, InvalidRequest, "nonsense"),
+        ({"stop": ["x"] * 17}, InvalidRequest, "stop"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_wrong_parameters_get_a_sentence(
+    make_engine: EngineFactory, arguments: dict, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make_engine().generate("Hello", **arguments)
+
+
+def test_a_closed_engine_says_so(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.generate("Hello")
+    with pytest.raises(EngineClosed):
+        engine.submit("Hello")
+
+
+def test_closing_ends_running_requests(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    handle = engine.submit("Hello", temperature=0, max_tokens=400, ignore_eos=True)
+    next(iter(handle))
+    engine.close()
+    with pytest.raises(EngineClosed):
+        handle.result(5)
+
+
+def test_results_can_be_pickled(make_engine: EngineFactory) -> None:
+    import pickle
+
+    result = make_engine().generate("Hello", picture(1), logprobs=1, **SHORT)
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_the_timeline_names_every_stage(make_engine: EngineFactory, tmp_path: Path) -> None:
+    engine = make_engine()
+    result = engine.generate("Hello", picture(1), **SHORT)
+    stages = {span.stage for span in result.timeline}
+    assert {"fetch", "preprocess", "tokenize", "encode_wait", "encode", "prefill_wait", "prefill", "decode"} <= stages
+    assert all(0 <= s.start_s <= s.end_s for s in result.timeline)
+    assert max(s.end_s for s in result.timeline) <= result.metrics.e2e_s + 0.05
+    engine.export_trace(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert {"encode", "decode"} <= {e["name"] for e in events}
+
+
+def test_unknown_options_and_missing_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_gb"):
+        Engine("demo", kv_cache_gb=1)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Engine(tmp_path)
+
+
+def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFactory) -> None:
+    with pytest.raises(InvalidRequest, match="not both"):
+        make_engine().generate("Hello", sampling=SamplingParams(), temperature=0)

@@ -1,0 +1,325 @@
+"""Small stand-ins for the worker's neighbours: a model that is a pure function of what the paged caches hold.
+
+The fake decoder writes each token's id (or, at image rows, the image feature) into the KV cache and computes a row's
+logits from the ids it reads back through the row's block table. A wrong slot, table or merge changes the tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.clock import MonotonicClock
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.ids import ImageDigest, RequestId, StepId
+from hydra_engine.core.media import ImageItem, PixelPayload
+from hydra_engine.core.plans import EncodeItem, ImageSlice, LanguagePlan, LanguageRow, VisionPlan
+from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.specs.base import ImageGeometry, LanguageSpec, ModelSpec, PreprocessSpec
+from hydra_engine.worker.worker import Worker
+
+VOCABULARY = 97
+POISON_TOKEN = 90  # the fake decoder raises when it computes this token
+NAN_TOKEN = 91  # and gives a NaN logit to rows whose context holds this one
+BAD_PIXEL = 255  # the fake tower raises at a picture that starts with this value
+NAN_PIXEL = 254  # and gives it a NaN feature
+IMAGE_TOKENS = 5
+BLOCK = 4
+IMAGE_BLOCK = 3
+PREPROCESS = PreprocessSpec("exact", 8, 8, 8, "bicubic", 1.0, (0, 0, 0), (1, 1, 1), "fake")
+
+
+class FakeOps:
+    name = "fake"
+    deterministic = True
+
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        assert cu_q.dtype == num_context.dtype == block_tables.dtype == torch.int32
+        widest = int((cu_q[1:] - cu_q[:-1]).max())
+        return AttentionPlan(cu_q, num_context, block_tables, widest, int(num_context.max()))
+
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        for x, values in enumerate(rows):
+            for t, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    cache.data[slot // cache.block_size, layer, x, slot % cache.block_size] = values[t]
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        return cache.data[slots // cache.block_size, layer, index, slots % cache.block_size]
+
+
+class FakeLane:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class FakeDevice:
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def lane(self, name: str) -> FakeLane:
+        return FakeLane(name)
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+
+@dataclass
+class FakeModel:
+    ops: Any = field(default_factory=FakeOps)
+    encode_delay_s: float = 0.0
+    vocabulary: int = VOCABULARY
+    forward_threads: set[str] = field(default_factory=set)
+    encode_threads: set[str] = field(default_factory=set)
+    batch_sizes: list[int] = field(default_factory=list)
+
+    def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> None:
+        self.encode_threads.add(threading.current_thread().name)
+        time.sleep(self.encode_delay_s)
+        pixels = inputs.pixels
+        assert isinstance(pixels, Tensor) and pixels.dtype == torch.uint8 and pixels.shape[0] == len(inputs.grids)
+        self.batch_sizes.append(pixels.shape[0])
+        if bool((pixels[:, 0, 0, 0] == BAD_PIXEL).any()):
+            raise RuntimeError("secret: the tower does not like this picture")
+        features = picture_features(pixels).reshape(-1, 1, 1).to(image_cache.data.dtype)
+        self.ops.write_cache(image_cache, 0, [features], inputs.slots)
+
+    def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
+        self.forward_threads.add(threading.current_thread().name)
+        values = inputs.token_ids.to(torch.float32)
+        if bool((inputs.token_ids == POISON_TOKEN).any()):
+            raise RuntimeError("secret: the decoder does not like this token")
+        if inputs.image_rows is not None:
+            assert image_cache is not None and inputs.image_slots is not None
+            values[inputs.image_rows] = self.ops.gather_cache(image_cache, 0, 0, inputs.image_slots).flatten().float()
+        self.ops.write_cache(kv_cache, 0, [values.reshape(-1, 1, 1)], inputs.slots)
+        ends = (inputs.attention.cu_q[1:] - 1).tolist()
+        rows = [ends.index(row) for row in inputs.logit_rows.tolist()]
+        logits = [fake_logits(self._context(inputs.attention, r, kv_cache), self.vocabulary) for r in rows]
+        return torch.stack(logits) if logits else torch.empty(0, self.vocabulary)
+
+    def _context(self, plan: AttentionPlan, row: int, cache: PagedCache) -> list[float]:
+        positions = torch.arange(int(plan.num_context[row]))
+        blocks = plan.block_tables[row][positions // cache.block_size].long()
+        slots = blocks * cache.block_size + positions % cache.block_size
+        context: list[float] = self.ops.gather_cache(cache, 0, 0, slots).flatten().tolist()
+        return context
+
+
+def picture_features(pixels: Tensor) -> Tensor:
+    """[I, IMAGE_TOKENS]: what the fake tower makes of uint8 pictures."""
+    mean = pixels.to(torch.float32).mean(dim=(1, 2, 3))[:, None]
+    features = 1000.0 + 8.0 * mean + torch.arange(IMAGE_TOKENS)
+    features[pixels[:, 0, 0, 0] == NAN_PIXEL, -1] = float("nan")
+    return features
+
+
+def fake_logits(context: Sequence[float], vocabulary: int = VOCABULARY) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(np.asarray(context, dtype=np.float64).tobytes()))
+    logits = torch.randn(vocabulary, generator=generator) * 3
+    logits[[t for t in (POISON_TOKEN, NAN_TOKEN) if t < vocabulary]] = -50.0
+    if NAN_TOKEN in context:
+        logits[7] = float("nan")
+    return logits
+
+
+@dataclass(frozen=True)
+class FakeVision:
+    feature_size: int = 1
+    num_planes: int = 1
+    max_tokens_per_image: int = IMAGE_TOKENS
+    max_patches_per_image: int = IMAGE_TOKENS
+    parameters: int = 1000
+    preprocess: PreprocessSpec = PREPROCESS
+
+    def geometry(self, width: int, height: int) -> ImageGeometry:
+        return ImageGeometry(8, 8, IMAGE_TOKENS, IMAGE_TOKENS, (1, 1, IMAGE_TOKENS))
+
+    def num_parameters(self) -> int:
+        return self.parameters
+
+    def flops(self, num_patches: int) -> int:
+        return num_patches
+
+
+def fake_spec(max_position: int = 256, vision: FakeVision | None = FakeVision()) -> ModelSpec:
+    language = LanguageSpec(
+        num_layers=1,
+        hidden_size=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        intermediate_size=1,
+        vocab_size=VOCABULARY,
+        rms_eps=1e-5,
+        rope_theta=1e4,
+        max_position=max_position,
+        tie_embeddings=True,
+    )
+    return ModelSpec("fake", "Fake", language, vision, 96, 1, 0, (2,), "float32")
+
+
+class Rig:
+    """A worker over fakes, with helpers that play the scheduler: block ids, plans, waiting."""
+
+    def __init__(self, model: FakeModel | None = None, *, num_blocks: int = 64, faults: Any = None) -> None:
+        self.model = model or FakeModel()
+        self.backend = Backend(FakeDevice(), self.model.ops, torch.float32, 1)
+        self.kv_cache = PagedCache(torch.full((num_blocks, 1, 2, BLOCK, 1, 1), float("nan")))
+        self.image_cache = PagedCache(torch.full((num_blocks, 1, 1, IMAGE_BLOCK, 1, 1), float("nan")))
+        self.woken = threading.Event()
+        self.worker = Worker(
+            model=self.model,
+            backend=self.backend,
+            spec=fake_spec(),
+            kv_cache=self.kv_cache,
+            image_cache=self.image_cache,
+            config=EngineConfig(),
+            clock=MonotonicClock(),
+            wake=self.woken.set,
+            faults=faults,
+        )
+        self._free = np.random.default_rng(5).permutation(num_blocks).astype(np.int32)
+        self._taken = 0
+        self._steps = 0
+        self.tables: dict[int, np.ndarray] = {}
+        self.features: dict[tuple[int, int], np.ndarray] = {}
+
+    def blocks(self, count: int) -> np.ndarray:
+        ids = self._free[self._taken : self._taken + count]
+        assert len(ids) == count, "the rig is out of blocks"
+        self._taken += count
+        return ids
+
+    def add(self, request: Request, pixels: Sequence[PixelPayload] = ()) -> None:
+        self.worker.add_request(request, pixels)
+        total = request.num_prompt + request.max_new_tokens
+        self.tables[request.id] = self.blocks(-(-total // BLOCK))
+
+    def row(self, request: Request, start: int, tokens: Sequence[int], generated: int, **more: Any) -> LanguageRow:
+        end = start + len(tokens)
+        table = self.tables[request.id]
+        settings: dict[str, Any] = {"sample": end >= request.num_prompt, "is_decode": start >= request.num_prompt}
+        settings.update(more)
+        return LanguageRow(
+            request.id,
+            tuple(tokens),
+            start,
+            table,
+            len(table),
+            num_generated=generated,
+            images=self._slices(request, start, end),
+            **settings,
+        )
+
+    def _slices(self, request: Request, start: int, end: int) -> tuple[ImageSlice, ...]:
+        pieces = []
+        for index, image in enumerate(request.images):
+            first, last = max(start, image.start), min(end, image.end)
+            if first < last:
+                blocks = self.features[request.id, index]
+                pieces.append(ImageSlice(first - start, last - first, first - image.start, blocks))
+        return tuple(pieces)
+
+    def item(self, request: Request, index: int) -> EncodeItem:
+        image = request.images[index]
+        blocks = self.blocks(-(-image.num_tokens // IMAGE_BLOCK))
+        self.features[request.id, index] = blocks
+        return EncodeItem(request.id, index, image.digest, image.num_patches, image.num_tokens, blocks)
+
+    def next_step(self) -> StepId:
+        self._steps += 1
+        return StepId(self._steps)
+
+    def language(self, *rows: LanguageRow) -> tuple[Any, ...]:
+        """Runs one step and returns its outcomes."""
+        step = self.next_step()
+        self.worker.submit_language(LanguagePlan(step, rows))
+        return self.wait(step).outcomes
+
+    def vision(self, *items: EncodeItem) -> tuple[Any, ...]:
+        step = self.next_step()
+        self.worker.submit_vision(VisionPlan(step, items))
+        return self.wait(step).outcomes
+
+    def wait(self, step: StepId) -> Any:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            self.woken.wait(0.5)
+            self.woken.clear()
+            for result in self.worker.poll():
+                assert result.ended_s >= result.started_s
+                if result.step_id == step:
+                    return result
+        raise AssertionError("no result in time")
+
+    def generate(self, *requests: Request, chunk: int = 1000, steps: int = 8) -> list[list[int]]:
+        """Prefills in chunks, then decodes, all requests together; a request that fails stops."""
+        tokens: dict[int, list[int]] = {r.id: list(r.prompt_token_ids) for r in requests}
+        done: dict[int, int] = dict.fromkeys(tokens, 0)
+        failed: set[int] = set()
+        while True:
+            rows = []
+            for r in requests:
+                have = tokens[r.id]
+                generated = len(have) - r.num_prompt
+                if r.id not in failed and generated < steps:
+                    part = have[done[r.id] : done[r.id] + chunk]
+                    rows.append(self.row(r, done[r.id], part, generated))
+            if not rows:
+                return [tokens[r.id][r.num_prompt :] for r in requests]
+            for row, outcome in zip(rows, self.language(*rows), strict=True):
+                assert outcome.request_id == row.request_id
+                if outcome.error is not None:
+                    failed.add(row.request_id)
+                    continue
+                done[row.request_id] += len(row.token_ids)
+                if outcome.token_id is not None:
+                    tokens[row.request_id].append(outcome.token_id)
+
+
+def make_request(
+    request_id: int, prompt: Sequence[int], *, seed: int = 0, images: tuple[ImageItem, ...] = (), **sampling: Any
+) -> Request:
+    sampling.setdefault("temperature", 0.0)
+    return Request(
+        RequestId(request_id),
+        tuple(prompt),
+        SamplingParams(**sampling),
+        max_new_tokens=16,
+        seed=seed,
+        arrival_s=0.0,
+        images=images,
+        eos_token_ids=(2,),
+    )
+
+
+def make_picture(name: str, fill: int, start: int, *, width: int = 8) -> tuple[ImageItem, PixelPayload]:
+    digest = ImageDigest(name.encode().ljust(32, b"."))
+    item = ImageItem(digest, width, 8, IMAGE_TOKENS, IMAGE_TOKENS, start, (1, 1, IMAGE_TOKENS))
+    return item, PixelPayload(digest, width, 8, bytes([fill]) * (width * 8 * 3))

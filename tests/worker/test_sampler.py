@@ -1,0 +1,258 @@
+"""The sampler against a slow, literal reading of what each parameter means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.worker.sampler import (
+    Recipe,
+    TokenHistory,
+    best_tokens,
+    draw,
+    filtered,
+    finite_rows,
+    sample_row,
+    uniform,
+)
+from tests.worker.fakes import make_request
+
+
+def literal_probabilities(logits: list[float], params: SamplingParams) -> list[float]:
+    """temperature, top_k (ties stay), top_p of what is left, min_p; one token at a time."""
+    scaled = [x / params.temperature for x in logits]
+    if params.top_k > 0:
+        bound = sorted(scaled, reverse=True)[min(params.top_k, len(scaled)) - 1]
+        scaled = [x if x >= bound else -math.inf for x in scaled]
+    largest = max(scaled)
+    weights = [math.exp(x - largest) for x in scaled]
+    total = math.fsum(weights)
+    probabilities = [w / total for w in weights]
+    if params.top_p < 1:
+        kept, mass = set(), 0.0
+        for token in sorted(range(len(weights)), key=lambda t: (-probabilities[t], t)):
+            if kept and mass >= params.top_p:
+                break
+            kept.add(token)
+            mass += probabilities[token]
+        probabilities = [p if t in kept else 0.0 for t, p in enumerate(probabilities)]
+    bound = params.min_p * max(probabilities)
+    probabilities = [p if p >= bound else 0.0 for p in probabilities]
+    total = math.fsum(probabilities)
+    return [p / total for p in probabilities]
+
+
+def actual_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    ids, weights = filtered(logits.astype(np.float64), params)
+    dense = np.zeros(logits.size)
+    dense[np.arange(logits.size) if ids is None else ids] = weights
+    return dense / dense.sum()
+
+
+def recipe_of(
+    seed: int = 0, prompt: tuple[int, ...] = (1, 3), output: tuple[int, ...] = (), **params: object
+) -> Recipe:
+    recipe = Recipe.of(make_request(1, prompt, seed=seed, **params))
+    if recipe.history is not None:
+        recipe.history.record(len(prompt), output)
+    return recipe
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_k": -1},
+    {"top_p": 0.0},
+    {"top_p": 0.5},
+    {"top_p": 0.999},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 8, "top_p": 0.7},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_filters_keep_the_tokens_and_the_mass_that_the_words_say(params: dict[str, float]) -> None:
+    for seed in range(5):
+        logits = np.random.default_rng(seed).normal(size=61).astype(np.float32) * 2
+        sampling = SamplingParams(**{"temperature": 1.0, **params})
+        expected = literal_probabilities(logits.tolist(), sampling)
+        np.testing.assert_allclose(actual_probabilities(logits, sampling), expected, rtol=1e-9, atol=1e-15)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.integers(0, 13),
+    top_p=st.sampled_from([0.0, 0.31, 0.77, 1.0]),
+    min_p=st.sampled_from([0.0, 0.13, 0.6]),
+)
+def test_filters_agree_with_the_literal_reading_when_many_logits_tie(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    actual = actual_probabilities(np.asarray(logits), params)
+    np.testing.assert_allclose(actual, literal_probabilities(logits, params), rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "top_p": 0.9}, {"top_k": 7, "min_p": 0.05}], ids=str)
+def test_samples_follow_the_probabilities(params: dict[str, float]) -> None:
+    """Chi-square over the counters of one seed; the bound is the 99.99 % quantile by Wilson and Hilferty."""
+    draws = 20_000
+    logits = np.random.default_rng(3).normal(size=24) * 1.5
+    sampling = SamplingParams(**{"temperature": 1.0, **params})
+    expected = np.asarray(literal_probabilities(logits.tolist(), sampling)) * draws
+    counts = np.bincount([draw(logits, sampling, uniform(11, i)) for i in range(draws)], minlength=24)
+    assert counts[expected == 0].sum() == 0
+    assert expected[expected > 0].min() > 5 and np.count_nonzero(expected) > 4
+    possible = expected > 0
+    statistic = ((counts[possible] - expected[possible]) ** 2 / expected[possible]).sum()
+    freedom = np.count_nonzero(possible) - 1
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < bound
+
+
+def test_the_random_numbers_are_fixed_for_ever_and_evenly_spread() -> None:
+    # Changing these changes every seeded answer that users have kept.
+    assert uniform(0, 0) == 0.8833108082136426
+    assert uniform(42, 7) == 0.15289334222649975
+    assert uniform(-1, 3) == uniform((1 << 64) - 1, 3) == 0.02857293647511372
+    by_counter = [uniform(9, i) for i in range(4096)]
+    by_seed = [uniform(i, 0) for i in range(4096)]
+    for numbers in (by_counter, by_seed):
+        assert min(numbers) >= 0 and max(numbers) < 1
+        counts = np.histogram(numbers, bins=16, range=(0, 1))[0]
+        assert ((counts - 256) ** 2 / 256).sum() < 45  # 99.99 % quantile of 15 degrees
+    assert abs(np.corrcoef(by_counter[1:], by_counter[:-1])[0, 1]) < 0.06
+
+
+def test_a_draw_at_either_end_is_a_token_with_mass() -> None:
+    logits = np.array([-np.inf, 0.0, 1.0, -1e9])
+    params = SamplingParams(temperature=1.0)
+    assert draw(logits, params, 0.0) == 1
+    assert draw(logits, params, 1 - 2**-53) == 2
+
+
+def test_a_tiny_temperature_is_greedy_and_never_overflows() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 1e4
+    for temperature in (5e-324, 1e-300, 1e-6):
+        token = sample_row(logits, recipe_of(temperature=temperature), 0).token_id
+        assert token == int(logits.argmax())
+
+
+def test_greedy_takes_the_lowest_id_among_ties() -> None:
+    logits = torch.zeros(3, 40_000)
+    logits[0, [7, 31_000]] = 5.0
+    logits[1, [39_999]] = 1.0
+    assert best_tokens(logits) == [7, 39_999, 0]
+    assert sample_row(logits[0], recipe_of(logprobs=0), 0).token_id == 7
+
+
+def test_finite_rows_tells_nan_and_infinity_from_large_numbers() -> None:
+    logits = torch.zeros(5, 33)
+    logits[1, 4] = float("nan")
+    logits[2, 5] = float("inf")
+    logits[3, 6] = float("-inf")
+    logits[4] = 3e38  # finite, though its sum is not
+    assert finite_rows(logits) == [True, False, False, False, True]
+
+
+def test_penalties_follow_the_formulas() -> None:
+    logits = torch.tensor([2.0, -1.0, 0.5, 3.0, -2.0, 1.0, 2.5])
+    settings = {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.5, "top_k": 7}
+    recipe = recipe_of(prompt=(1, 3, 3), output=(0, 0, 4), temperature=1.0, **settings)
+    expected = [
+        2.0 / 1.5 - 2 * 0.5 - 0.25,  # twice in the output
+        -1.0 * 1.5,  # in the prompt only: repetition, nothing else
+        0.5,
+        3.0 / 1.5,
+        -2.0 * 1.5 - 0.5 - 0.25,
+        1.0,
+        2.5,
+    ]
+    weights = np.exp(np.asarray(expected))
+    cumulative = np.cumsum(weights / weights.sum())
+    for counter in range(200):
+        token = sample_row(logits, recipe, counter).token_id
+        assert token == int(np.searchsorted(cumulative, uniform(0, counter), side="right"))
+
+
+def test_penalties_ignore_prompt_ids_beyond_the_logits() -> None:
+    recipe = recipe_of(prompt=(1, 5000), repetition_penalty=2.0)
+    assert sample_row(torch.tensor([1.0, 1.5, 0.0]), recipe, 0).token_id == 0
+
+
+def test_history_counts_each_position_once() -> None:
+    history = TokenHistory((5, 6, 7))
+    history.record(0, (5, 6))
+    history.record(2, (7,))
+    history.record(3, (9,))
+    history.record(3, (9,))  # the step ran again
+    history.record(0, (5, 6, 7, 9, 9))  # preempted and prefilled again, with one token more
+    history.record(5, (4,))
+    assert history.output_counts == {9: 2, 4: 1}
+    assert history.prompt_ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: float) -> None:
+    logits = torch.tensor([0.0, 1.0, 9.0, 8.0, 2.0])  # 2 ends (eos), 3 is a stop token
+    recipe = recipe_of(temperature=temperature, min_tokens=3, stop_token_ids=(3, 4000))
+    early = {sample_row(logits, recipe, n).token_id for n in range(3)}
+    assert early <= {0, 1, 4} and (temperature > 0 or early == {4})
+    late = {sample_row(logits, recipe, n).token_id for n in range(3, 40)}
+    assert late & {2, 3}
+    assert not recipe.is_plain(0) and recipe.is_plain(3) is (temperature == 0)
+
+
+def test_min_tokens_that_leave_nothing_are_the_requests_own_error() -> None:
+    recipe = recipe_of(min_tokens=1, stop_token_ids=(0, 1))
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        sample_row(torch.zeros(3), recipe, 0)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(2)) * 4
+    expected = torch.log_softmax(logits.double(), -1)
+    order = sorted(range(100), key=lambda t: (-float(logits[t]), t))
+    recipe = recipe_of(temperature=1.7, top_k=3, repetition_penalty=1.3, logprobs=20, min_tokens=5, seed=4)
+    for counter in range(10):
+        result = sample_row(logits, recipe, counter).logprobs
+        assert result is not None
+        assert result.logprob == pytest.approx(float(expected[result.token_id]), abs=1e-12)
+        assert result.rank == 1 + order.index(result.token_id)
+        assert [t for t, _ in result.top] == order[:20]
+        assert [p for _, p in result.top] == pytest.approx([float(expected[t]) for t in order[:20]], abs=1e-12)
+
+
+def test_logprobs_zero_gives_the_token_only_and_more_than_the_vocabulary_gives_all() -> None:
+    logits = torch.tensor([1.0, 3.0, 3.0])
+    none = sample_row(logits, recipe_of(logprobs=0), 0).logprobs
+    assert none is not None and none.top == () and (none.token_id, none.rank) == (1, 1)
+    every = sample_row(logits, recipe_of(logprobs=20), 0).logprobs
+    assert every is not None and [t for t, _ in every.top] == [1, 2, 0]
+
+
+def test_a_token_does_not_depend_on_where_its_logits_lie() -> None:
+    """Row alone, in a batch, strided, or at an odd address: the same bits."""
+    batch = torch.randn(9, 1037, generator=torch.Generator().manual_seed(3)) * 2
+    recipe = recipe_of(temperature=0.9, top_p=0.95, logprobs=5, seed=77)
+    for row in range(9):
+        alone = sample_row(batch[row].clone(), recipe, row)
+        strided = torch.stack([batch[row], batch[row]], dim=1)[:, 0]
+        shifted = torch.cat([torch.zeros(1), batch[row]])[1:]
+        for other in (batch[row], strided, shifted):
+            assert sample_row(other, recipe, row) == alone
