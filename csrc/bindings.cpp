@@ -4,8 +4,8 @@
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native kernels of hydra_engine. Call them through hydra_engine.backend.";
   hydra::register_cpu_info(m);
-  if (hydra::register_linear) hydra::register_linear(m);
-  if (hydra::register_elementwise) hydra::register_elementwise(m);
-  if (hydra::register_cache) hydra::register_cache(m);
-  if (hydra::register_attention) hydra::register_attention(m);
+  hydra::register_linear(m);
+  hydra::register_elementwise(m);
+  hydra::register_cache(m);
+  hydra::register_attention(m);
 }

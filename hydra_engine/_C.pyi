@@ -4,6 +4,8 @@ check what integers can show and release the GIL; hydra_engine.backend checks te
 dtype: 0 float32, 1 bfloat16, 2 float16. act: 0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 quick_gelu.
 """
 
+from collections.abc import Sequence
+
 # ---- processor and threads
 def isa() -> str: ...
 def cpu_features() -> list[str]: ...
@@ -21,9 +23,7 @@ class PackedWeight:
 def linear(weight: PackedWeight, x: int, x_stride: int, rows: int, out: int, act: int, out_dtype: int) -> None: ...
 
 # ---- norms and gated activations
-def rms_norm(
-    x: int, x_stride: int, weight: int, out: int, rows: int, columns: int, eps: float, dtype: int
-) -> None: ...
+def rms_norm(x: int, x_stride: int, weight: int, out: int, rows: int, columns: int, eps: float, dtype: int) -> None: ...
 def add_rms_norm(
     x: int,
     x_stride: int,
@@ -41,3 +41,71 @@ def layer_norm(
     x: int, x_stride: int, weight: int, bias: int, out: int, rows: int, columns: int, eps: float, dtype: int
 ) -> None: ...
 def act_and_mul(gate_up: int, stride: int, out: int, rows: int, columns: int, act: int, dtype: int) -> None: ...
+
+# ---- paged caches, [N, L, X, S, H, D] contiguous; slots and rows are int64
+class CacheDesc:
+    def __init__(
+        self,
+        data: int,
+        num_blocks: int,
+        num_layers: int,
+        num_tensors: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: int,
+    ) -> None: ...
+    def write(
+        self, layer: int, first: int, first_stride: int, second: int, second_stride: int, slots: int, rows: int
+    ) -> None: ...
+    def rope_and_write(
+        self,
+        layer: int,
+        q: int,
+        q_stride: int,
+        num_q_heads: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        cos: int,
+        cos_stride: int,
+        sin: int,
+        sin_stride: int,
+        slots: int,
+        tokens: int,
+        out: int,
+    ) -> None: ...
+    def gather(self, layer: int, index: int, slots: int, rows: int, out: int) -> None: ...
+    def merge(self, layer: int, slots: int, targets: int, rows: int, hidden: int, hidden_rows: int) -> None: ...
+    def copy_to(self, target: CacheDesc, pairs: int, count: int) -> None: ...
+
+# ---- attention; the plan's tensors are int32 and must outlive it
+class AttentionPlan:
+    def __init__(self, cu_q: int, num_context: int, block_tables: int, batch: int, max_blocks: int) -> None: ...
+
+def attention_paged(
+    plan: AttentionPlan,
+    cache: CacheDesc,
+    layer: int,
+    q: int,
+    q_stride: int,
+    num_heads: int,
+    tokens: int,
+    out: int,
+    scale: float,
+) -> None: ...
+def attention_packed(
+    q: int,
+    q_stride: int,
+    k: int,
+    k_stride: int,
+    v: int,
+    v_stride: int,
+    out: int,
+    cu_seqlens: Sequence[int],
+    num_heads: int,
+    head_dim: int,
+    scale: float,
+    dtype: int,
+) -> None: ...

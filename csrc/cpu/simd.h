@@ -55,10 +55,15 @@ HYDRA_INLINE vf load(const f16_t* source) {
 HYDRA_INLINE void store(float* target, vf value) { *reinterpret_cast<vf_memory*>(target) = value; }
 
 HYDRA_INLINE void store(bf16_t* target, vf value) {
+#if HYDRA_LANES == 16  // one instruction; the only difference is that it makes results below 2^-126 zero
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), (__m256i)half);
+#else
   const vu bits = (vu)value;
   const vu rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   const vu result = value != value ? (bits >> 16 | 0x40u) : rounded;
   *reinterpret_cast<vh_memory*>(target) = __builtin_convertvector(result, vh);
+#endif
 }
 
 HYDRA_INLINE void store(f16_t* target, vf value) {

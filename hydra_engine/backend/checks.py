@@ -7,6 +7,7 @@ tell (a slot or block id out of range) is checked by the implementation where it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
     return max_q, max(context, default=0)
 
 
-def check_paged(q: Tensor, cache: PagedCache, layer: int, cu_q: Tensor, max_blocks: int, max_context: int) -> None:
+def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> None:
     shape = cache.data.shape
     check_cache(cache, layer, num_tensors=2)
     num_heads = q.shape[1] if q.dim() == 3 else 0
@@ -169,5 +170,5 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> 
     check_heads("k", k, shape, q.dtype)
     check_heads("v", v, shape, q.dtype)
     bounds = list(cu_seqlens)
-    if not bounds or bounds[0] != 0 or bounds[-1] != shape[0] or any(a > b for a, b in zip(bounds, bounds[1:])):  # noqa: B905, RUF007
+    if not bounds or bounds[0] != 0 or bounds[-1] != shape[0] or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens: expected to rise from 0 to {shape[0]}, got {bounds[:8]}")

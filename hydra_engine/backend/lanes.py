@@ -22,9 +22,7 @@ Job = Callable[[], None]
 class ThreadLane:
     """`Lane` of backend/base.py. `set_threads` is called once, in the lane's thread, with `threads`."""
 
-    def __init__(
-        self, name: str, threads: int, *, set_threads: Callable[[int], None] = torch.set_num_threads
-    ) -> None:
+    def __init__(self, name: str, threads: int, *, set_threads: Callable[[int], None] = torch.set_num_threads) -> None:
         self.name = name
         self.error: BaseException | None = None
         self._threads = threads
@@ -58,6 +56,6 @@ class ThreadLane:
                 while (job := self._jobs.get()) is not None:
                     job()
                     del job  # a finished job must not keep its tensors until the next one comes
-        except BaseException as error:  # noqa: BLE001 - the thread's boundary: remembered for every later submit
+        except BaseException as error:  # the thread's boundary: kept for every later submit
             self.error = error
             logger.critical("lane %s died; the instance cannot go on", self.name, exc_info=True)

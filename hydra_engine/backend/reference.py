@@ -8,6 +8,7 @@ Does not know threads, memory layouts of weights or any processor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +60,12 @@ class ReferenceOps:
 
     name = "reference"
     deterministic = True
-    reason = "plain torch in float32, for reading and for checking"
+
+    def __init__(self, reason: str = "plain torch in float32, for reading and for checking") -> None:
+        self._reason = reason
 
     def choices(self) -> tuple[OpChoice, ...]:
-        return tuple(OpChoice(op, "reference", self.reason) for op in ALL_OPS)
+        return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
 
     # ---- linear algebra
 
@@ -165,7 +168,7 @@ class ReferenceOps:
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         """softmax(scale * q K^T + causal mask) V per request, K and V read through its block table."""
-        checks.check_paged(q, cache, layer, plan.cu_q, plan.block_tables.shape[1], plan.max_context)
+        checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
         bounds = plan.cu_q.tolist()
         if bounds[-1] != q.shape[0]:
             raise ValueError(f"q: expected {bounds[-1]} tokens as cu_q says, got {q.shape[0]}")
@@ -186,7 +189,7 @@ class ReferenceOps:
         """softmax(scale * q K^T) V within each segment."""
         checks.check_packed(q, k, v, cu_seqlens)
         out = torch.empty(q.shape, dtype=q.dtype)
-        for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        for begin, end in pairwise(cu_seqlens):
             wide_q, wide_k, wide_v = (x[begin:end].float().transpose(0, 1).contiguous() for x in (q, k, v))
             for head in range(q.shape[1]):
                 weights = torch.softmax(wide_q[head] @ wide_k[head].T * scale, dim=-1)

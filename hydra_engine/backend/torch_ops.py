@@ -7,6 +7,7 @@ on how many rows share the call. Everything that is not overridden is the refere
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +52,7 @@ class TorchOps(ReferenceOps):
     ) -> Tensor:
         assert isinstance(weight, TorchLinear)
         if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype is not weight.weight.dtype:
-            raise ValueError(
-                f"x: expected [T, {weight.num_in}] {weight.weight.dtype}, got {list(x.shape)} {x.dtype}"
-            )
+            raise ValueError(f"x: expected [T, {weight.num_in}] {weight.weight.dtype}, got {list(x.shape)} {x.dtype}")
         product = F.linear(x, weight.weight, weight.bias)
         if act != "none":
             product = activation(product.float(), act)
@@ -62,8 +61,9 @@ class TorchOps(ReferenceOps):
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
         checks.check_packed(q, k, v, cu_seqlens)
         out = torch.empty(q.shape, dtype=q.dtype)
-        for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        for begin, end in pairwise(cu_seqlens):
             if begin < end:
-                segment = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
-                out[begin:end] = F.scaled_dot_product_attention(*segment, scale=scale)[0].transpose(0, 1)
+                query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+                rows = F.scaled_dot_product_attention(query, key, value, scale=scale)
+                out[begin:end] = rows[0].transpose(0, 1)
         return out

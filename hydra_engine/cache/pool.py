@@ -120,6 +120,6 @@ class BlockPool:
         assert all(count >= 0 for count in self._refcounts), "negative reference count"
         named = {block for block, key in enumerate(self._keys) if key is not None}
         assert evictable <= named and not free & named, "evictable blocks have content, free ones have none"
-        assert {block: key for key, block in self._block_of.items()} == {
-            block: self._keys[block] for block in named
-        }, "names and blocks disagree"
+        assert {block: key for key, block in self._block_of.items()} == {block: self._keys[block] for block in named}, (
+            "names and blocks disagree"
+        )

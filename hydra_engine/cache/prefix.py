@@ -1,8 +1,8 @@
 """Names for cache content: one hash per full block of a prompt, chained, so that equal hashes mean equal KV.
 
-A block's hash covers everything before it (through its parent's hash) and, position by position, the token id or, inside
-an image span, the image's digest and the offset in it: placeholders of different pictures never collide. The cache
-salt sits at the start of the chain. Does not know which blocks exist or who has them.
+A block's hash covers everything before it (through its parent's hash) and, position by position, the token id or,
+inside an image span, the image's digest and the offset in it: placeholders of different pictures never collide. The
+cache salt sits at the start of the chain. Does not know which blocks exist or who has them.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ Does not know requests, sampling or how the cache's blocks were chosen.
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation, PagedCache
@@ -17,6 +15,7 @@ from hydra_engine.models.attention import PagedAttention
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.parameters import Scope
+from hydra_engine.models.rotary import RotaryTable
 from hydra_engine.specs.base import LanguageSpec
 
 
@@ -38,12 +37,12 @@ class Decoder:
         # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
-        self._rotary = rotary_table(spec).to(scope.device)  # [max_position, D]
+        self._rotary = RotaryTable(spec, scope.device)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """[B', V] float32"""
-        cos, sin = self._rotary.index_select(0, batch.positions).chunk(2, dim=1)  # each [T, D/2]
+        cos, sin = self._rotary(batch.positions, batch.attention.max_context)  # each [T, D/2]
         residual = self._embed_rows(batch, images)
         hidden = self._layers[0].input_norm(residual)
         last = len(self._layers) - 1
@@ -74,27 +73,3 @@ class DecoderLayer:
         self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), spec.hidden_size, spec.rms_eps)
         act = cast(Activation, spec.hidden_act)
         self.mlp = GatedMlp(scope.at("mlp"), spec.hidden_size, spec.intermediate_size, act)
-
-
-def rotary_table(spec: LanguageSpec) -> Tensor:
-    """[max_position, D] float32: cosines, then sines. A table, because a row's bits must not depend on its batch."""
-    dim = spec.head_dim
-    frequencies = 1.0 / (spec.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    frequencies = _scaled(frequencies, spec.rope_parameters)
-    angles = torch.arange(spec.max_position, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
-
-
-def _scaled(frequencies: Tensor, parameters: dict[str, object]) -> Tensor:
-    """The rope types `linear` and `llama3` as transformers computes them."""
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        return frequencies
-    numbers = {name: value for name, value in parameters.items() if isinstance(value, int | float)}
-    factor = numbers["factor"]
-    if kind == "linear":
-        return frequencies / factor
-    low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
-    turns = numbers["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)  # 0: long waves, divided by the factor; 1: short, kept
-    return (1 - smooth) * frequencies / factor + smooth * frequencies

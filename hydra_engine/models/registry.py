@@ -59,7 +59,5 @@ def load_model(
     device = backend.device.torch_device
     model = build_model(spec, backend.ops, backend.dtype, role, device=device)
     with Checkpoint(model_dir, nested=spec.vision is not None) as checkpoint, torch.inference_mode():
-        fill_model(
-            model, checkpoint, dtype=backend.dtype, device=device, progress=progress, check_finite=check_finite
-        )
+        fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress, check_finite=check_finite)
     return model

@@ -1,7 +1,7 @@
 """A vision-language model, or the half of it that an instance's role needs.
 
-`encode` fills the image cache, `forward` reads it and fills the KV cache; nothing else connects the two, so they may run
-on different lanes or in different processes. Callers run both under `torch.inference_mode()`.
+`encode` fills the image cache, `forward` reads it and fills the KV cache; nothing else connects the two, so they may
+run on different lanes or in different processes. Callers run both under `torch.inference_mode()`.
 """
 
 from __future__ import annotations

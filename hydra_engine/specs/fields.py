@@ -32,11 +32,14 @@ def read_json_if_present(directory: Path, name: str) -> Fields | None:
         values = json.loads(data)
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{name} is not valid JSON: {error.msg} in line {error.lineno}") from None
-    except (UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not UTF-8, a number with thousands of digits, nested without end
         raise CheckpointError(f"{name} is not valid JSON text") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{name} must hold a JSON object")
     return Fields(values, name)
+
+
+LARGEST = 2**31
 
 
 class Fields:
@@ -72,16 +75,24 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self.wrong(name, f"a whole number of at least {at_least}")
+        if type(value) is not int or not at_least <= value <= LARGEST:
+            raise self.wrong(name, f"a whole number from {at_least} to {LARGEST}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above zero."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.wrong(name, "a positive number")
+        if type(value) not in (int, float) or not 0 < value <= LARGEST:
+            raise self.wrong(name, f"a number above 0 and up to {LARGEST}")
         return float(value)
+
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """As many finite numbers as `default` has."""
+        value = self._value(name, list(default))
+        numbers = value if isinstance(value, list) else []
+        if len(numbers) != len(default) or not all(type(n) in (int, float) and abs(n) <= LARGEST for n in numbers):
+            raise self.wrong(name, f"a list of {len(default)} numbers")
+        return tuple(map(float, numbers))
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._value(name, default)
@@ -99,7 +110,7 @@ class Fields:
         """A token id or a list of them; () when absent."""
         value = self.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        if any(type(i) is not int or not 0 <= i <= LARGEST for i in ids):
             raise self.wrong(name, "a token id or a list of token ids")
         return tuple(ids)
 

@@ -7,9 +7,10 @@ tower, because that is how many features there will be; `image_seq_length` of ol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from hydra_engine.errors import CheckpointError, InvalidImage
-from hydra_engine.specs.base import ImageGeometry, ModelSpec, PreprocessSpec
+from hydra_engine.specs.base import ImageGeometry, ModelSpec, PreprocessSpec, VisionSpec
 from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
 from hydra_engine.specs.fields import Fields
 
@@ -106,7 +107,7 @@ def build_llava(architecture: str, config: Fields, generation: Fields | None, im
         family="llava",
         architecture=architecture,
         language=language,
-        vision=_vision(config, images, language.hidden_size),
+        vision=cast(VisionSpec, _vision(config, images, language.hidden_size)),
         image_token_id=config.integer(image_token, at_least=0),
         bos_token_id=tokens.bos_token_id,
         pad_token_id=tokens.pad_token_id,
@@ -177,6 +178,9 @@ def _preprocess(images: Fields | None, image_size: int) -> PreprocessSpec:
     resample = RESAMPLE.get(images.integer("resample", 3, at_least=0))
     if resample is None:
         raise images.wrong("resample", "0, 1, 2 or 3")
+    std = _colours(images, "image_std", CLIP_STD)
+    if min(std) <= 0:
+        raise images.wrong("image_std", "three numbers above 0")
     rescales, normalises = images.flag("do_rescale", True), images.flag("do_normalize", True)
     return PreprocessSpec(
         resize=resize,
@@ -186,7 +190,7 @@ def _preprocess(images: Fields | None, image_size: int) -> PreprocessSpec:
         resample=resample,
         rescale=images.number("rescale_factor", 1 / 255) if rescales else 1.0,
         mean=_colours(images, "image_mean", CLIP_MEAN) if normalises else (0.0, 0.0, 0.0),
-        std=_colours(images, "image_std", CLIP_STD) if normalises else (1.0, 1.0, 1.0),
+        std=std if normalises else (1.0, 1.0, 1.0),
         identity=f"clip/{resize}-{shortest_edge}/{width}x{height}/{resample}",
     )
 
@@ -218,12 +222,5 @@ def _size(images: Fields, name: str, default: int) -> tuple[int, int]:
 
 
 def _colours(images: Fields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
-    value = images.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(v, int | float) for v in value):
-        raise images.wrong(name, "a list of three numbers")
-    if name == "image_std" and not all(v > 0 for v in value):
-        raise images.wrong(name, "three numbers above zero")
-    red, green, blue = value
-    return float(red), float(green), float(blue)
+    red, green, blue = images.numbers(name, default)
+    return red, green, blue

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.clock import Clock
@@ -20,7 +20,7 @@ from hydra_engine.worker.batches import language_input
 from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
-from hydra_engine.worker.sampler import best_tokens, finite_rows, sample_row
+from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
 
 
 class LanguageLane:
@@ -75,32 +75,32 @@ class LanguageLane:
         logits = self._model.forward(inputs, self._kv_cache, self._image_cache)
         poisoned |= self._faults.hit(MID_LANGUAGE_STEP, requests)
         sampled = [i for i, row in enumerate(rows) if row.sample]
+        host_logits = logits.cpu().numpy()
         for index, i in enumerate(sampled):
             if rows[i].request_id in poisoned:
-                logits[index] = float("nan")
-        chosen = iter(self._sample(logits, [rows[i] for i in sampled], [records[i] for i in sampled]))
+                host_logits[index] = np.nan
+        chosen = iter(_sample(host_logits, [rows[i] for i in sampled], [records[i] for i in sampled]))
         return tuple(next(chosen) if row.sample else RowOutcome(row.request_id) for row in rows)
 
-    def _sample(
-        self, logits: Tensor, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]
-    ) -> list[RowOutcome]:
-        """logits [len(rows), V] float32."""
-        if not rows:
-            return []
-        finite = finite_rows(logits)
-        plain = [record.recipe.is_plain(row.num_generated) for row, record in zip(rows, records, strict=True)]
-        best = best_tokens(logits) if any(plain) else []
-        outcomes: list[RowOutcome] = []
-        for i, row in enumerate(rows):
-            if not finite[i]:
-                outcomes.append(RowOutcome(row.request_id, error=not_finite("logits")))
-            elif plain[i]:
-                outcomes.append(RowOutcome(row.request_id, best[i]))
+
+def _sample(logits: Logits, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> list[RowOutcome]:
+    """Logits [len(rows), V] to one outcome per row."""
+    if not rows:
+        return []
+    finite = finite_rows(logits)
+    plain = [record.recipe.is_plain(row.num_generated) for row, record in zip(rows, records, strict=True)]
+    best = best_tokens(logits) if any(plain) else []
+    outcomes: list[RowOutcome] = []
+    for i, row in enumerate(rows):
+        if not finite[i]:
+            outcomes.append(RowOutcome(row.request_id, error=not_finite("logits")))
+        elif plain[i]:
+            outcomes.append(RowOutcome(row.request_id, best[i]))
+        else:
+            draw = partial(sample_row, logits[i], records[i].recipe, row.num_generated)
+            sample = attempt("sampling", draw)
+            if isinstance(sample, ErrorInfo):
+                outcomes.append(RowOutcome(row.request_id, error=sample))
             else:
-                draw = partial(sample_row, logits[i], records[i].recipe, row.num_generated)
-                sample = attempt("sampling", draw)
-                if isinstance(sample, ErrorInfo):
-                    outcomes.append(RowOutcome(row.request_id, error=sample))
-                else:
-                    outcomes.append(RowOutcome(row.request_id, sample.token_id, sample.logprobs))
-        return outcomes
+                outcomes.append(RowOutcome(row.request_id, sample.token_id, sample.logprobs))
+    return outcomes

@@ -5,7 +5,8 @@ only), min_tokens masks the tokens that would end the request; temperature, top_
 
 A row's token depends on its own logits, its own request and its own counter alone. The random number is a fixed hash
 of (seed, number of tokens generated before), and the draw inverts the cumulative distribution in vocabulary order in
-float64, so the same request gets the same token whatever else is in the batch. Does not know plans or caches.
+float64, so the same request gets the same token whatever else is in the batch. Does not know plans, caches or torch:
+logits are host arrays (one numpy pass over a step costs a tenth of handing it to torch's thread pool).
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.errors import InvalidRequest
 
+Logits = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]  # [V]
 Ids = npt.NDArray[np.int64]
 
@@ -86,25 +86,26 @@ class Sample(NamedTuple):
 # ---- whole steps
 
 
-def finite_rows(logits: Tensor) -> list[bool]:
+def finite_rows(logits: Logits) -> list[bool]:
     """Per row of [B, V]: every value is a finite number."""
     # A sum is finite only if all terms are; the reverse fails when finite terms overflow, so doubt is looked at again.
-    finite: list[bool] = torch.isfinite(logits.sum(dim=-1)).tolist()
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite: list[bool] = np.isfinite(logits.sum(axis=-1)).tolist()
     for row, good in enumerate(finite):
         if not good:
-            finite[row] = bool(torch.isfinite(logits[row]).all())
+            finite[row] = bool(np.isfinite(logits[row]).all())
     return finite
 
 
-def best_tokens(logits: Tensor) -> list[int]:
+def best_tokens(logits: Logits) -> list[int]:
     """The largest logit of each row of [B, V]; the lowest token id on ties."""
-    best: list[int] = logits.argmax(dim=-1).tolist()
+    best: list[int] = logits.argmax(axis=-1).tolist()
     return best
 
 
-def sample_row(logits: Tensor, recipe: Recipe, num_generated: int) -> Sample:
-    """One row [V] of finite float32 logits."""
-    raw: Scores = logits.cpu().numpy().astype(np.float64)
+def sample_row(logits: Logits, recipe: Recipe, num_generated: int) -> Sample:
+    """One row [V] of finite logits."""
+    raw: Scores = logits.astype(np.float64)
     params = recipe.params
     scores = raw if recipe.is_plain(num_generated) else _adjusted(raw, recipe, num_generated)
     if params.greedy:

@@ -13,7 +13,7 @@ from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.worker.ports import ServedModel
-from hydra_engine.worker.sampler import best_tokens, finite_rows
+from hydra_engine.worker.sampler import best_tokens
 
 _SIDE = 224  # pixels; the family's rule makes of it what its tower takes
 _PREFILL = (16,)  # tokens per row
@@ -72,5 +72,4 @@ def _language_step(
     )
     with torch.inference_mode():
         logits = model.forward(inputs, kv_cache, image_cache)
-        finite_rows(logits)
-        best_tokens(logits)
+    best_tokens(logits.cpu().numpy())

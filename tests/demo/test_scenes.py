@@ -35,7 +35,7 @@ def answers(kind: str, scene: Scene, tries: int = 200) -> dict[str, str]:
 def test_held_out_questions_are_reproducible() -> None:
     first, second = held_out_questions(30, seed=3), held_out_questions(30, seed=3)
     assert [(q.kind, q.text, q.answer) for q in first] == [(q.kind, q.text, q.answer) for q in second]
-    for a, b in zip(first, second):
+    for a, b in zip(first, second, strict=True):
         assert (a.image is None) == (b.image is None)
         assert a.image is None or a.image.tobytes() == b.image.tobytes()
     assert [q.text for q in first] != [q.text for q in held_out_questions(30, seed=4)]
@@ -74,7 +74,7 @@ def test_invented_things_are_distinct_and_in_reading_order() -> None:
 
 @pytest.mark.parametrize("size", [84, 252, 336])
 def test_things_are_drawn_in_their_cell_and_colour(size: int) -> None:
-    scene = Scene(tuple(Thing(cell, "black", kind) for cell, kind in zip((0, 2, 3, 4, 7, 8), KINDS)))
+    scene = Scene(tuple(Thing(cell, "black", kind) for cell, kind in zip((0, 2, 3, 4, 7, 8), KINDS, strict=True)))
     image = draw(scene, size)
     assert image.size == (size, size) and image.mode == "RGB"
     third = size // 3

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra_engine.models.tiny import make_tiny
 from PIL import Image
 
 from hydra_engine import Engine
+from hydra_engine.models.tiny import make_tiny
 
 EngineFactory = Callable[..., Engine]
 

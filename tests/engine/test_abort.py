@@ -6,9 +6,9 @@ import random
 import time
 
 import pytest
-from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 from hydra_engine.errors import RequestAborted
+from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 

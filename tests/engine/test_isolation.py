@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 from hydra_engine import Engine
 from hydra_engine.errors import HydraError, InvalidRequest, RequestError, RequestFailed
+from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 HEALTHY: list[tuple[str, Any]] = [("one text", None), ("another", None), ("see", picture(1)), ("look", picture(2))]
 OPTIONS = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}

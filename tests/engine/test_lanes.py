@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from tests.engine.conftest import EngineFactory, picture
 
 TEXT = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
@@ -19,7 +20,7 @@ def test_text_streams_go_on_while_a_long_encode_runs(make_engine: EngineFactory)
     engine = make_engine()
     engine.front.set_fault("vis.before_step", "delay", "seconds=1.5 times=1")
     pictured = engine.submit("What?", picture(1), temperature=0, max_tokens=2, ignore_eos=True)
-    while not any(s.num_encoding for s in [engine.stats()] if s is not None):
+    while (status := engine.stats()) is None or not status.image_blocks_used:
         time.sleep(0.01)
     texts = [engine.submit(f"story {i}", **TEXT) for i in range(3)]
     results = [handle.result(60) for handle in texts]
@@ -58,4 +59,4 @@ def test_pictures_of_several_requests_share_a_vision_step(make_engine: EngineFac
     engine.front.set_fault("vis.before_step", "delay", "seconds=0.3 times=1")
     handles = [engine.submit("What?", picture(i), temperature=0, max_tokens=1) for i in range(5)]
     batches = [max(s.batch for s in h.result(60).timeline if s.stage == "encode") for h in handles]
-    assert max(batches) >= 4
+    assert max(batches) >= 3  # five pictures in two steps

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.engine.conftest import EngineFactory
 
 from hydra_engine import Engine
 from hydra_engine.errors import CheckpointError, Unavailable
+from tests.engine.conftest import EngineFactory
 
 OPTIONS = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
 

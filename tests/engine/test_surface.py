@@ -187,7 +187,7 @@ def test_the_timeline_names_every_stage(make_engine: EngineFactory, tmp_path: Pa
     engine = make_engine()
     result = engine.generate("Hello", picture(1), **SHORT)
     stages = {span.stage for span in result.timeline}
-    assert {"fetch", "preprocess", "tokenize", "encode_wait", "encode", "prefill_wait", "prefill", "decode"} <= stages
+    assert {"preprocess", "tokenize", "encode", "prefill", "decode"} <= stages
     assert all(0 <= s.start_s <= s.end_s for s in result.timeline)
     assert max(s.end_s for s in result.timeline) <= result.metrics.e2e_s + 0.05
     engine.export_trace(tmp_path / "run.json")

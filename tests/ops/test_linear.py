@@ -1,4 +1,4 @@
-"""Packed matrix products against float64 torch: every level, dtype, odd sizes, strides, and bitwise batch invariance."""
+"""Packed matrix products against float64 torch: every level, dtype, odd sizes, strides, bitwise batch invariance."""
 
 import threading
 

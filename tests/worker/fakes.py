@@ -27,6 +27,7 @@ from hydra_engine.core.plans import EncodeItem, ImageSlice, LanguagePlan, Langua
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.specs.base import ImageGeometry, LanguageSpec, ModelSpec, PreprocessSpec
+from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.worker import Worker
 
 VOCABULARY = 97
@@ -92,7 +93,7 @@ class FakeDevice:
 @dataclass
 class FakeModel:
     ops: Any = field(default_factory=FakeOps)
-    encode_delay_s: float = 0.0
+    encode_gate: threading.Event | None = None  # encodes wait for it
     vocabulary: int = VOCABULARY
     forward_threads: set[str] = field(default_factory=set)
     encode_threads: set[str] = field(default_factory=set)
@@ -100,7 +101,8 @@ class FakeModel:
 
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> None:
         self.encode_threads.add(threading.current_thread().name)
-        time.sleep(self.encode_delay_s)
+        if self.encode_gate is not None:
+            assert self.encode_gate.wait(30)
         pixels = inputs.pixels
         assert isinstance(pixels, Tensor) and pixels.dtype == torch.uint8 and pixels.shape[0] == len(inputs.grids)
         self.batch_sizes.append(pixels.shape[0])
@@ -167,7 +169,10 @@ class FakeVision:
         return num_patches
 
 
-def fake_spec(max_position: int = 256, vision: FakeVision | None = FakeVision()) -> ModelSpec:
+FAKE_VISION = FakeVision()
+
+
+def fake_spec(max_position: int = 256, vision: FakeVision | None = FAKE_VISION) -> ModelSpec:
     language = LanguageSpec(
         num_layers=1,
         hidden_size=1,
@@ -185,18 +190,29 @@ def fake_spec(max_position: int = 256, vision: FakeVision | None = FakeVision())
 
 
 class Rig:
-    """A worker over fakes, with helpers that play the scheduler: block ids, plans, waiting."""
+    """A worker, over fakes unless told otherwise, with helpers that play the scheduler: block ids, plans, waiting."""
 
-    def __init__(self, model: FakeModel | None = None, *, num_blocks: int = 64, faults: Any = None) -> None:
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        backend: Backend | None = None,
+        spec: ModelSpec | None = None,
+        caches: tuple[PagedCache, PagedCache] | None = None,
+        faults: FaultPoints | None = None,
+    ) -> None:
         self.model = model or FakeModel()
-        self.backend = Backend(FakeDevice(), self.model.ops, torch.float32, 1)
-        self.kv_cache = PagedCache(torch.full((num_blocks, 1, 2, BLOCK, 1, 1), float("nan")))
-        self.image_cache = PagedCache(torch.full((num_blocks, 1, 1, IMAGE_BLOCK, 1, 1), float("nan")))
+        self.spec = spec or fake_spec()
+        self.backend = backend or Backend(FakeDevice(), self.model.ops, torch.float32, 1)
+        self.kv_cache, self.image_cache = caches or (
+            PagedCache(torch.full((64, 1, 2, BLOCK, 1, 1), float("nan"))),
+            PagedCache(torch.full((64, 1, 1, IMAGE_BLOCK, 1, 1), float("nan"))),
+        )
         self.woken = threading.Event()
         self.worker = Worker(
             model=self.model,
             backend=self.backend,
-            spec=fake_spec(),
+            spec=self.spec,
             kv_cache=self.kv_cache,
             image_cache=self.image_cache,
             config=EngineConfig(),
@@ -204,22 +220,19 @@ class Rig:
             wake=self.woken.set,
             faults=faults,
         )
-        self._free = np.random.default_rng(5).permutation(num_blocks).astype(np.int32)
-        self._taken = 0
+        self._free = _shuffled(self.kv_cache)
+        self._free_image = _shuffled(self.image_cache)
         self._steps = 0
         self.tables: dict[int, np.ndarray] = {}
         self.features: dict[tuple[int, int], np.ndarray] = {}
 
     def blocks(self, count: int) -> np.ndarray:
-        ids = self._free[self._taken : self._taken + count]
-        assert len(ids) == count, "the rig is out of blocks"
-        self._taken += count
-        return ids
+        return _take(self._free, count)
 
     def add(self, request: Request, pixels: Sequence[PixelPayload] = ()) -> None:
         self.worker.add_request(request, pixels)
         total = request.num_prompt + request.max_new_tokens
-        self.tables[request.id] = self.blocks(-(-total // BLOCK))
+        self.tables[request.id] = self.blocks(-(-total // self.kv_cache.block_size))
 
     def row(self, request: Request, start: int, tokens: Sequence[int], generated: int, **more: Any) -> LanguageRow:
         end = start + len(tokens)
@@ -248,7 +261,7 @@ class Rig:
 
     def item(self, request: Request, index: int) -> EncodeItem:
         image = request.images[index]
-        blocks = self.blocks(-(-image.num_tokens // IMAGE_BLOCK))
+        blocks = _take(self._free_image, -(-image.num_tokens // self.image_cache.block_size))
         self.features[request.id, index] = blocks
         return EncodeItem(request.id, index, image.digest, image.num_patches, image.num_tokens, blocks)
 
@@ -301,6 +314,16 @@ class Rig:
                 done[row.request_id] += len(row.token_ids)
                 if outcome.token_id is not None:
                     tokens[row.request_id].append(outcome.token_id)
+
+
+def _shuffled(cache: PagedCache) -> list[int]:
+    return np.random.default_rng(5).permutation(cache.num_blocks).tolist()
+
+
+def _take(free: list[int], count: int) -> np.ndarray:
+    assert len(free) >= count, "the rig is out of blocks"
+    taken = [free.pop() for _ in range(count)]
+    return np.asarray(taken, dtype=np.int32)
 
 
 def make_request(

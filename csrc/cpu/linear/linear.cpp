@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/isa.h"
+#include "cpu/scratch.h"
 #include "cpu/thread_pool.h"
 
 namespace hydra {
@@ -47,6 +48,40 @@ int useful_threads(const LinearCall& call) {
   return static_cast<int>(std::clamp<int64_t>(threads, 1, num_threads()));
 }
 
+void linear_parts(const LinearCall& call) {
+  const int threads = useful_threads(call);
+  const int64_t panels = call.weight.num_panels();
+  if (threads == 1) return linear_part(call, {0, call.rows, 0, panels});
+  // Panels first: each weight is then read by one thread only. Rows too where there are fewer panels than threads.
+  const int across = static_cast<int>(std::min<int64_t>(threads, panels));
+  const int64_t row_units = ceil_div(call.rows, kPanel);
+  const int down = static_cast<int>(std::clamp<int64_t>(threads / across, 1, row_units));
+  run_parts(across * down, [&](int part) {
+    const int64_t column = part % across, row = part / across;
+    linear_part(call, {row * row_units / down * kPanel, std::min((row + 1) * row_units / down * kPanel, call.rows),
+                       panels * column / across, panels * (column + 1) / across});
+  });
+}
+
+#if HYDRA_X86
+// Copies the rows into tile order, a bounded number at a time, before the threads multiply them.
+void linear_packed_rows(const LinearCall& call) {
+  static thread_local Scratch scratch;
+  constexpr int64_t kRowsAtOnce = 512, kElementsPerThread = 1 << 17;
+  const int64_t grain = ceil_div(kElementsPerThread, std::max<int64_t>(1, call.weight.num_in));
+  for (int64_t begin = 0; begin < call.rows; begin += kRowsAtOnce) {
+    LinearCall chunk = call;
+    chunk.rows = std::min(kRowsAtOnce, call.rows - begin);
+    chunk.x = static_cast<const uint16_t*>(call.x) + begin * call.x_stride;
+    chunk.out = static_cast<char*>(call.out) + begin * call.out_stride * element_size(call.out_dtype);
+    void* packed = scratch.reserve(amx::packed_rows_bytes(chunk));
+    parallel_for(chunk.rows, grain, [&](int64_t first, int64_t last) { amx::pack_rows(chunk, first, last, packed); });
+    chunk.packed_x = packed;
+    linear_parts(chunk);
+  }
+}
+#endif
+
 }  // namespace
 
 void pack_weight(const PackedWeight& packed, const void* weight, int64_t weight_stride) {
@@ -63,18 +98,12 @@ void pack_weight(const PackedWeight& packed, const void* weight, int64_t weight_
 
 void linear(const LinearCall& call) {
   if (call.rows == 0 || call.weight.num_out == 0) return;
-  const int threads = useful_threads(call);
-  const int64_t panels = call.weight.num_panels();
-  if (threads == 1) return linear_part(call, {0, call.rows, 0, panels});
-  // Panels first: each weight is then read by one thread only. Rows too where there are fewer panels than threads.
-  const int across = static_cast<int>(std::min<int64_t>(threads, panels));
-  const int64_t row_units = ceil_div(call.rows, kPanel);
-  const int down = static_cast<int>(std::clamp<int64_t>(threads / across, 1, row_units));
-  run_parts(across * down, [&](int part) {
-    const int64_t column = part % across, row = part / across;
-    linear_part(call, {row * row_units / down * kPanel, std::min((row + 1) * row_units / down * kPanel, call.rows),
-                       panels * column / across, panels * (column + 1) / across});
-  });
+#if HYDRA_X86
+  if (current_isa() == Isa::amx && call.weight.dtype == DType::bf16 && amx::wants_packed_rows(call)) {
+    return linear_packed_rows(call);
+  }
+#endif
+  linear_parts(call);
 }
 
 }  // namespace hydra

@@ -42,6 +42,7 @@ struct LinearCall {
   void* out = nullptr;      // [rows, num_out] of out_dtype
   int64_t out_stride = 0;
   int64_t rows = 0;
+  const void* packed_x = nullptr;  // the rows in tile order, or null; see amx::pack_rows
   Activation act = Activation::none;
   DType out_dtype = DType::f32;
 };
@@ -68,6 +69,12 @@ void linear_part(const LinearCall& call, const LinearPart& part);
 }
 namespace amx {
 void linear_part_bf16(const LinearCall& call, const LinearPart& part);
-}
+
+// Many rows times many columns are faster from a copy of x in the order in which tiles load it:
+// [row blocks of 32][k blocks of 32][32 rows][32 k], k padded with zeros. Threads share one copy.
+bool wants_packed_rows(const LinearCall& call);
+int64_t packed_rows_bytes(const LinearCall& call);
+void pack_rows(const LinearCall& call, int64_t begin, int64_t end, void* packed);
+}  // namespace amx
 
 }  // namespace hydra

@@ -1,0 +1,134 @@
+// Entry points of the paged caches: methods of one object per cache, so that a call passes few integers.
+// Slots and rows are checked here, before anything is written. Addresses, shapes and dtypes of the other arguments are
+// the Python wrapper's duty (hydra_engine/backend/native_cache.py).
+#include "cpu/cache/cache.h"
+
+#include "api/api.h"
+#include "check.h"
+
+namespace hydra {
+namespace {
+
+namespace py = pybind11;
+
+// Below this a call is over sooner than the lock could come back from a thread that took it meanwhile.
+constexpr int64_t kReleaseBytes = 1 << 18;
+
+template <class Fn>
+void run(int64_t bytes, Fn&& fn) {
+  if (bytes < kReleaseBytes) return fn();
+  py::gil_scoped_release release;
+  fn();
+}
+
+void check_range(const char* name, const int64_t* values, int64_t count, int64_t least, int64_t size) {
+  // One unsigned comparison per value, and a loop without an exit that the compiler can vectorise.
+  uint64_t bad = 0;
+  for (int64_t i = 0; i < count; ++i) bad |= static_cast<uint64_t>(values[i] - least) >= static_cast<uint64_t>(size - least);
+  if (!bad) return;
+  for (int64_t i = 0; i < count; ++i) {
+    HYDRA_CHECK(values[i] >= least && values[i] < size, name, ": expected ", least, " to ", size - 1, ", got ", values[i],
+                " at index ", i);
+  }
+}
+
+CacheView make_cache(Address data, int64_t num_blocks, int64_t num_layers, int64_t num_tensors, int64_t block_size,
+                     int64_t num_heads, int64_t head_dim, int dtype) {
+  HYDRA_CHECK(num_blocks >= 0 && num_layers >= 1 && block_size >= 1 && num_heads >= 1 && head_dim >= 1,
+              "cache: expected sizes [N >= 0, L, X, S, H, D >= 1], got [", num_blocks, ", ", num_layers, ", ",
+              num_tensors, ", ", block_size, ", ", num_heads, ", ", head_dim, "]");
+  HYDRA_CHECK(num_tensors == 1 || num_tensors == 2, "cache: expected 1 or 2 tensors per layer, got ", num_tensors);
+  return {pointer<char>(data), num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim,
+          dtype_from_int(dtype)};
+}
+
+void check_layer(const CacheView& cache, int64_t layer) {
+  HYDRA_CHECK(layer >= 0 && layer < cache.num_layers, "layer: expected 0 to ", cache.num_layers - 1, ", got ", layer);
+}
+
+// Strides count elements; the second source is not looked at where the cache has one tensor.
+void write(const CacheView& cache, int64_t layer, Address first, int64_t first_stride, Address second,
+           int64_t second_stride, Address slots, int64_t rows) {
+  check_layer(cache, layer);
+  check_range("slots", pointer<int64_t>(slots), rows, -1, cache.num_slots());
+  const int64_t size = element_size(cache.dtype);
+  const RowSource sources[2] = {{pointer<char>(first), first_stride * size}, {pointer<char>(second), second_stride * size}};
+  run(rows * cache.row_bytes() * cache.num_tensors,
+      [&] { write_rows(cache, layer, sources, pointer<int64_t>(slots), rows); });
+}
+
+void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_q_heads, Address k,
+          int64_t k_stride, Address v, int64_t v_stride, Address cos, int64_t cos_stride, Address sin,
+          int64_t sin_stride, Address slots, int64_t tokens, Address out) {
+  check_layer(cache, layer);
+  HYDRA_CHECK(cache.num_tensors == 2 && cache.head_dim % 2 == 0,
+              "cache: expected 2 tensors per layer and an even head dim, got ", cache.num_tensors, " and ", cache.head_dim);
+  check_range("slots", pointer<int64_t>(slots), tokens, -1, cache.num_slots());
+  RopeCall call;
+  call.q = pointer<void>(q);
+  call.k = pointer<void>(k);
+  call.v = pointer<void>(v);
+  call.q_stride = q_stride;
+  call.k_stride = k_stride;
+  call.v_stride = v_stride;
+  call.cos = pointer<float>(cos);
+  call.sin = pointer<float>(sin);
+  call.cos_stride = cos_stride;
+  call.sin_stride = sin_stride;
+  call.out = pointer<void>(out);
+  call.num_q_heads = num_q_heads;
+  call.cache = cache;
+  call.layer = layer;
+  call.slots = pointer<int64_t>(slots);
+  call.tokens = tokens;
+  run(tokens * (num_q_heads + 2 * cache.num_heads) * cache.head_dim * element_size(cache.dtype),
+      [&] { rope_and_write(call); });
+}
+
+void gather(const CacheView& cache, int64_t layer, int64_t tensor, Address slots, int64_t rows, Address out) {
+  check_layer(cache, layer);
+  HYDRA_CHECK(tensor >= 0 && tensor < cache.num_tensors, "index: expected 0 to ", cache.num_tensors - 1, ", got ", tensor);
+  check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
+  run(rows * cache.row_bytes(),
+      [&] { gather_rows(cache, layer, tensor, pointer<int64_t>(slots), rows, pointer<char>(out)); });
+}
+
+void merge(const CacheView& cache, int64_t layer, Address slots, Address targets, int64_t rows, Address hidden,
+           int64_t hidden_rows) {
+  check_layer(cache, layer);
+  check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
+  check_range("rows", pointer<int64_t>(targets), rows, 0, hidden_rows);
+  run(rows * cache.row_bytes(), [&] {
+    merge_rows(cache, layer, pointer<int64_t>(slots), pointer<int64_t>(targets), rows, pointer<char>(hidden));
+  });
+}
+
+void copy_to(const CacheView& source, const CacheView& target, Address pairs, int64_t count) {
+  HYDRA_CHECK(source.block_bytes() == target.block_bytes(), "target: expected blocks of ", source.block_bytes(),
+              " bytes, got ", target.block_bytes());
+  const int64_t* ids = pointer<int64_t>(pairs);
+  for (int64_t i = 0; i < count; ++i) {
+    check_range("pairs[:, 0]", ids + 2 * i, 1, 0, source.num_blocks);
+    check_range("pairs[:, 1]", ids + 2 * i + 1, 1, 0, target.num_blocks);
+  }
+  run(count * source.block_bytes(), [&] { copy_blocks(source, target, ids, count); });
+}
+
+}  // namespace
+
+void register_cache(py::module_& m) {
+  py::class_<CacheView>(m, "CacheDesc")
+      .def(py::init(&make_cache), py::arg("data"), py::arg("num_blocks"), py::arg("num_layers"), py::arg("num_tensors"),
+           py::arg("block_size"), py::arg("num_heads"), py::arg("head_dim"), py::arg("dtype"))
+      .def("write", &write, py::arg("layer"), py::arg("first"), py::arg("first_stride"), py::arg("second"),
+           py::arg("second_stride"), py::arg("slots"), py::arg("rows"))
+      .def("rope_and_write", &rope, py::arg("layer"), py::arg("q"), py::arg("q_stride"), py::arg("num_q_heads"),
+           py::arg("k"), py::arg("k_stride"), py::arg("v"), py::arg("v_stride"), py::arg("cos"), py::arg("cos_stride"),
+           py::arg("sin"), py::arg("sin_stride"), py::arg("slots"), py::arg("tokens"), py::arg("out"))
+      .def("gather", &gather, py::arg("layer"), py::arg("index"), py::arg("slots"), py::arg("rows"), py::arg("out"))
+      .def("merge", &merge, py::arg("layer"), py::arg("slots"), py::arg("targets"), py::arg("rows"), py::arg("hidden"),
+           py::arg("hidden_rows"))
+      .def("copy_to", &copy_to, py::arg("target"), py::arg("pairs"), py::arg("count"));
+}
+
+}  // namespace hydra

@@ -1,0 +1,20 @@
+// Attention without AVX2, and for other architectures.
+#define HYDRA_LEVEL scalar
+#define HYDRA_LANES 4
+#define HYDRA_TARGET
+#include "cpu/attention/float_math.h"
+
+namespace hydra::scalar {
+
+void attend(const AttentionCall& call, const AttentionTask& task) {
+  switch (call.dtype) {
+    case DType::f32:
+      return attend_with<FloatMath<float>>(call, task);
+    case DType::bf16:
+      return attend_with<FloatMath<bf16_t>>(call, task);
+    default:
+      return attend_with<FloatMath<f16_t>>(call, task);
+  }
+}
+
+}  // namespace hydra::scalar

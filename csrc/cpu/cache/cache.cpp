@@ -1,0 +1,86 @@
+// Row and block copies, cut over threads by bytes, and the choice of the rotation's instruction-set level.
+#include "cpu/cache/cache.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/isa.h"
+#include "cpu/thread_pool.h"
+
+namespace hydra {
+namespace {
+
+// About ten microseconds of copying, below which waking a thread does not pay.
+constexpr int64_t kBytesPerThread = 1 << 17;
+
+template <class Fn>
+void parallel_rows(int64_t rows, int64_t row_bytes, Fn&& fn) {
+  parallel_for(rows, std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(1, row_bytes)), fn);
+}
+
+}  // namespace
+
+void write_rows(const CacheView& cache, int64_t layer, const RowSource* sources, const int64_t* slots, int64_t rows) {
+  const int64_t tensors = cache.num_tensors, bytes = cache.row_bytes();
+  parallel_rows(rows, bytes * tensors, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (slots[t] < 0) continue;
+      for (int64_t x = 0; x < tensors; ++x) {
+        std::memcpy(cache.row(cache.plane(layer, x), slots[t]), sources[x].data + t * sources[x].stride,
+                    static_cast<size_t>(bytes));
+      }
+    }
+  });
+}
+
+void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const int64_t* slots, int64_t rows, char* out) {
+  const int64_t bytes = cache.row_bytes();
+  char* plane = cache.plane(layer, tensor);
+  parallel_rows(rows, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      std::memcpy(out + m * bytes, cache.row(plane, slots[m]), static_cast<size_t>(bytes));
+    }
+  });
+}
+
+void merge_rows(const CacheView& cache, int64_t layer, const int64_t* slots, const int64_t* targets, int64_t rows,
+                char* hidden) {
+  const int64_t bytes = cache.row_bytes();
+  char* plane = cache.plane(layer, 0);
+  parallel_rows(rows, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      std::memcpy(hidden + targets[m] * bytes, cache.row(plane, slots[m]), static_cast<size_t>(bytes));
+    }
+  });
+}
+
+void copy_blocks(const CacheView& source, const CacheView& target, const int64_t* pairs, int64_t count) {
+  const int64_t bytes = source.block_bytes();
+  parallel_rows(count, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(target.data + pairs[2 * i + 1] * bytes, source.data + pairs[2 * i] * bytes,
+                  static_cast<size_t>(bytes));
+    }
+  });
+}
+
+namespace {
+
+void rope_level(const RopeCall& call, int64_t begin, int64_t end) {
+#if HYDRA_X86
+  const Isa isa = current_isa();
+  if (isa >= Isa::avx512bf16) return avx512::rope_tokens(call, begin, end);
+  if (isa == Isa::avx2) return avx2::rope_tokens(call, begin, end);
+#endif
+  scalar::rope_tokens(call, begin, end);
+}
+
+}  // namespace
+
+void rope_and_write(const RopeCall& call) {
+  const int64_t heads = call.num_q_heads + 2 * call.cache.num_heads;
+  const int64_t bytes = heads * call.cache.head_dim * element_size(call.cache.dtype);
+  parallel_rows(call.tokens, bytes, [&](int64_t begin, int64_t end) { rope_level(call, begin, end); });
+}
+
+}  // namespace hydra

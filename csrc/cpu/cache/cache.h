@@ -1,0 +1,83 @@
+// Where a slot of a paged cache lies, and the moves of rows and blocks into, out of and between caches. Copies are
+// bytes; only the rotation computes. Knows no Python. Slots were checked by the caller (csrc/api/cache.cpp).
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace hydra {
+
+// [N, L, X, S, H, D] contiguous, the layout of backend/base.py. A slot is block * S + offset.
+struct CacheView {
+  char* data = nullptr;
+  int64_t num_blocks = 0;
+  int64_t num_layers = 0;
+  int64_t num_tensors = 0;  // X: 2 for keys and values, 1 for image features
+  int64_t block_size = 0;   // S
+  int64_t num_heads = 0;
+  int64_t head_dim = 0;
+  DType dtype = DType::f32;
+
+  int64_t num_slots() const { return num_blocks * block_size; }
+  int64_t row_bytes() const { return num_heads * head_dim * element_size(dtype); }
+  int64_t plane_bytes() const { return block_size * row_bytes(); }
+  int64_t block_bytes() const { return num_layers * num_tensors * plane_bytes(); }
+  // Row 0 of block 0.
+  char* plane(int64_t layer, int64_t tensor) const { return data + (layer * num_tensors + tensor) * plane_bytes(); }
+  // `plane` as above, so that a loop computes it once.
+  char* row(char* plane, int64_t slot) const {
+    return plane + slot / block_size * block_bytes() + slot % block_size * row_bytes();
+  }
+};
+
+// `rows` rows of H * D elements; the stride is in bytes.
+struct RowSource {
+  const char* data = nullptr;
+  int64_t stride = 0;
+};
+
+// Row t of sources[x] -> slots[t] of tensor x, for all X tensors of the cache; slot -1 skips the row.
+void write_rows(const CacheView& cache, int64_t layer, const RowSource* sources, const int64_t* slots, int64_t rows);
+
+// Row m of `out` (contiguous) <- slots[m].
+void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const int64_t* slots, int64_t rows, char* out);
+
+// hidden[targets[m]] <- slots[m] of tensor 0.
+void merge_rows(const CacheView& cache, int64_t layer, const int64_t* slots, const int64_t* targets, int64_t rows,
+                char* hidden);
+
+// Block pairs[2 * i + 1] of `target` <- block pairs[2 * i] of `source`, all layers.
+void copy_blocks(const CacheView& source, const CacheView& target, const int64_t* pairs, int64_t count);
+
+struct RopeCall {
+  const void* q = nullptr;  // [T, Hq, D], strides in elements between tokens, heads dense
+  const void* k = nullptr;  // [T, Hkv, D]
+  const void* v = nullptr;  // [T, Hkv, D]
+  int64_t q_stride = 0, k_stride = 0, v_stride = 0;
+  const float* cos = nullptr;  // [T, D / 2]
+  const float* sin = nullptr;
+  int64_t cos_stride = 0, sin_stride = 0;
+  void* out = nullptr;  // rotated q, contiguous
+  int64_t num_q_heads = 0;
+  CacheView cache;
+  int64_t layer = 0;
+  const int64_t* slots = nullptr;
+  int64_t tokens = 0;
+};
+
+// out = rotate(q); rotate(k) and v -> slots. Pairs are (i, i + D / 2), the arithmetic is float32, rounded once.
+void rope_and_write(const RopeCall& call);
+
+// Tokens [begin, end) on the calling thread.
+namespace scalar {
+void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
+}
+namespace avx2 {
+void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
+}
+namespace avx512 {
+void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
+}
+
+}  // namespace hydra

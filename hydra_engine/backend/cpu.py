@@ -1,0 +1,69 @@
+"""The host processor as a device: lanes are threads, memory is what the machine and its container leave to us.
+
+Does not know which ops run on it; `select.py` puts the two together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hydra_engine.backend.base import Lane
+from hydra_engine.backend.lanes import ThreadLane
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+class CpuDevice:
+    """`Device` of backend/base.py. `set_threads` sets the thread counts of the thread that calls it."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, threads: int, set_threads: Callable[[int], None] = torch.set_num_threads) -> None:
+        self.threads = threads
+        self._set_threads = set_threads
+
+    def lane(self, name: str) -> Lane:
+        return ThreadLane(name, self.threads, set_threads=self._set_threads)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes: the machine's, or the container's where that is less."""
+        lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+        machine = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "MemTotal:")}
+        free, total = machine["MemAvailable:"], machine["MemTotal:"]
+        limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+        if limit is not None and used is not None:
+            # The page cache counts as used there but is given up on demand.
+            free = min(free, max(limit - used + _inactive_file_bytes(), 0))
+            total = min(total, limit)
+        return free, total
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def _cgroup_number(file: str) -> int | None:
+    try:
+        return int((_CGROUP / file).read_text())
+    except (OSError, ValueError):  # no such container, or the word "max"
+        return None
+
+
+def _inactive_file_bytes() -> int:
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

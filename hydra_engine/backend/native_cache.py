@@ -1,0 +1,123 @@
+"""Paged caches on the native extension: writes, rotation with write, gathers, image merges, block copies.
+
+Knows tensors: checks shapes, dtypes and strides and passes addresses. Contents (slots, block ids) are checked by the
+extension, before anything is written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.native_linear import DTYPE_CODES
+
+_NO_ADDRESS = 0
+
+
+class CacheDescs:
+    """One `_C.CacheDesc` per cache, made at first use and forgotten with the cache's tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], _C.CacheDesc]] = {}
+
+    def of(self, cache: PagedCache) -> _C.CacheDesc:
+        data = cache.data
+        known = self._known.get(id(data))
+        if known is not None:
+            return known[1]
+        checks.check_new_cache(cache)
+        num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
+        desc = _C.CacheDesc(
+            data.data_ptr(),
+            num_blocks,
+            num_layers,
+            num_tensors,
+            block_size,
+            num_heads,
+            head_dim,
+            DTYPE_CODES[data.dtype],
+        )
+        key = id(data)
+        # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
+        self._known[key] = (weakref.ref(data, lambda _: self._known.pop(key, None)), desc)
+        return desc
+
+
+def write_cache(desc: _C.CacheDesc, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+    tokens = checks.check_write(cache, layer, rows, slots)
+    first = rows[0]
+    if len(rows) == 1:
+        desc.write(layer, first.data_ptr(), first.stride(0), _NO_ADDRESS, 0, slots.data_ptr(), tokens)
+    else:
+        second = rows[1]
+        desc.write(
+            layer,
+            first.data_ptr(),
+            first.stride(0),
+            second.data_ptr(),
+            second.stride(0),
+            slots.data_ptr(),
+            tokens,
+        )
+
+
+def rope_and_write(
+    desc: _C.CacheDesc,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: PagedCache,
+    layer: int,
+    slots: Tensor,
+) -> Tensor:
+    checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+    tokens, num_heads, _ = shape = q.shape
+    out = torch.empty(shape, dtype=q.dtype)
+    desc.rope_and_write(
+        layer,
+        q.data_ptr(),
+        q.stride(0),
+        num_heads,
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        cos.data_ptr(),
+        cos.stride(0),
+        sin.data_ptr(),
+        sin.stride(0),
+        slots.data_ptr(),
+        tokens,
+        out.data_ptr(),
+    )
+    return out
+
+
+def merge_image_tokens(
+    desc: _C.CacheDesc, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+) -> None:
+    count = checks.check_merge(hidden, rows, cache, slots, plane)
+    desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0])
+
+
+def gather_cache(desc: _C.CacheDesc, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+    count = checks.check_indices("slots", slots)
+    shape = cache.data.shape
+    out = torch.empty((count, shape[4], shape[5]), dtype=cache.data.dtype)
+    desc.gather(layer, index, slots.data_ptr(), count, out.data_ptr())
+    return out
+
+
+def copy_blocks(
+    source_desc: _C.CacheDesc, target_desc: _C.CacheDesc, source: PagedCache, target: PagedCache, pairs: Tensor
+) -> None:
+    count = checks.check_copy(source, target, pairs)
+    source_desc.copy_to(target_desc, pairs.data_ptr(), count)

@@ -1,0 +1,81 @@
+"""At the door: a request that can never fit is refused with quota and remedy, a full queue with a time to retry.
+
+Sees a request and the sizes of the deployment, never what is running. Whoever passes will be served: the scheduler's
+rules guarantee progress for anything that fits alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_engine.core.request import Request
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable
+
+MAX_RETRY_AFTER_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of one instance, in blocks and in tokens (KV) or feature rows (images) per block."""
+
+    role: Role
+    num_kv_blocks: int
+    kv_block_size: int
+    num_image_blocks: int
+    image_block_size: int
+
+
+def check_fits(request: Request, limits: Limits) -> None:
+    """Raises InvalidRequest or RequestTooLarge unless the request, alone on this instance, would run to its end."""
+    if not request.prompt_token_ids:
+        raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
+    if request.images and Role.E not in limits.role:
+        raise InvalidRequest("this deployment has no encoder; send text only", param="messages")
+    _check_kv(request, limits)
+    for index, image in enumerate(request.images):
+        blocks = -(-image.num_tokens // limits.image_block_size)
+        if blocks > limits.num_image_blocks:
+            raise RequestTooLarge(
+                f"image {index + 1} needs {blocks} blocks of the image cache for its {image.num_tokens} tokens, this "
+                f"deployment has {limits.num_image_blocks}; send a smaller image, or serve with a larger "
+                "image_cache_gib",
+                param="messages",
+            )
+
+
+def _check_kv(request: Request, limits: Limits) -> None:
+    wanted = request.num_prompt + request.max_new_tokens
+    blocks = -(-wanted // limits.kv_block_size)
+    if blocks <= limits.num_kv_blocks:
+        return
+    room = limits.num_kv_blocks * limits.kv_block_size
+    if room > request.num_prompt:
+        param, remedy = "max_tokens", f"lower max_tokens to at most {room - request.num_prompt}"
+    else:
+        param, remedy = "messages", "shorten the prompt or send smaller images"
+    raise RequestTooLarge(
+        f"{request.num_prompt} prompt tokens and up to {request.max_new_tokens} new ones need {blocks} KV blocks, this "
+        f"deployment has {limits.num_kv_blocks} ({room} tokens); {remedy}, or serve with a larger kv_cache_gib",
+        param=param,
+    )
+
+
+def check_queue(num_live: int, max_queue: int, finish_times: Sequence[float]) -> None:
+    """Raises Unavailable when `max_queue` requests are accepted and not finished."""
+    if num_live >= max_queue:
+        raise Unavailable(
+            f"{num_live} requests are queued or running, the limit (max_queue) is {max_queue}; try again later",
+            code="overloaded",
+            retry_after_s=retry_after_s(num_live, finish_times),
+        )
+
+
+def retry_after_s(num_live: int, finish_times: Sequence[float]) -> int:
+    """When a tenth of the queue will have drained at the pace of the latest finishes; whole seconds, 1 to 30."""
+    if len(finish_times) < 2:
+        return 1
+    interval_s = (finish_times[-1] - finish_times[0]) / (len(finish_times) - 1)
+    return min(max(1, math.ceil(interval_s * num_live / 10)), MAX_RETRY_AFTER_S)

@@ -1,0 +1,203 @@
+"""Fills a language step: every running decode, then chunks of running prefills, then waiting requests, oldest first.
+
+Takes blocks, preempts and marks what is scheduled; results are the scheduler's business. Text never waits for images:
+what waits for an encode is passed over. The rules of age are in `policy.py`.
+"""
+
+from __future__ import annotations
+
+from hydra_engine.cache.table import BlockTable
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.ids import StepId
+from hydra_engine.core.plans import ImageSlice, LanguagePlan, LanguageRow
+from hydra_engine.core.state import RequestState
+from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.book import RequestBook
+from hydra_engine.scheduler.budget import Budgets
+
+
+class LanguagePlanner:
+    def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
+        self._book = book
+        self._kv = book.kv
+        self._budgets = budgets
+        self._max_bypass = config.max_bypass
+        self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
+
+    def plan(self, step_id: StepId, now: float) -> LanguagePlan | None:
+        """The next step, or None if nothing can run."""
+        rows = [_decode_row(state, self._kv.tables[state.request.id]) for state in self._ready_decodes(now)]
+        budget = self._budgets.language(len(rows))
+        budget, promised = self._continue_prefills(rows, budget, now)
+        self._start_prefills(rows, budget, promised, now)
+        return LanguagePlan(step_id, tuple(rows)) if rows else None
+
+    # ---- decodes
+
+    def _ready_decodes(self, now: float) -> list[RequestState]:
+        """Running decodes with a slot for their next token. Where blocks lack, the youngest running request gives way,
+        be it the decode itself; alone it waits, for then blocks of an ending request are about to come back."""
+        tables = self._kv.tables
+        ready: list[RequestState] = []
+        needy: list[RequestState] = []
+        for state in self._book.decoding:
+            (ready if state.num_computed < tables[state.request.id].num_slots else needy).append(state)
+        if not needy:
+            return ready
+        for state in needy:
+            while state.request.id in self._book.decoding and not self._grow(state, state.num_tokens):
+                victim = self._book.youngest_running()
+                if victim is None or (victim is state and self._runs_alone()):
+                    break
+                self._book.preempt(victim, now)
+        return [state for state in self._book.decoding if state.num_computed < tables[state.request.id].num_slots]
+
+    def _runs_alone(self) -> bool:
+        return len(self._book.prefilling) + len(self._book.decoding) == 1
+
+    # ---- running prefills
+
+    def _continue_prefills(self, rows: list[LanguageRow], budget: int, now: float) -> tuple[int, int]:
+        """Adds chunks; returns the budget left and the blocks that running prefills will still need. What stands
+        before an image is promised nothing, so that nobody waits on its account."""
+        promised = 0
+        for state in list(self._book.prefilling):
+            if state.request.id not in self._book.prefilling:
+                continue  # gave way to an older one just now
+            timeline = self._book.timelines[state.request.id]
+            if policy.is_stalled(state):
+                timeline.cause = "images"
+                continue
+            chunk = min(state.num_computable - state.num_computed, budget)
+            if not chunk:
+                timeline.cause = "budget"
+            elif self._grow_for_chunk(state, state.num_computed + chunk, now):
+                rows.append(self._chunk_row(state, chunk))
+                budget -= chunk
+            else:
+                timeline.cause = "kv blocks"
+            promised += self._kv.tables[state.request.id].missing(state.num_tokens)
+        return budget, promised
+
+    def _grow_for_chunk(self, state: RequestState, num_tokens: int, now: float) -> bool:
+        """Room for a chunk, from younger prefills if need be. Decodes are left alone: they have their rows already
+        and free their blocks by ending or by giving way themselves."""
+        while not self._grow(state, num_tokens):
+            victim = self._book.prefilling.youngest()
+            if victim is None or victim.order <= state.order:
+                return False
+            self._book.preempt(victim, now)
+        return True
+
+    def _grow(self, state: RequestState, num_tokens: int) -> bool:
+        return self._kv.grow(state.request.id, num_tokens, max_tokens=state.max_tokens)
+
+    # ---- waiting requests
+
+    def _start_prefills(self, rows: list[LanguageRow], budget: int, promised: int, now: float) -> None:
+        """Admits waiting requests while budget, sequences and blocks last.
+
+        A request that lacks blocks may be passed by younger ones `max_bypass` times; then nobody passes it, and what
+        is freed is saved for it. Every running decode keeps room for one more block, or admitting would only lead to
+        preempting.
+        """
+        book = self._book
+        limit = policy.early_limit(self._max_seqs)
+        num_early = sum(state.waits_for_images for state in book.prefilling)
+        head = book.encoding.oldest()
+        passed: list[RequestState] = []
+        for state in policy.candidates(list(book.waiting), book.encoding, limit):
+            if not budget:
+                book.timelines[state.request.id].cause = "budget"
+                return
+            is_early = state.waits_for_images
+            if is_early:
+                allowed = policy.may_start_early(state, head=state is head, num_early=num_early, limit=limit)
+                if not allowed or not state.num_computable:
+                    continue
+            insists = policy.may_insist(state, head=state is head)
+            if not self._has_room(state, promised, insists, now):
+                book.timelines[state.request.id].cause = "kv blocks" if insists else "images"
+                if not insists:
+                    continue
+                passed.append(state)
+                saved = state.num_bypassed >= self._max_bypass
+                if saved or len(passed) >= policy.MAX_PASSED or self._is_full():
+                    return
+                continue
+            chunk = min(state.num_computable, budget)
+            promised += self._admit(state, chunk, stalls=is_early)
+            rows.append(self._chunk_row(state, chunk))
+            budget -= chunk
+            num_early += is_early
+            for other in passed:
+                other.num_bypassed += 1
+            if any(other.num_bypassed >= self._max_bypass for other in passed):
+                return
+
+    def _is_full(self) -> bool:
+        return len(self._kv.tables) >= self._max_seqs
+
+    def _has_room(self, state: RequestState, promised: int, insists: bool, now: float) -> bool:
+        """A free place among the sequences and blocks for all that the request has to prefill; who insists takes them
+        from younger prefills that stand before an image."""
+        demand = self._kv.blocks_for(policy.kv_tokens_to_admit(state))
+        while self._is_full() or self._kv.num_free - promised - len(self._book.decoding) < demand:
+            victim = policy.stalled_younger_than(state, self._book.prefilling) if insists else None
+            if victim is None:
+                return False
+            self._book.preempt(victim, now)
+        return True
+
+    def _admit(self, state: RequestState, chunk: int, *, stalls: bool) -> int:
+        """Grants the blocks of the first chunk (after a preemption: of everything) and returns how many are promised
+        for later chunks."""
+        granted = self._grow(state, state.max_tokens if state.num_preemptions else chunk)
+        assert granted, "room was found and is gone"
+        state.num_bypassed = 0
+        self._book.place(state)
+        return 0 if stalls else self._kv.tables[state.request.id].missing(state.num_tokens)
+
+    # ---- rows
+
+    def _chunk_row(self, state: RequestState, chunk: int) -> LanguageRow:
+        start, end = state.num_computed, state.num_computed + chunk
+        table = self._kv.tables[state.request.id]
+        state.num_scheduled += chunk
+        state.plans_in_flight += 1
+        return LanguageRow(
+            request_id=state.request.id,
+            token_ids=state.tokens(start, end),
+            start=start,
+            block_ids=table.block_ids,
+            num_blocks=table.num_blocks,
+            sample=end == state.num_tokens,
+            num_generated=state.num_generated,
+            is_decode=False,
+            images=self._slices(state, start, end),
+        )
+
+    def _slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:
+        """The parts of image spans within token positions [start, end)."""
+        found = []
+        for index, image in enumerate(state.request.images):
+            first, last = max(image.start, start), min(image.end, end)
+            if first < last:
+                block_ids = self._book.images.tables[(state.request.id, index)].block_ids
+                found.append(ImageSlice(first - start, last - first, first - image.start, block_ids))
+        return tuple(found)
+
+
+def _decode_row(state: RequestState, table: BlockTable) -> LanguageRow:
+    state.num_scheduled += 1
+    state.plans_in_flight += 1
+    return LanguageRow(
+        state.request.id,
+        (state.generated[-1],),
+        state.num_computed,
+        table.block_ids,
+        table.num_blocks,
+        True,
+        len(state.generated),
+        True,
+    )

@@ -1,0 +1,96 @@
+"""Who goes first and who gives way: pure functions over the states of requests. They change nothing.
+
+Age decides everywhere: an older request may take what younger ones hold, never the other way round, so the oldest
+always gets on and by induction everybody does. The planners in `language.py` and `vision.py` apply these rules.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.scheduler.queues import ArrivalQueue
+
+MAX_PASSED = 16  # requests without room that a step looks past; bounds the time that planning takes
+
+
+def sequence_limit(max_num_seqs: int, token_budget: int) -> int:
+    """Requests that may hold KV blocks. With no more of them than tokens in a step, every decode gets its token and the
+    oldest prefill at least one."""
+    return min(max_num_seqs, token_budget)
+
+
+def early_limit(max_seqs: int) -> int:
+    """How many of these may start before all their images are encoded. The other half is always there for requests
+    that wait for no image."""
+    return max_seqs // 2
+
+
+def kv_tokens_to_admit(state: RequestState) -> int:
+    """Token positions that must have room before the request may start: all that it has to prefill, and after a
+    preemption all that it can ever need, so that it cannot run short a second time."""
+    return state.max_tokens if state.num_preemptions else state.num_tokens
+
+
+def is_stalled(state: RequestState) -> bool:
+    """A running prefill that stands before an image without features."""
+    return state.num_computable == state.num_computed
+
+
+def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: int) -> bool:
+    """Whether a request may start prefill while some of its images have no features yet.
+
+    Anyone may while few do. The `head` (the oldest that waits for images) always may once its first image is encoded:
+    its images may exceed the image cache together, so that the first must be consumed before the last is encoded.
+    """
+    return may_insist(state, head=head) or (num_early < limit and not state.num_preemptions)
+
+
+def may_insist(state: RequestState, *, head: bool) -> bool:
+    """Whether a waiting request may take room from younger prefills that stand before an image."""
+    return not state.waits_for_images or (head and state.images[0] == ImageProgress.ENCODED)
+
+
+def candidates(waiting: Iterable[RequestState], encoding: ArrivalQueue, limit: int) -> Iterator[RequestState]:
+    """Waiting requests from the oldest to the youngest; of those that wait for images only the first `limit`, and
+    at least the oldest one."""
+    early = list(islice(encoding, max(1, limit)))
+    return heapq.merge(waiting, early, key=lambda state: state.order)
+
+
+def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
+    """The youngest stalled prefill that is younger than `state` and not part of a step."""
+    found = None
+    for other in prefilling:
+        if other.order > state.order and not other.num_scheduled and is_stalled(other):
+            found = other
+    return found
+
+
+def features_to_take(
+    state: RequestState, index: int, holders: Iterable[tuple[RequestState, int, int]], num_blocks: int
+) -> list[tuple[RequestState, int]]:
+    """Which encoded images give way so that image `index` of `state` gets `num_blocks` more blocks: the latest first,
+    none before it in (arrival, prompt) order, none that a step is reading. Empty if that is not enough.
+
+    `holders` are (state, image index, blocks) of everything encoded.
+    """
+    later = [
+        (other.order, i, blocks, other)
+        for other, i, blocks in holders
+        if (other.order, i) > (state.order, index) and not _is_being_read(other, i)
+    ]
+    later.sort(key=lambda entry: entry[:2], reverse=True)
+    taken, found = 0, []
+    for _, i, blocks, other in later:
+        if taken >= num_blocks:
+            break
+        taken += blocks
+        found.append((other, i))
+    return found if taken >= num_blocks else []
+
+
+def _is_being_read(state: RequestState, index: int) -> bool:
+    return state.num_scheduled > 0 and state.request.images[index].start < state.num_computed + state.num_scheduled

@@ -1,0 +1,181 @@
+"""The stage timeline of one request as it grows: waits with their cause, runs with batch and size.
+
+Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. Keeps
+at most `MAX_SPANS` spans however long the request runs. Is told times, never asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import groupby
+from statistics import median
+
+from hydra_engine.core.outputs import StageSpan
+
+MAX_SPANS = 200
+MIN_WAIT_S = 0.001  # shorter waits are hand-over, not waiting
+MIN_GAP_S = 0.05
+_WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
+
+
+class StepTimes:
+    """How long the latest language steps took."""
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=64)
+        self.typical_s = 0.0
+
+    def record(self, duration_s: float) -> None:
+        self._durations.append(duration_s)
+        self.typical_s = median(self._durations)
+
+    @property
+    def gap_s(self) -> float:
+        """Time between two tokens of a request from which on it counts as a gap."""
+        return max(MIN_GAP_S, 2 * self.typical_s)
+
+
+class Timeline:
+    """`cause` says what the request waits for on the language lane; the planner sets it, the next chunk clears it."""
+
+    __slots__ = (
+        "_decode_batches",
+        "_decode_start_s",
+        "_decode_steps",
+        "_encode_since_s",
+        "_instance",
+        "_last_s",
+        "_prefill_since_s",
+        "_spans",
+        "_wait_stage",
+        "cause",
+    )
+
+    def __init__(self, instance: str, now: float, has_images: bool) -> None:
+        self._instance = instance
+        self._spans: list[StageSpan] = []
+        self._encode_since_s = now if has_images else None
+        self._prefill_since_s: float | None = now
+        self._wait_stage = "prefill_wait"
+        self.cause = "images" if has_images else "queue"
+        self._last_s = now  # end of the latest language step
+        self._decode_start_s = now
+        self._decode_steps = 0
+        self._decode_batches = 0
+
+    def encode_waits(self, now: float) -> None:
+        """Some image needs an encode, perhaps again."""
+        if self._encode_since_s is None:
+            self._encode_since_s = now
+
+    def encoded(self, started_s: float, ended_s: float, *, batch: int, patches: int, more: bool) -> None:
+        """One vision step; `more` when images of the request still wait."""
+        if self._encode_since_s is not None and started_s - self._encode_since_s >= MIN_WAIT_S:
+            self._add("encode_wait", self._encode_since_s, started_s, lane="vision", cause="queue")
+        self._add("encode", started_s, ended_s, lane="vision", batch=batch, tokens=patches)
+        self._encode_since_s = ended_s if more else None
+
+    def images_ready(self, now: float) -> None:
+        """The last image that prefill waited for is encoded: what it waits for from here on is another cause."""
+        if self._prefill_since_s is not None and now > self._prefill_since_s:
+            self._end_wait(now)
+            self._prefill_since_s, self.cause = now, "queue"
+
+    def prefilled(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
+        """One prefill chunk; `more` when it was not the last one."""
+        if self._prefill_since_s is None:
+            self._prefill_since_s = self._last_s
+        self._end_wait(started_s)
+        self._add("prefill", started_s, ended_s, batch=batch, tokens=tokens)
+        self._last_s = ended_s
+        self._prefill_since_s = ended_s if more else None
+        self._wait_stage, self.cause = "prefill_wait", "queue"
+
+    def decoded(self, started_s: float, ended_s: float, *, batch: int, times: StepTimes, with_prefill: bool) -> None:
+        """One decode step; the hot path."""
+        gap_s = ended_s - self._last_s
+        self._prefill_since_s = None
+        if gap_s > times.gap_s:
+            self._end_decode()
+            if 2 * (ended_s - started_s) < gap_s:
+                cause = "between steps"
+            else:
+                cause = "prefill" if with_prefill else "slow step"
+            resumed_s = max(self._last_s, ended_s - times.typical_s)
+            self._add("decode_wait", self._last_s, resumed_s, cause=cause)
+            self._decode_start_s = resumed_s
+        elif not self._decode_steps:
+            self._decode_start_s = started_s
+        self._decode_steps += 1
+        self._decode_batches += batch
+        self._last_s = ended_s
+
+    def preempted(self) -> None:
+        self._end_decode()
+        if self._prefill_since_s is None:
+            self._prefill_since_s = self._last_s
+        self._wait_stage, self.cause = "preempted", "kv blocks"
+
+    def close(self, now: float) -> tuple[StageSpan, ...]:
+        """Ends what is open and returns everything in order of start."""
+        self._end_decode()
+        if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
+            self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="queue")
+        self._end_wait(now)
+        return tuple(sorted(self._spans, key=lambda span: (span.start_s, span.end_s)))
+
+    def _end_wait(self, end_s: float) -> None:
+        since_s = self._prefill_since_s
+        if since_s is not None and end_s - since_s >= MIN_WAIT_S:
+            self._add(self._wait_stage, since_s, end_s, cause=self.cause)
+
+    def _end_decode(self) -> None:
+        if self._decode_steps:
+            batch = round(self._decode_batches / self._decode_steps)
+            self._add("decode", self._decode_start_s, self._last_s, batch=batch, tokens=self._decode_steps)
+        self._decode_steps = self._decode_batches = 0
+
+    def _add(
+        self,
+        stage: str,
+        start_s: float,
+        end_s: float,
+        *,
+        lane: str = "language",
+        batch: int = 0,
+        tokens: int = 0,
+        cause: str | None = None,
+    ) -> None:
+        if len(self._spans) >= MAX_SPANS:
+            self._spans = squeezed(self._spans)
+        self._spans.append(StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause))
+
+
+def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
+    """The same story in fewer spans: the shorter half of the waits is dropped, neighbours of one stage are joined.
+
+    Where that is not enough (a request preempted very often), the beginning is forgotten.
+    """
+    waits = [span.end_s - span.start_s for span in spans if span.stage in _WAITS]
+    limit = median(waits) if waits else 0.0
+    kept = [span for span in spans if span.stage not in _WAITS or span.end_s - span.start_s > limit]
+    found = []
+    for _, lane in groupby(sorted(kept, key=lambda s: (s.lane, s.start_s)), key=lambda s: s.lane):
+        for _, run in groupby(lane, key=lambda s: s.stage):
+            found.append(_joined(list(run)))
+    return sorted(found, key=lambda span: span.start_s)[-(MAX_SPANS * 3 // 4) :]
+
+
+def _joined(run: list[StageSpan]) -> StageSpan:
+    first, last = run[0], run[-1]
+    longest = max(run, key=lambda span: span.end_s - span.start_s)
+    return StageSpan(
+        stage=first.stage,
+        start_s=first.start_s,
+        end_s=last.end_s,
+        instance=first.instance,
+        lane=first.lane,
+        batch=max(span.batch for span in run),
+        tokens=sum(span.tokens for span in run),
+        cause=longest.cause,
+    )

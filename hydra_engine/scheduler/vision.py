@@ -1,0 +1,93 @@
+"""Fills a vision step: which images are encoded next, and where their features go.
+
+Images go by (arrival, place in the prompt). Language steps take no part in it, so no amount of prefill postpones an
+encode: an image waits at most for the images before it in that order and for the running vision step, as long as the
+image cache has blocks; blocks come back as older requests are prefilled. Rules of age are in `policy.py`.
+"""
+
+from __future__ import annotations
+
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.ids import StepId
+from hydra_engine.core.plans import EncodeItem, VisionPlan
+from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.book import RequestBook
+from hydra_engine.scheduler.budget import Budgets
+
+
+class VisionPlanner:
+    """Blocks are granted in order, all of an image at once, and never to a later image while an earlier one lacks
+    them; with `policy.features_to_take` that leaves no cycle of waiting, even if the cache has room for one image."""
+
+    def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
+        self._book = book
+        self._budgets = budgets
+        self._patience_s = config.encode_patience_ms / 1000
+
+    def plan(self, step_id: StepId, now: float) -> VisionPlan | None:
+        """The next step, or None if nothing can be encoded. Its first image may exceed the budget.
+
+        An image too large for what is left of the budget is skipped, its blocks are put aside and smaller ones fill
+        the step; behind one that has waited longer than the patience nothing is filled in.
+        """
+        budget = self._budgets.vision()
+        items: list[EncodeItem] = []
+        used = reserved = num_skipped = 0
+        for state, index in self._in_order():
+            image = state.request.images[index]
+            num_blocks = self._book.images.blocks_for(image.num_tokens)
+            if items and used + image.num_patches > budget:
+                num_skipped += 1
+                reserved += num_blocks
+                impatient = now - state.image_wait_since_s >= self._patience_s
+                if impatient or used >= budget or num_skipped >= policy.MAX_PASSED:
+                    break
+                continue
+            if not self._make_room(state, index, num_blocks, reserved, now):
+                break
+            items.append(self._item(state, index))
+            used += image.num_patches
+        if not items:
+            return None
+        for request_id in {item.request_id for item in items}:
+            state = self._book.states[request_id]
+            state.plans_in_flight += 1
+            self._book.place(state)
+        return VisionPlan(step_id, tuple(items))
+
+    def _in_order(self) -> list[tuple[RequestState, int]]:
+        return [
+            (state, index)
+            for state in self._book.unencoded
+            for index, progress in enumerate(state.images)
+            if progress == ImageProgress.WAITING
+        ]
+
+    def _make_room(self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float) -> bool:
+        """Whether the image can have its blocks, after taking those of later images if it must and nothing is put
+        aside for an earlier one."""
+        images = self._book.images
+        if images.num_free >= reserved + num_blocks:
+            return True
+        if reserved:
+            return False
+        missing = num_blocks - images.num_free
+        for other, other_index in policy.features_to_take(state, index, self._book.encoded_images(), missing):
+            self._book.take_features(other, other_index, now)
+        return images.num_free >= num_blocks
+
+    def _item(self, state: RequestState, index: int) -> EncodeItem:
+        request, image = state.request, state.request.images[index]
+        key = (request.id, index)
+        granted = self._book.images.grow(key, image.num_tokens, max_tokens=image.num_tokens)
+        assert granted, "room was made and is gone"
+        state.images[index] = ImageProgress.ENCODING
+        return EncodeItem(
+            request_id=request.id,
+            image_index=index,
+            digest=image.digest,
+            num_patches=image.num_patches,
+            num_tokens=image.num_tokens,
+            block_ids=self._book.images.tables[key].block_ids,
+        )

@@ -1,0 +1,95 @@
+"""Typed keys of what handlers share, the request's id, and the state of the server's life.
+
+Does not know routes or formats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from hydra_engine.config import ServerConfig
+from hydra_engine.errors import Unavailable
+from hydra_engine.observe.metrics import Metrics
+from hydra_engine.server.port import EnginePort
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+class Lifecycle:
+    """Counts the generations that run and ends them when a drain runs out of time.
+
+    Each one runs inside `admit()`. Draining refuses new ones; `expire()` turns the running ones, at whatever they
+    wait for, into the error that their clients are told.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._scopes: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scopes)
+
+    def check(self) -> None:
+        if self.draining:
+            raise Unavailable("the server is shutting down and takes no new requests", code="draining", retry_after_s=5)
+
+    @asynccontextmanager
+    async def admit(self) -> AsyncIterator[None]:
+        self.check()
+        scope = asyncio.timeout(None)
+        self._scopes.add(scope)
+        self._idle.clear()
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise Unavailable(
+                "the server shut down before this request could finish", code="draining", retry_after_s=5
+            ) from None
+        finally:
+            self._scopes.discard(scope)
+            if not self._scopes:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for scope in self._scopes:
+            scope.reschedule(now)
+
+
+ENGINE = web.AppKey[EnginePort]("engine")
+CONFIG = web.AppKey("config", ServerConfig)
+MODEL_NAME = web.AppKey("model_name", str)
+METRICS = web.AppKey("metrics", Metrics)
+LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
+
+REQUEST_ID = web.RequestKey("request_id", str)
+
+
+def make_request_id(wanted: str | None) -> str:
+    """The client's own id where it is short and plain, a new one otherwise."""
+    if wanted is not None and _REQUEST_ID.fullmatch(wanted):
+        return wanted
+    return uuid.uuid4().hex
+
+
+def loaded_engine(request: web.Request) -> EnginePort:
+    """The engine, for everything that needs the model."""
+    engine = request.app[ENGINE]
+    if engine.health()[1] == "loading":
+        raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
+    return engine

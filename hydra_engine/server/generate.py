@@ -1,0 +1,120 @@
+"""Runs one generation for a client: submit, then the whole answer or a stream of events, and cancel in any case.
+
+Chat and completions differ only in the `Answer` they bring. Does not know their formats or fields.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from hydra_engine.core import outputs
+from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.errors import InvalidRequest, NotFound
+from hydra_engine.server.answers import Usage, usage_of
+from hydra_engine.server.context import CONFIG, LIFECYCLE, MODEL_NAME, REQUEST_ID
+from hydra_engine.server.errors import STREAM
+from hydra_engine.server.port import Handle
+from hydra_engine.server.schema import SamplingFields
+from hydra_engine.server.sse import EventStream, event
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What every chunk of an answer repeats."""
+
+    id: str
+    created: int
+    model: str
+
+
+class UsageMeter:
+    """The `usage` of a stream's chunks: absent unless asked for, null on all but the last, or a running count."""
+
+    def __init__(self, fields: SamplingFields) -> None:
+        self.wanted = fields.include_usage
+        self._running = fields.continuous_usage
+        self._prompt: outputs.Usage | None = None
+        self._num_tokens = 0
+
+    def begin(self, handle: Handle) -> None:
+        if self._running:
+            self._prompt = handle.prompt_usage
+
+    def add(self, piece: Piece) -> None:
+        self._num_tokens += len(piece.token_ids)
+
+    def now(self) -> Usage | UnsetType | None:
+        if not self.wanted:
+            return UNSET
+        return usage_of(self._prompt, self._num_tokens) if self._prompt is not None else None
+
+
+class Answer(Protocol):
+    meter: UsageMeter
+
+    def whole(self, result: Result) -> msgspec.Struct: ...
+
+    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+        """The events of one piece, none where there is nothing to show; the last piece closes the answer."""
+        ...
+
+
+def identify(request: web.Request, fields: SamplingFields, prefix: str) -> Identity:
+    """Takes over the id that the body asks for. Raises NotFound for another model, InvalidRequest for odd options."""
+    model = check_model(request, fields.model)
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if fields.request_id is not None:
+        request[REQUEST_ID] = fields.request_id
+    return Identity(f"{prefix}-{request[REQUEST_ID]}", int(time.time()), model)
+
+
+def check_model(request: web.Request, asked: str | None) -> str:
+    """The served name, which a request may leave out."""
+    served = request.app[MODEL_NAME]
+    if asked is not None and asked != served:
+        raise NotFound(
+            f"The model `{asked[:200]}` does not exist; GET /v1/models lists what is served",
+            param="model",
+            code="model_not_found",
+        )
+    return served
+
+
+async def respond(
+    request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer, *, stream: bool
+) -> web.StreamResponse:
+    if stream:
+        return await _stream(request, submit, answer)
+    async with request.app[LIFECYCLE].admit():
+        handle = await submit()
+        try:
+            answer.meter.begin(handle)
+            result = await handle
+        finally:
+            handle.cancel()
+    return json_response(answer.whole(result))
+
+
+async def _stream(request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer) -> web.StreamResponse:
+    async with request.app[LIFECYCLE].admit():
+        handle = await submit()
+        try:
+            answer.meter.begin(handle)
+            async with EventStream(request, keepalive_s=request.app[CONFIG].keepalive_s) as events:
+                request[STREAM] = events
+                async for piece in handle:
+                    if chunks := answer.chunks(piece):
+                        await events.send(b"".join(event(msgspec.json.encode(chunk)) for chunk in chunks))
+        finally:
+            handle.cancel()
+    return await events.finish()
+
+
+def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")

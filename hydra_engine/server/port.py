@@ -1,0 +1,89 @@
+"""What the server needs from an engine, and nothing else: the one door between HTTP and inference.
+
+`hydra_engine.engine.Engine` implements it; tests implement it with a script. Everything is called on the server's
+loop and must not block it. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from hydra_engine.core.messages import LedgerReport, Status
+from hydra_engine.core.outputs import Piece, Result, Usage
+from hydra_engine.core.request import SamplingParams, Slo
+
+
+class Handle(Protocol):
+    """One submitted request. Both ways of reading it raise a HydraError when the request failed."""
+
+    id: str
+
+    @property
+    def prompt_usage(self) -> Usage | None:
+        """Counts of the prompt with no completion tokens yet; known once the request is admitted."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        """Pieces of text; the last one has `.result`."""
+        ...
+
+    def __await__(self) -> Generator[Any, None, Result]: ...
+
+    def cancel(self) -> None:
+        """Ends the request at the next step boundary; idempotent, also after its end."""
+        ...
+
+
+class EnginePort(Protocol):
+    """`max_model_len`, tokenisation and submission need a loaded model; until then `health` says `loading`."""
+
+    created: int
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def asubmit(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[dict[str, Any]] | None = None,
+        images: Any = None,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        raw: bool = False,
+        slo: Slo | None = None,
+    ) -> Handle:
+        """Fetches, decodes, renders, tokenises and admits before it returns. Raises the request's HydraError;
+        cancelling the call gives up everything that it has begun."""
+        ...
+
+    def stats(self) -> Status | None:
+        """The latest gauges; None before the first."""
+        ...
+
+    def health(self) -> tuple[bool, str]:
+        """(serving and making progress, reason): ok, loading, draining, hung, instance_lost or closed."""
+        ...
+
+    async def aledger(self) -> LedgerReport: ...
+
+    async def atokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[dict[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[int]: ...
+
+    async def adetokenize(self, token_ids: Sequence[int]) -> str:
+        """Raises InvalidRequest for ids outside the vocabulary."""
+        ...
+
+    def add_observer(self, observer: Callable[[Result], None]) -> None:
+        """`observer` is called on the loop with the Result of every request that ends, failed ones included."""
+        ...

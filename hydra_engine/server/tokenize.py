@@ -1,0 +1,47 @@
+"""POST /tokenize and /detokenize, in vLLM's form: load generators count tokens with them."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.body import read_request
+from hydra_engine.server.context import loaded_engine
+from hydra_engine.server.generate import check_model, json_response
+from hydra_engine.server.schema import DetokenizeRequest, TokenizeRequest, plain_messages
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: None = None
+
+
+class Text(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    engine = loaded_engine(request)
+    asked = await read_request(request, TokenizeRequest)
+    check_model(request, asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    # A rendered conversation holds its special tokens already.
+    add_special = asked.add_special_tokens if asked.add_special_tokens is not None else asked.messages is None
+    tokens = await engine.atokenize(
+        asked.prompt,
+        messages=plain_messages(asked.messages) if asked.messages is not None else None,
+        add_special_tokens=add_special,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+    )
+    return json_response(Tokens(len(tokens), engine.max_model_len, tokens))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    engine = loaded_engine(request)
+    asked = await read_request(request, DetokenizeRequest)
+    check_model(request, asked.model)
+    return json_response(Text(await engine.adetokenize(asked.tokens)))

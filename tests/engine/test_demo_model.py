@@ -1,0 +1,65 @@
+"""The shipped model through the real engine: right answers to held-out questions, the same as transformers' answers."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from hydra_engine import Engine
+from hydra_engine.demo.scenes import Question, held_out_questions
+from tests.engine.conftest import assert_at_rest
+
+DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo"
+COUNT = 200
+
+
+def transformers_answers(questions: list[Question]) -> list[str]:
+    from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+    processor = AutoProcessor.from_pretrained(DEMO / "model")
+    model = LlavaForConditionalGeneration.from_pretrained(DEMO / "model", dtype=torch.float32).eval()
+    answers = []
+    for question in questions:
+        content = [{"type": "image"}] if question.image is not None else []
+        messages = [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}]
+        text = processor.apply_chat_template(messages, add_generation_prompt=True)
+        inputs = processor(images=question.image, text=text, return_tensors="pt")
+        with torch.inference_mode():
+            output = model.generate(**inputs, do_sample=False, max_new_tokens=64)
+        answers.append(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_two_hundred_held_out_questions(dtype: str) -> None:
+    questions = held_out_questions(COUNT, seed=2024)
+    with Engine("demo", dtype=dtype) as engine:
+        results = engine.generate(
+            [q.text for q in questions], images=[q.image for q in questions], temperature=0, max_tokens=64
+        )
+        assert_at_rest(engine)
+    by_kind: dict[str, list[bool]] = defaultdict(list)
+    for question, result in zip(questions, results, strict=True):
+        by_kind[question.kind].append(result.text.strip() == question.answer)
+    scores = {kind: f"{sum(right)}/{len(right)}" for kind, right in by_kind.items()}
+    right = sum(sum(r) for r in by_kind.values())
+    print(f"{dtype}: {right} of {COUNT} exact: {scores}")
+    assert right >= 0.95 * COUNT, scores
+    if dtype == "float32":
+        # Equality is a fair demand where rounding leaves no room for another opinion.
+        assert [r.text for r in results] == transformers_answers(questions)
+
+
+def test_the_demo_questions_are_answered_right() -> None:
+    questions = json.loads((DEMO / "questions.json").read_text(encoding="utf-8"))
+    assert sum(q["picture"] is not None for q in questions) == 3 and len(questions) == 4
+    with Engine("demo") as engine:
+        for question in questions:
+            image = Image.open(DEMO / question["picture"]) if question["picture"] else None
+            answer = engine.generate(question["question"], image, temperature=0, max_tokens=64)
+            assert answer.text.strip() == question["answer"]

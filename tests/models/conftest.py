@@ -1,0 +1,39 @@
+"""Miniature checkpoints, made once per run, and the backends that this machine has."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.backend.select import create_backend
+from hydra_engine.models.tiny import make_tiny
+
+NATIVE = importlib.util.find_spec("hydra_engine._C") is not None
+BACKENDS = ["reference", "native"] if NATIVE else ["reference"]
+
+CheckpointFactory = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
+    """checkpoint(name, family, **overrides) -> its directory; the same name gives the same directory."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, family: str = "llava", **overrides: Any) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            make_tiny(family, made[name], seed=sum(name.encode()), **overrides)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return create_backend("cpu", torch.float32, backend=request.param, threads=1)

@@ -1,0 +1,166 @@
+"""Plays the worker for one model: poisoned paged caches, shuffled block tables, packed steps over several requests.
+
+Knows how slots follow from block tables. Makes no policy: a test says which request advances by how many tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.core.roles import EPD, Role
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.registry import load_model
+from hydra_engine.specs.base import ModelSpec
+from hydra_engine.specs.registry import load_spec
+
+GARBAGE = 2**30  # entries of a block table beyond its end
+OUTSIDE = -5  # token ids at image rows: the prompt's placeholders need not be in the vocabulary
+
+
+@dataclass(eq=False)
+class Request:
+    token_ids: list[int]
+    image_slots: dict[int, int]  # prompt position -> slot in the image cache
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+
+class Driver:
+    def __init__(
+        self,
+        model_dir: Path,
+        backend: Backend,
+        *,
+        role: Role = EPD,
+        block_size: int = 4,
+        image_block_size: int = 3,
+        num_blocks: int = 256,
+        seed: int = 0,
+    ) -> None:
+        self.spec: ModelSpec = load_spec(model_dir)
+        self.backend = backend
+        self.model = load_model(model_dir, self.spec, backend, role)
+        language = self.spec.language
+        shape = (num_blocks, language.num_layers, 2, block_size, language.num_kv_heads, language.head_dim)
+        self.kv_cache = PagedCache(torch.full(shape, float("nan"), dtype=backend.dtype))
+        image_shape = (num_blocks, 1, 1, image_block_size, 1, language.hidden_size)
+        self.image_cache = PagedCache(torch.full(image_shape, float("nan"), dtype=backend.dtype))
+        self._random = random.Random(seed)
+        self._free = self._random.sample(range(num_blocks), num_blocks)
+        self._free_image = self._random.sample(range(num_blocks), num_blocks)
+
+    def encode(self, pixels: Tensor) -> list[list[int]]:
+        """uint8 [I, H, W, 3] -> per image the slots of its features."""
+        assert self.spec.vision is not None
+        geometry = self.spec.vision.geometry(pixels.shape[2], pixels.shape[1])
+        size = self.image_cache.block_size
+        found = []
+        for _ in range(pixels.shape[0]):
+            blocks = [self._free_image.pop() for _ in range(-(-geometry.num_tokens // size))]
+            found.append([blocks[i // size] * size + i % size for i in range(geometry.num_tokens)])
+        slots = torch.tensor([slot for image in found for slot in image])
+        with torch.inference_mode():
+            self.model.encode(VisionInput(pixels, (geometry.grid,) * len(found), slots), self.image_cache)
+        return found
+
+    def features(self, slots: Sequence[int]) -> Tensor:
+        """[M, C]"""
+        with torch.inference_mode():
+            return self.backend.ops.gather_cache(self.image_cache, 0, 0, torch.tensor(slots)).squeeze(1)
+
+    def request(self, token_ids: Sequence[int], images: Sequence[Sequence[int]] = ()) -> Request:
+        """`images`: the slots of each image of the prompt, in the order of their placeholders."""
+        ids = list(token_ids)
+        placeholders = [p for p, token in enumerate(ids) if images and token == self.spec.image_token_id]
+        slots = [slot for image in images for slot in image]
+        assert len(placeholders) == len(slots)
+        for position in placeholders:
+            ids[position] = OUTSIDE
+        return Request(ids, dict(zip(placeholders, slots, strict=True)))
+
+    def step(
+        self, work: Sequence[tuple[Request, int]], *, all_logits: bool = False, want_logits: bool = True
+    ) -> list[Tensor]:
+        """Computes that many more tokens of each request; per request the logits of its last row, or of all or none."""
+        token_ids, positions, slots, image_rows, image_slots, wanted, counts = [], [], [], [], [], [], []
+        for request, count in work:
+            begin, end = request.num_computed, request.num_computed + count
+            self._reserve(request, end)
+            for position in range(begin, end):
+                if position in request.image_slots:
+                    image_rows.append(len(token_ids))
+                    image_slots.append(request.image_slots[position])
+                token_ids.append(request.token_ids[position])
+                positions.append(position)
+                slots.append(self._slot(request, position))
+            rows = range(len(token_ids) - count, len(token_ids))
+            chosen = list(rows)[0 if all_logits else -1 :] if want_logits else []
+            wanted += chosen
+            counts.append(len(chosen))
+            request.num_computed = end
+        batch = LanguageInput(
+            token_ids=torch.tensor(token_ids),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            attention=self._plan(work),
+            logit_rows=torch.tensor(wanted, dtype=torch.int64),
+            image_rows=torch.tensor(image_rows) if image_rows else None,
+            image_slots=torch.tensor(image_slots) if image_slots else None,
+        )
+        with torch.inference_mode():
+            logits = self.model.forward(batch, self.kv_cache, self.image_cache)
+        assert logits.dtype is torch.float32 and logits.shape == (len(wanted), self.spec.language.vocab_size)
+        return list(logits.split(counts))
+
+    def run(self, request: Request, chunks: Sequence[int]) -> Tensor:
+        """All logits of the prompt, computed in chunks of these sizes; the last takes what is left."""
+        parts = []
+        for count in chunks:
+            if request.num_left:
+                parts += self.step([(request, min(count, request.num_left))], all_logits=True)
+        if request.num_left:
+            parts += self.step([(request, request.num_left)], all_logits=True)
+        return torch.cat(parts)
+
+    def generate(self, request: Request, num_tokens: int, chunks: Sequence[int] = ()) -> list[int]:
+        """Greedy tokens."""
+        num_prompt = len(request.token_ids)
+        logits = self.run(request, chunks)[-1:]
+        for _ in range(num_tokens - 1):
+            request.token_ids.append(int(logits.argmax()))
+            (logits,) = self.step([(request, 1)])
+        return [*request.token_ids[num_prompt:], int(logits.argmax())]
+
+    def adopt(self, request: Request, source: Driver) -> None:
+        """Goes on with a request that another driver began, over a copy of its KV cache."""
+        self.kv_cache.data.copy_(source.kv_cache.data)
+        self._free = [block for block in self._free if block not in request.blocks]
+
+    def _plan(self, work: Sequence[tuple[Request, int]]) -> AttentionPlan:
+        cu_q, contexts, tables = [0], [], []
+        width = max(len(request.blocks) for request, _ in work) + 1
+        for request, count in work:
+            cu_q.append(cu_q[-1] + count)
+            contexts.append(request.num_computed)
+            tables.append(request.blocks + [GARBAGE] * (width - len(request.blocks)))
+        plan = self.backend.ops.plan_attention
+        return plan(*(torch.tensor(values, dtype=torch.int32) for values in (cu_q, contexts, tables)))
+
+    def _reserve(self, request: Request, num_tokens: int) -> None:
+        while len(request.blocks) * self.kv_cache.block_size < num_tokens:
+            request.blocks.append(self._free.pop())
+
+    def _slot(self, request: Request, position: int) -> int:
+        size = self.kv_cache.block_size
+        return request.blocks[position // size] * size + position % size

@@ -1,0 +1,81 @@
+"""Text-only checkpoints of the decoder's three kinds against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.models.rotary import RotaryTable
+from hydra_engine.models.tiny import build_config
+from hydra_engine.specs.registry import load_spec
+from tests.models.conftest import CheckpointFactory
+from tests.models.driver import Driver
+from tests.models.reference_hf import TransformersModel
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"text": {"tie_word_embeddings": True, "num_key_value_heads": 1}}),
+    "mistral": ("mistral", {"text": {"sliding_window": None}}),
+    "mistral-window": ("mistral", {"text": {"sliding_window": 96}}),
+    "qwen2": ("qwen2", {"text": {"tie_word_embeddings": True}}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_tokens_match(checkpoint: CheckpointFactory, backend: Backend, variant: str) -> None:
+    family, overrides = VARIANTS[variant]
+    directory = checkpoint(variant, family, **overrides)
+    hf, driver = TransformersModel(directory), Driver(directory, backend)
+    assert driver.spec.family == family and driver.spec.vision is None
+    ids = [1, 90, 17, 201, 33, 33, 8, 150, 77]
+    expected = hf.logits(ids)
+    assert torch.allclose(driver.run(driver.request(ids), [4]), expected, rtol=0, atol=1e-4)
+    assert driver.generate(driver.request(ids), 64, [1, 1]) == hf.generate(ids, 64)
+
+
+def test_a_sliding_window_bounds_the_context(checkpoint: CheckpointFactory, backend: Backend) -> None:
+    """Up to the window's length the model attends to everything, so that is how long a context may be."""
+    family, overrides = VARIANTS["mistral-window"]
+    driver = Driver(checkpoint("mistral-window", family, **overrides), backend)
+    assert driver.spec.max_model_len == 96
+    ids = [1, *(6 + 7 * i % 200 for i in range(95))]
+    expected = TransformersModel(checkpoint("mistral-window", family, **overrides)).logits(ids)
+    assert torch.allclose(driver.run(driver.request(ids), [50]), expected, rtol=0, atol=1e-4)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_tables_match_and_do_not_depend_on_how_they_grew(kind: str, tmp_path: Path) -> None:
+    config = build_config(
+        "llama", text={"rope_parameters": ROPES[kind], "head_dim": 64, "max_position_embeddings": 9000}
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    spec = load_spec(tmp_path).language
+    positions = torch.tensor([0, 1, 17, 4095, 4096, 8191, 8999])
+    at_once, slowly = RotaryTable(spec, torch.device("cpu")), RotaryTable(spec, torch.device("cpu"))
+    for end in (1, 4096, 4097, 6000):
+        slowly(torch.tensor([end - 1]), end)
+    cos, sin = at_once(positions, 9000)
+    assert all(torch.equal(a, b) for a, b in zip((cos, sin), slowly(positions, 9000), strict=True))
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    for ours, theirs in zip((cos, sin), rotary(torch.zeros(1), positions[None]), strict=True):
+        assert torch.allclose(ours, theirs[0, :, :32], rtol=0, atol=2e-6 if kind != "llama3" else 1e-3)

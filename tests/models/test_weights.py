@@ -1,0 +1,295 @@
+"""Loading: every layout and generation of names gives the same model, every damage is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.backend.select import create_backend
+from hydra_engine.core.roles import EPD, Role
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.registry import load_model
+from hydra_engine.specs.registry import load_spec
+from tests.models.conftest import CheckpointFactory
+from tests.models.driver import Driver
+
+NORM = "language_model.model.norm.weight"
+QUERY = "language_model.model.layers.1.self_attn.q_proj.weight"
+PROJECTOR = "multi_modal_projector.linear_1.weight"
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return create_backend("cpu", torch.float32, backend="reference", threads=1)
+
+
+@pytest.fixture
+def model_dir(checkpoint: CheckpointFactory, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(checkpoint("gqa"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded_dir(checkpoint: CheckpointFactory, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("sharded", max_shard_size="200KB"), tmp_path / "sharded"))
+
+
+def logits(directory: Path, backend: Backend) -> Tensor:
+    driver = Driver(directory, backend)
+    images = driver.encode(torch.arange(28 * 28 * 3).remainder(251).to(torch.uint8).view(1, 28, 28, 3))
+    return driver.run(driver.request([1, *[5] * 16, 40, 41, 42], images), [])
+
+
+def load(directory: Path, backend: Backend, role: str = "EPD", *, check_finite: bool = True) -> object:
+    spec = load_spec(directory)
+    return load_model(directory, spec, backend, Role.parse(role), check_finite=check_finite)
+
+
+def refusal(directory: Path, backend: Backend, role: str = "EPD") -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(directory, backend, role)
+    message = caught.value.message
+    assert "\n" not in message and str(directory) not in message
+    return message
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def rename(tensors: dict[str, Tensor], *pairs: tuple[str, str]) -> None:
+    for name in list(tensors):
+        for new, other in pairs:
+            if name.startswith(new):
+                tensors[other + name.removeprefix(new)] = tensors.pop(name)
+                break
+
+
+OLD_FILES = (("vision_tower.", "vision_tower.vision_model."),)
+IN_MEMORY = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("vision_tower.", "model.vision_tower."),
+)
+IN_MEMORY_4 = (*IN_MEMORY[:3], ("vision_tower.", "model.vision_tower.vision_model."))
+
+
+@pytest.mark.parametrize("pairs", [OLD_FILES, IN_MEMORY, IN_MEMORY_4])
+def test_all_generations_of_names_load(model_dir: Path, backend: Backend, pairs: tuple[tuple[str, str], ...]) -> None:
+    expected = logits(model_dir, backend)
+    rewrite(model_dir, lambda tensors: rename(tensors, *pairs))
+    assert torch.equal(logits(model_dir, backend), expected)
+
+
+def test_buffers_that_old_files_hold_are_ignored(model_dir: Path, backend: Backend) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)
+        tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    rewrite(model_dir, add)
+    load(model_dir, backend)
+
+
+def test_a_tied_head_that_is_stored_anyway_is_ignored(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    tied = checkpoint("tied", text={"tie_word_embeddings": True}, tie_word_embeddings=True)
+    directory = Path(shutil.copytree(tied, tmp_path / "model"))
+    backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
+    expected = logits(directory, backend)
+    rewrite(directory, lambda t: t.update({"language_model.lm_head.weight": torch.zeros(262, 64)}))
+    assert torch.equal(logits(directory, backend), expected)
+
+
+def test_shards_give_the_same_model(sharded_dir: Path, tmp_path: Path, backend: Backend) -> None:
+    shards = sorted(sharded_dir.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    expected = logits(sharded_dir, backend)
+    single = Path(shutil.copytree(sharded_dir, tmp_path / "single"))
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    for path in [*single.glob("model-*.safetensors"), single / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(tensors, single / "model.safetensors")
+    assert torch.equal(logits(single, backend), expected)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_stored_dtypes_are_converted(model_dir: Path, backend: Backend, stored: torch.dtype) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
+    narrowed = logits(model_dir, backend)
+    rewrite(model_dir, lambda tensors: tensors.update({name: t.float() for name, t in tensors.items()}))
+    assert torch.equal(logits(model_dir, backend), narrowed)
+
+
+def test_progress_counts_the_bytes_of_the_role(model_dir: Path, backend: Backend) -> None:
+    totals = {}
+    for role in ("E", "P", "D", "EPD"):
+        seen: list[tuple[int, int]] = []
+        load_model(model_dir, load_spec(model_dir), backend, Role.parse(role), lambda a, b, s=seen: s.append((a, b)))
+        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+        totals[role] = seen[-1][1]
+        assert seen[-1][0] == totals[role]
+    assert totals["P"] == totals["D"] and totals["E"] + totals["P"] == totals["EPD"]
+    layer_beyond_the_features = 4 * sum(
+        t.numel() for n, t in load_file(model_dir / "model.safetensors").items() if "encoder.layers.2." in n
+    )
+    assert totals["EPD"] + layer_beyond_the_features <= (model_dir / "model.safetensors").stat().st_size
+
+
+def test_all_misfits_are_named_at_once(model_dir: Path, backend: Backend) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        del tensors[NORM], tensors[QUERY]
+        tensors["language_model.model.layers.9.mlp.up_proj.weight"] = torch.ones(2)
+        tensors["stray"] = torch.ones(2)
+        tensors[PROJECTOR] = torch.ones(64, 47)
+
+    rewrite(model_dir, damage)
+    message = refusal(model_dir, backend)
+    assert f"missing: {QUERY}, {NORM};" in message
+    assert "not expected: language_model.model.layers.9.mlp.up_proj.weight, stray;" in message
+    assert f"of the wrong shape: {PROJECTOR} is [64, 47] instead of [64, 48]" in message
+
+
+def test_many_misfits_are_counted(model_dir: Path, backend: Backend) -> None:
+    rewrite(model_dir, lambda tensors: [tensors.pop(name) for name in list(tensors) if "encoder" in name])
+    assert " and 24 more" in refusal(model_dir, backend)
+
+
+def test_a_role_is_not_bothered_by_the_other_half(model_dir: Path, backend: Backend) -> None:
+    rewrite(model_dir, lambda tensors: tensors.pop(NORM))
+    load(model_dir, backend, "E")
+    assert NORM in refusal(model_dir, backend, "D")
+
+
+@pytest.mark.parametrize("name", [NORM, QUERY, PROJECTOR, "vision_tower.embeddings.class_embedding"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(model_dir: Path, backend: Backend, name: str, value: float) -> None:
+    rewrite(model_dir, lambda tensors: tensors[name].view(-1)[-1].fill_(value))
+    message = refusal(model_dir, backend)
+    assert name in message and "not finite" in message
+    load(model_dir, backend, check_finite=False)
+
+
+def test_a_value_beyond_the_compute_dtype_is_refused(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors[NORM].fill_(1e30))
+    load(model_dir, create_backend("cpu", torch.float32, backend="reference", threads=1))
+    message = refusal(model_dir, create_backend("cpu", torch.float16, backend="reference", threads=1))
+    assert NORM in message and "float16" in message
+
+
+def test_a_missing_shard_is_named(sharded_dir: Path, backend: Backend) -> None:
+    shard = sorted(sharded_dir.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert refusal(sharded_dir, backend).endswith(f"missing: {shard.name}")
+
+
+def test_a_shard_that_the_index_does_not_know_is_refused(sharded_dir: Path, backend: Backend) -> None:
+    shutil.copy(sorted(sharded_dir.glob("model-*.safetensors"))[0], sharded_dir / "model-00099-of-00099.safetensors")
+    assert "model-00099-of-00099.safetensors" in refusal(sharded_dir, backend)
+
+
+def test_an_index_that_lies_is_refused(sharded_dir: Path, backend: Backend) -> None:
+    path = sharded_dir / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][NORM] = index["weight_map"][QUERY]
+    path.write_text(json.dumps(index))
+    assert NORM in refusal(sharded_dir, backend)
+    index["weight_map"][NORM] = "../model.safetensors"
+    path.write_text(json.dumps(index))
+    assert "outside" in refusal(sharded_dir, backend)
+
+
+def test_truncated_files_are_refused(model_dir: Path, backend: Backend) -> None:
+    path = model_dir / "model.safetensors"
+    data = path.read_bytes()
+    for length, words in ((len(data) - 1, "truncated"), (5000, "truncated"), (4, "too short"), (0, "too short")):
+        path.write_bytes(data[:length])
+        assert words in refusal(model_dir, backend) and path.name in refusal(model_dir, backend)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(model_dir: Path, backend: Backend) -> None:
+    path = model_dir / "model.safetensors"
+
+    def shrink(done: int, total: int) -> None:
+        with open(path, "r+b") as file:
+            file.truncate(20_000)
+
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_model(model_dir, load_spec(model_dir), backend, EPD, shrink)
+
+
+def write_header(path: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+HEADER_DAMAGE: dict[str, Callable[[dict[str, dict[str, object]]], object]] = {
+    "negative offset": lambda h: h[NORM].update(data_offsets=[-256, 0]),
+    "length of another shape": lambda h: h[NORM].update(shape=[63]),
+    "fractional shape": lambda h: h[NORM].update(shape=[64.0]),
+    "no dtype": lambda h: h[NORM].pop("dtype"),
+    "unknown dtype": lambda h: h[NORM].update(dtype="F128"),
+    "not an object": lambda h: h.update({NORM: 3}),  # type: ignore[dict-item]
+    "overlap": lambda h: h[NORM].update(
+        data_offsets=h["language_model.model.layers.0.input_layernorm.weight"]["data_offsets"]
+    ),
+    "beyond the end": lambda h: h[NORM].update(data_offsets=[1 << 40, (1 << 40) + 256]),
+}
+
+
+@pytest.mark.parametrize("damage", HEADER_DAMAGE)
+def test_lying_headers_are_refused(model_dir: Path, backend: Backend, damage: str) -> None:
+    write_header(model_dir / "model.safetensors", HEADER_DAMAGE[damage])
+    assert "model.safetensors" in refusal(model_dir, backend)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{x"],
+)
+def test_files_of_another_kind_are_refused(model_dir: Path, backend: Backend, data: bytes) -> None:
+    (model_dir / "model.safetensors").write_bytes(data)
+    assert "not a safetensors file" in refusal(model_dir, backend)
+
+
+def test_quantised_tensors_are_refused(model_dir: Path, backend: Backend) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({NORM: torch.ones(64, dtype=torch.int8)}))
+    assert (
+        refusal(model_dir, backend)
+        == f"tensor {NORM} in model.safetensors is stored as I8; supported are F64, F32, F16, BF16"
+    )
+
+
+def test_a_tensor_under_two_names_is_refused(model_dir: Path, backend: Backend) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({"model.language_model.norm.weight": torch.ones(64)}))
+    assert "twice" in refusal(model_dir, backend)
+
+
+def test_pickled_weights_are_refused_unopened(model_dir: Path, backend: Backend) -> None:
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    assert "convert them to safetensors" in refusal(model_dir, backend)
+
+
+def test_a_directory_without_weights_is_refused(model_dir: Path, backend: Backend) -> None:
+    (model_dir / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in refusal(model_dir, backend)
+    (model_dir / "model.safetensors").mkdir()
+    assert "cannot be read" in refusal(model_dir, backend)
+    (model_dir / "model.safetensors").rmdir()
+    (model_dir / "model.safetensors").symlink_to("model.safetensors")
+    assert "neither model.safetensors nor" in refusal(model_dir, backend)

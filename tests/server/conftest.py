@@ -1,0 +1,72 @@
+"""A stub engine behind the real application on a real socket, and clients for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from hydra_engine.config import ServerConfig
+from hydra_engine.server.app import build_app
+from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
+from hydra_engine.server.runner import listen
+
+from tests.server.stub import StubEngine
+
+
+@dataclass
+class Served:
+    engine: StubEngine
+    url: str
+    http: aiohttp.ClientSession
+    lifecycle: Lifecycle
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def get(self, path: str, **options: Any) -> Any:
+        return self.http.get(self.url + path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> Any:
+        if body is not None:
+            options["json"] = body
+        return self.http.post(self.url + path, **options)
+
+    def chat(self, text: str = "one two three", **fields: Any) -> Any:
+        return self.post("/v1/chat/completions", chat_body(text, **fields))
+
+
+def chat_body(text: str = "one two three", **fields: Any) -> dict[str, Any]:
+    return {"model": "stub", "messages": [{"role": "user", "content": text}], **fields}
+
+
+Serve = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """`await serve(api_key=("k",))`: the server with these options; `debug_endpoints` and `model_name` too."""
+    closers: list[Callable[[], Awaitable[None]]] = []
+
+    async def start(*, debug_endpoints: bool = False, model_name: str | None = None, **options: Any) -> Served:
+        engine = StubEngine()
+        app = build_app(engine, ServerConfig(**options), model_name=model_name, debug_endpoints=debug_endpoints)
+        engine.add_observer(app[METRICS].observe)
+        listening = await listen(app, "127.0.0.1", 0)
+        http = aiohttp.ClientSession(auto_decompress=False)
+        closers.extend((http.close, listening.close))
+        return Served(engine, listening.url, http, app[LIFECYCLE])
+
+    yield start
+    for close in closers:
+        await close()
+
+
+@pytest.fixture
+async def served(serve: Serve) -> Served:
+    return await serve()

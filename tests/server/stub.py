@@ -1,0 +1,227 @@
+"""An engine without a model: it answers with the words of the last message, one token each, as slowly as told.
+
+Tests set its attributes before a request; what it was asked for and what was cancelled can be read afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra_engine.core.messages import LedgerReport, Status
+from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, StageSpan, TextLogprob, Usage
+from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
+
+IMAGE_TOKENS = 16
+VOCABULARY = 1000
+
+
+@dataclass
+class Submission:
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: SamplingParams
+    request_id: str
+    raw: bool
+
+
+class StubHandle:
+    def __init__(self, engine: StubEngine, submission: Submission, words: list[str], usage: Usage) -> None:
+        self.id = submission.request_id
+        self.prompt_usage = usage
+        self._engine = engine
+        self._submission = submission
+        self._words = words
+        self._done = False
+        self._cancelled = asyncio.Event()
+
+    def cancel(self) -> None:
+        if not self._done:
+            self._done = True
+            self._engine.cancelled.append(self.id)
+            self._cancelled.set()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        engine, sampling = self._engine, self._submission.sampling
+        limit = sampling.max_tokens if sampling.max_tokens is not None else len(self._words)
+        words = self._words[:limit]
+        await self._pause(engine.prefill_s)
+        for index, word in enumerate(words):
+            if engine.fail_after == index and engine.error is not None:
+                self._done = True
+                raise engine.error
+            text = word if index == 0 else " " + word
+            yield Piece(text, (index,), (self._logprob(index, text),) if sampling.logprobs is not None else ())
+            await self._pause(engine.token_s)
+        if engine.fail_after == len(words) and engine.error is not None:
+            self._done = True
+            raise engine.error
+        reason = FinishReason.LENGTH if limit < len(self._words) else FinishReason.STOP
+        result = self._result(" ".join(words), len(words), reason)
+        self._done = True
+        engine.report(result)
+        yield Piece("", result=result)
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self._last().__await__()
+
+    async def _last(self) -> Result:
+        async for piece in self:
+            if piece.result is not None:
+                return piece.result
+        raise AssertionError("a stream without a result")
+
+    async def _pause(self, seconds: float) -> None:
+        if seconds:
+            try:
+                await asyncio.wait_for(self._cancelled.wait(), seconds)
+            except TimeoutError:
+                return
+        if self._cancelled.is_set():
+            raise RequestAborted("the request was cancelled")
+
+    def _logprob(self, index: int, text: str) -> TextLogprob:
+        top = tuple(
+            (index + i, text if i == 0 else f"alt{i}", -0.5 - i) for i in range(self._submission.sampling.logprobs or 0)
+        )
+        return TextLogprob(index, text, -0.5, 1, top)
+
+    def _result(self, text: str, num_tokens: int, reason: FinishReason) -> Result:
+        usage = self.prompt_usage
+        logprobs = None
+        if self._submission.sampling.logprobs is not None:
+            logprobs = tuple(
+                self._logprob(i, word if i == 0 else " " + word) for i, word in enumerate(self._words[:num_tokens])
+            )
+        return Result(
+            request_id=self.id,
+            text=text,
+            token_ids=tuple(range(num_tokens)),
+            finish_reason=reason,
+            usage=Usage(usage.prompt_tokens, num_tokens, usage.image_tokens, 0, usage.num_images),
+            metrics=RequestMetrics(
+                ttft_s=0.2, tpot_s=0.03 if num_tokens > 1 else None, e2e_s=0.5, queue_s=0.1, prefill_s=0.1
+            ),
+            timeline=(
+                StageSpan("fetch", 0.0, 0.01),
+                StageSpan("prefill", 0.1, 0.2, "epd0", "language", 3, usage.prompt_tokens),
+            ),
+            logprobs=logprobs,
+        )
+
+
+@dataclass
+class StubEngine:
+    model_name: str = "stub"
+    max_model_len: int = 4096
+    created: int = field(default_factory=lambda: int(time.time()))
+    state: str = "ok"
+    intake_s: float = 0.0
+    prefill_s: float = 0.0
+    token_s: float = 0.0
+    refusal: Exception | None = None  # raised by asubmit
+    error: HydraError | Exception | None = None  # raised by the handle after `fail_after` tokens
+    fail_after: int = -1
+    answer: str | None = None  # instead of the echo
+    status: Status | None = None
+    submissions: list[Submission] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    intakes_cancelled: int = 0
+    observers: list[Callable[[Result], None]] = field(default_factory=list)
+
+    async def asubmit(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[dict[str, Any]] | None = None,
+        images: Any = None,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        raw: bool = False,
+        slo: Slo | None = None,
+    ) -> StubHandle:
+        try:
+            await asyncio.sleep(self.intake_s)
+        except asyncio.CancelledError:
+            self.intakes_cancelled += 1
+            raise
+        if self.refusal is not None:
+            raise self.refusal
+        assert sampling is not None and request_id is not None
+        asked = list(prompt) if prompt is not None and not isinstance(prompt, str) else prompt
+        submission = Submission(asked, list(messages) if messages is not None else None, sampling, request_id, raw)
+        self.submissions.append(submission)
+        text, num_images = _text_of(submission)
+        words = (self.answer if self.answer is not None else text).split()
+        num_prompt = max(len(text.split()), 1) + IMAGE_TOKENS * num_images
+        return StubHandle(self, submission, words, Usage(num_prompt, 0, IMAGE_TOKENS * num_images, 0, num_images))
+
+    def stats(self) -> Status | None:
+        return self.status
+
+    def health(self) -> tuple[bool, str]:
+        return self.state == "ok", self.state
+
+    async def aledger(self) -> LedgerReport:
+        return LedgerReport(1, 0, 0, 8, 0, 8, 0)
+
+    async def atokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[dict[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        text = prompt if prompt is not None else " ".join(str(m["content"]) for m in messages or ())
+        return [ord(c) % VOCABULARY for c in text]
+
+    async def adetokenize(self, token_ids: Sequence[int]) -> str:
+        if any(token >= VOCABULARY for token in token_ids):
+            raise InvalidRequest("a token id is outside the vocabulary", param="tokens")
+        return "".join(chr(token) for token in token_ids)
+
+    def add_observer(self, observer: Callable[[Result], None]) -> None:
+        self.observers.append(observer)
+
+    def report(self, result: Result) -> None:
+        for observer in self.observers:
+            observer(result)
+
+
+def _text_of(submission: Submission) -> tuple[str, int]:
+    if submission.messages is None:
+        prompt = submission.prompt
+        return (prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))), 0
+    content = submission.messages[-1]["content"]
+    if isinstance(content, str):
+        return content, 0
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return " ".join(texts), len(content) - len(texts)
+
+
+def example_status(**changes: Any) -> Status:
+    fields: dict[str, Any] = {
+        "time_s": 10.0,
+        "num_running": 3,
+        "num_waiting": 2,
+        "num_encoding": 1,
+        "kv_blocks_used": 25,
+        "kv_blocks_total": 100,
+        "image_blocks_used": 4,
+        "image_blocks_total": 8,
+        "num_preemptions": 5,
+        "language_steps": 70,
+        "vision_steps": 6,
+        "language_busy_s": 4.0,
+        "vision_busy_s": 2.0,
+        "prompt_tokens": 600,
+        "generation_tokens": 100,
+        "images_encoded": 12,
+        "progress": 99,
+    }
+    return Status(**(fields | changes))

@@ -1,0 +1,331 @@
+"""Every refusal: its status, its code, the field it names, and what its body must never hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import traceback
+from typing import Any
+
+import openai
+import pytest
+
+from hydra_engine import errors
+from tests.server.conftest import Serve, Served, chat_body
+from tests.server.test_chat import client_of
+
+
+async def refusal(response: Any) -> dict[str, Any]:
+    body = json.loads(await response.read())
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] is None or error["code"] in errors.CODES
+    assert "\n" not in error["message"] and len(error["message"]) <= 500
+    assert "Traceback" not in error["message"] and "/work" not in error["message"] and "0x" not in error["message"]
+    return error
+
+
+MESSAGE = b'{"messages":[{"role":"user","content":"a"}]'
+BROKEN = {
+    "empty": b"",
+    "not json": b"hello",
+    "unclosed": b'{"a":',
+    "trailing comma": MESSAGE + b",}",
+    "two documents": MESSAGE + b"}{}",
+    "array": b"[]",
+    "null": b"null",
+    "nan": MESSAGE + b',"temperature":NaN}',
+    "infinity": MESSAGE + b',"temperature":Infinity}',
+    "1e400": MESSAGE + b',"temperature":1e400}',
+    "long integer": MESSAGE + b',"seed":' + b"9" * 5000 + b"}",
+    "long float": MESSAGE + b',"temperature":' + b"9" * 5000 + b"}",
+    "deep arrays": MESSAGE + b',"x":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "deep objects": MESSAGE + b',"x":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}",
+    "only brackets": b"[" * 100_000,
+    "same key twice": MESSAGE + b',"seed":1,"seed":2}',
+    "same key escaped": MESSAGE + b',"seed":1,"\\u0073eed":2}',
+    "same key inside": MESSAGE + b',"metadata":{"a":1,"a":2}}',
+    "lone surrogate": b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+    "lone surrogate key": MESSAGE + b',"\\ud800":1}',
+    "lone surrogate in n": MESSAGE + b',"n":"\\ud800"}',
+    "nul": b'{"messages":[{"role":"user","content":"a\\u0000b"}]}',
+    "raw nul": b'{"messages":[{"role":"user","content":"a\0b"}]}',
+    "control character": b'{"messages":[{"role":"user","content":"a\nb"}]}',
+    "latin-1": b'{"messages":[{"role":"user","content":"\xe9"}]}',
+    "encoded surrogate": b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+    "byte order mark": b"\xef\xbb\xbf" + MESSAGE + b"}",
+    "many values": MESSAGE + b',"x":[' + b"[]," * 600_000 + b"[]]}",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_bodies_that_are_not_plain_json(served: Served, name: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with served.post("/v1/chat/completions", data=io.BytesIO(BROKEN[name]), headers=headers) as response:
+        error = await refusal(response)
+    assert response.status == 400
+    assert error["type"] == "invalid_request_error"
+    assert served.engine.submissions == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("messages", [], "messages"),
+        ("messages", "hi", "messages"),
+        ("messages", [{"content": "a"}], "messages[0].role"),
+        ("messages", [{"role": "wizard", "content": "a"}], "messages[0].role"),
+        ("messages", [{"role": "user"}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ("messages", [{"role": "user", "content": [{"type": "video_url"}]}], "messages[0].content[0].type"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], None),
+        ("messages", [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}], None),
+        ("messages", [{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ("temperature", 2.1, "temperature"),
+        ("temperature", -0.1, "temperature"),
+        ("temperature", "1", "temperature"),
+        ("temperature", True, "temperature"),
+        ("top_p", 1.5, "top_p"),
+        ("top_k", -2, "top_k"),
+        ("top_k", 1.5, "top_k"),
+        ("min_p", 2, "min_p"),
+        ("seed", 1 << 63, "seed"),
+        ("seed", 0.5, "seed"),
+        ("max_tokens", 0, "max_tokens"),
+        ("max_tokens", 1 << 31, "max_tokens"),
+        ("max_tokens", True, "max_tokens"),
+        ("max_completion_tokens", -1, "max_completion_tokens"),
+        ("min_tokens", -1, "min_tokens"),
+        ("presence_penalty", 3, "presence_penalty"),
+        ("frequency_penalty", -3, "frequency_penalty"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("logprobs", 3, "logprobs"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("top_logprobs", 21, "top_logprobs"),
+        ("stop", ["a"] * 17, "stop"),
+        ("stop", "", "stop"),
+        ("stop", ["x" * 300], "stop[0]"),
+        ("stop_token_ids", [-1], "stop_token_ids[0]"),
+        ("stop_token_ids", list(range(65)), "stop_token_ids"),
+        ("stream", "yes", "stream"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
+        ("request_id", "a b", "request_id"),
+        ("request_id", "x" * 129, "request_id"),
+        ("return_metrics", "yes", "return_metrics"),
+        ("n", 2, "n"),
+        ("n", 1 << 31, "n"),
+        ("n", True, "n"),
+        ("tools", [{"type": "function"}], "tools"),
+        ("tool_choice", "required", "tool_choice"),
+        ("response_format", {"type": "json_object"}, "response_format"),
+        ("response_format", {"type": "json_schema", "json_schema": {"x": "y" * 200}}, "response_format"),
+        ("logit_bias", {"5": 1}, "logit_bias"),
+        ("reasoning_effort", "high", "reasoning_effort"),
+        ("chat_template", "{{ x }}", "chat_template"),
+        ("structured_outputs", {"regex": "a"}, "structured_outputs"),
+        ("prompt_logprobs", 1, "prompt_logprobs"),
+        ("modalities", ["audio"], "modalities"),
+    ],
+)
+async def test_wrong_fields_are_named(served: Served, name: str, value: Any, param: str | None) -> None:
+    async with served.chat(**{name: value}) as response:
+        error = await refusal(response)
+    assert (response.status, error["type"]) == (400, "invalid_request_error")
+    if param is not None:
+        assert error["param"] == param
+    assert served.engine.submissions == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1),
+        ("n", None),
+        ("tools", []),
+        ("tools", None),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("logit_bias", {}),
+        ("temperature", None),
+        ("stop", None),
+        ("stop", []),
+        ("stream_options", None),
+        ("max_tokens", None),
+        ("user", "x" * 100_000),
+        ("metadata", {"a": [1, {"b": None}]}),
+        ("service_tier", 5),
+        ("parallel_tool_calls", True),
+        ("store", False),
+        ("something_new", {"deep": [[[]]]}),
+    ],
+)
+async def test_defaults_and_ignored_fields_are_accepted(served: Served, name: str, value: Any) -> None:
+    async with served.chat(**{name: value}) as response:
+        assert response.status == 200, await response.text()
+
+
+async def test_unknown_fields_are_logged_once_a_name(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hydra_engine.server.schema"):
+        for _ in range(3):
+            async with served.chat(never_heard_of=1, user="me") as response:
+                assert response.status == 200
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("schema")]
+    assert lines == ["ignoring the unknown request field 'never_heard_of'"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (
+            errors.ContextLengthExceeded("This model's maximum context length is 8 tokens"),
+            400,
+            "context_length_exceeded",
+        ),
+        (errors.RequestTooLarge("too large"), 400, "request_too_large_for_deployment"),
+        (errors.InvalidImage("bad picture", param="messages[0].content[1]"), 400, "image_decode_failed"),
+        (errors.MediaForbidden("no"), 400, "media_url_forbidden"),
+        (errors.MediaFetchFailed("the host answered 404"), 400, "media_fetch_failed"),
+        (errors.Unavailable("full", retry_after_s=7), 503, "overloaded"),
+        (errors.Unavailable("gone", code="instance_lost"), 503, "instance_lost"),
+        (errors.RequestFailed("nan", code="numerical_error"), 500, "numerical_error"),
+        (errors.DeadlineExceeded("late"), 504, "deadline_exceeded"),
+        (errors.EngineClosed("closed"), 503, "engine_closed"),
+        (errors.RequestAborted("aborted"), 500, "internal_error"),
+        (ValueError("secret /etc/shadow at 0x7f00"), 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_errors_before_the_first_token(
+    served: Served, error: Exception, status: int, code: str, stream: bool
+) -> None:
+    for where in ("intake", "queue"):
+        served.engine.refusal = error if where == "intake" else None
+        served.engine.error, served.engine.fail_after = error, 0
+        async with served.chat(stream=stream) as response:
+            body = await refusal(response)
+        assert (response.status, body["code"]) == (status, code)
+        assert response.headers["Content-Type"] == "application/json"
+        assert ("Retry-After" in response.headers) == (status == 503)
+        assert "secret" not in body["message"]
+    if isinstance(error, errors.InvalidImage):
+        assert body["param"] == "messages[0].content[1]"
+
+
+async def test_retry_after_is_the_engine_s(served: Served) -> None:
+    served.engine.refusal = errors.Unavailable("full", retry_after_s=7)
+    async with served.chat() as response:
+        assert response.headers["Retry-After"] == "7"
+
+
+async def test_unexpected_errors_are_logged_with_their_traceback(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.engine.refusal = ZeroDivisionError("oops")
+    async with served.chat() as response:
+        request_id = response.headers["X-Request-Id"]
+    record = next(record for record in caplog.records if record.levelno == logging.ERROR)
+    assert request_id in record.getMessage() and record.exc_info is not None
+    assert "ZeroDivisionError" in "".join(traceback.format_exception(*record.exc_info))
+
+
+@pytest.mark.parametrize("error", [errors.Unavailable("gone", code="instance_lost"), ValueError("oops")])
+async def test_an_error_after_the_first_token_is_an_event_and_the_end(served: Served, error: Exception) -> None:
+    served.engine.error, served.engine.fail_after = error, 2
+    async with served.chat(stream=True) as response:
+        assert response.status == 200
+        body = await response.text()
+    events = body.split("\n\n")
+    assert events[-1] == "" and json.loads(events[-2][6:])["error"]["code"] in ("instance_lost", "internal_error")
+    assert "[DONE]" not in body and 'finish_reason":"' not in body
+    async with client_of(served) as client:
+        stream = await client.chat.completions.create(
+            model="stub", messages=[{"role": "user", "content": "a b c"}], stream=True
+        )
+        with pytest.raises(openai.APIError) as raised:
+            [chunk async for chunk in stream]
+    assert isinstance(raised.value.body, dict) and set(raised.value.body) == {"message", "type", "param", "code"}
+
+
+async def test_nothing_is_served_while_the_model_loads(served: Served) -> None:
+    served.engine.state = "loading"
+    for request in (
+        served.chat(),
+        served.post("/v1/completions", {"prompt": "a"}),
+        served.post("/tokenize", {"prompt": "a"}),
+        served.get("/v1/models"),
+        served.get("/health"),
+        served.get("/ready"),
+    ):
+        async with request as response:
+            error = await refusal(response)
+        assert (response.status, error["code"]) == (503, "not_ready")
+        assert "Retry-After" in response.headers
+    async with served.get("/livez") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    async with served.get("/metrics") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("draining", "draining"), ("hung", "not_ready"), ("instance_lost", "instance_lost"), ("closed", "not_ready")],
+)
+async def test_health_says_why_not(served: Served, state: str, code: str) -> None:
+    async with served.get("/health") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    served.engine.state = state
+    async with served.get("/health") as response:
+        assert (response.status, (await refusal(response))["code"]) == (503, code)
+
+
+# ---- types, sizes, methods, routes
+
+
+async def test_body_types(serve: Serve) -> None:
+    served = await serve()
+    body = json.dumps(chat_body()).encode()
+    for headers in (
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+        {"Content-Type": "application/octet-stream"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "br, gzip"},
+    ):
+        async with served.post("/v1/chat/completions", data=body, headers=headers) as response:
+            assert (response.status, (await refusal(response))["code"]) == (415, "unsupported_media_type")
+    for headers in (
+        {"Content-Type": "application/json; charset=utf-8"},
+        {"Content-Type": "Application/JSON", "Content-Encoding": "identity"},
+    ):
+        async with served.post("/v1/chat/completions", data=body, headers=headers) as response:
+            assert response.status == 200
+
+
+async def test_body_size(serve: Serve) -> None:
+    served = await serve(max_body_bytes=1000)
+
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 100
+
+    for body in (b" " * 1001, chunks()):  # by its header, and by its count
+        async with served.post(
+            "/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
+        ) as response:
+            assert (response.status, (await refusal(response))["code"]) == (413, "payload_too_large")
+
+
+async def test_methods_and_routes(served: Served) -> None:
+    async with served.get("/v1/chat/completions") as response:
+        assert (response.status, (await refusal(response))["code"]) == (405, "method_not_allowed")
+        assert response.headers["Allow"] == "POST"
+    async with served.http.options(served.url + "/v1/models") as response:
+        assert response.status == 405 and set(response.headers["Allow"].split(",")) == {"GET", "HEAD"}
+    for path in ("/", "/v2", "/v1/chat/completions/", "//v1/models", "/debug/ledger", "/v1/embeddings"):
+        async with served.get(path) as response:
+            assert (response.status, (await refusal(response))["code"]) == (404, "not_found")

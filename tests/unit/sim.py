@@ -1,0 +1,421 @@
+"""A scheduler driven on a virtual clock by two fake lanes, with a model whose every token depends on the whole context.
+
+The lanes keep real cache memory: a chunk writes what it sees into the slots of its plan, and the next token is a hash
+of what the block table reads back. So a block handed out twice, freed too early or listed in the wrong place changes
+tokens, and `expected_tokens` (which knows no cache) notices. Every call is followed by `check()`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from zlib import crc32
+
+import numpy as np
+
+from hydra_engine.cache.manager import CacheManager
+from hydra_engine.clock import VirtualClock
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.ids import ImageDigest, RequestId
+from hydra_engine.core.media import ImageItem
+from hydra_engine.core.plans import (
+    EncodeOutcome,
+    LanguagePlan,
+    LanguageResult,
+    LanguageRow,
+    RowOutcome,
+    VisionPlan,
+    VisionResult,
+)
+from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.roles import EPD
+from hydra_engine.core.stages import LEGAL_MOVES, Stage
+from hydra_engine.core.state import RequestState
+from hydra_engine.errors import ErrorInfo, RequestError
+from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
+from hydra_engine.scheduler.scheduler import StageScheduler
+
+VOCABULARY = 1000
+BROKEN = ErrorInfo("RequestFailed", "injected", code="numerical_error")
+
+
+@dataclass(frozen=True)
+class Img:
+    """A picture in a prompt; equal names are equal pictures."""
+
+    tokens: int
+    patches: int = 0  # zero: as many as tokens
+    name: str = ""
+
+
+def make_request(number: int, *parts: int | Img, max_new: int = 4, eos: Sequence[int] = (), **sampling) -> Request:
+    """A prompt of `parts`: a number is that much text, an `Img` an image span."""
+    tokens: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, Img):
+            name = part.name or f"{number}/{len(images)}"
+            images.append(
+                ImageItem(
+                    digest=ImageDigest(blake2b(name.encode(), digest_size=32).digest()),
+                    width=1,
+                    height=1,
+                    num_patches=part.patches or part.tokens,
+                    num_tokens=part.tokens,
+                    start=len(tokens),
+                    grid=(1, 1, part.patches or part.tokens),
+                )
+            )
+            tokens += [VOCABULARY] * part.tokens
+        else:
+            tokens += [crc32(f"{number}:{len(tokens) + i}".encode()) % VOCABULARY for i in range(part)]
+    return Request(
+        id=RequestId(number),
+        prompt_token_ids=tuple(tokens),
+        sampling=SamplingParams(**sampling),
+        max_new_tokens=max_new,
+        seed=0,
+        arrival_s=0.0,
+        images=tuple(images),
+        eos_token_ids=tuple(eos),
+    )
+
+
+def feature(digest: bytes, row: int) -> int:
+    return VOCABULARY + 1 + crc32(digest + row.to_bytes(4, "little"))
+
+
+def next_token(context: np.ndarray) -> int:
+    return crc32(context.astype(np.int64).tobytes()) % VOCABULARY
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """What the fake model says, computed without caches, chunks or schedulers."""
+    context = list(request.prompt_token_ids)
+    for image in request.images:
+        context[image.start : image.end] = [feature(image.digest, row) for row in range(image.num_tokens)]
+    stops = set(request.sampling.stop_token_ids)
+    if not request.sampling.ignore_eos:
+        stops |= set(request.eos_token_ids)
+    found: list[int] = []
+    while len(found) < request.max_new_tokens:
+        found.append(next_token(np.array(context, dtype=np.int64)))
+        context.append(found[-1])
+        if found[-1] in stops:
+            break
+    return found
+
+
+class FakeLanes:
+    """Both caches as arrays of what each slot holds; -1 was never written."""
+
+    def __init__(self, kv: CacheManager, images: CacheManager) -> None:
+        self._kv_size, self._image_size = kv.block_size, images.block_size
+        self._kv = np.full(kv.num_blocks * kv.block_size, -1, dtype=np.int64)
+        self._images = np.full(images.num_blocks * images.block_size, -1, dtype=np.int64)
+
+    def encode(self, plan: VisionPlan) -> None:
+        for item in plan.items:
+            slots = _slots(item.block_ids, self._image_size, 0, item.num_tokens)
+            self._images[slots] = [feature(item.digest, row) for row in range(item.num_tokens)]
+
+    def step(self, row: LanguageRow) -> int | None:
+        seen = np.array(row.token_ids, dtype=np.int64)
+        for part in row.images:
+            slots = _slots(part.block_ids, self._image_size, part.offset, part.offset + part.count)
+            seen[part.row : part.row + part.count] = self._images[slots]
+        assert not (seen == VOCABULARY).any(), "a placeholder was computed without features"
+        assert (seen >= 0).all(), "features were read that nobody wrote"
+        end = row.start + len(row.token_ids)
+        assert end <= row.num_blocks * self._kv_size, "a chunk reaches beyond its blocks"
+        self._kv[_slots(row.block_ids, self._kv_size, row.start, end)] = seen
+        return next_token(self._kv[_slots(row.block_ids, self._kv_size, 0, end)]) if row.sample else None
+
+
+def _slots(block_ids: np.ndarray, block_size: int, start: int, end: int) -> np.ndarray:
+    positions = np.arange(start, end)
+    return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
+@dataclass
+class Costs:
+    """Seconds of a step."""
+
+    language: Callable[[LanguagePlan], float] = lambda plan: 0.01 + 0.0001 * plan.num_tokens
+    vision: Callable[[VisionPlan], float] = lambda plan: 0.02 + 0.0005 * plan.num_patches
+
+
+@dataclass(eq=False)
+class Simulator:
+    """`at(...)` schedules what happens; `run()` goes on until nothing is left and fails if the scheduler is stuck."""
+
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv_blocks: int = 64
+    kv_size: int = 4
+    image_blocks: int = 64
+    image_size: int = 4
+    costs: Costs = field(default_factory=Costs)
+    bad_images: frozenset[tuple[int, int]] = frozenset()
+    bad_rows: frozenset[tuple[int, int]] = frozenset()  # (request, how many rows it had before)
+    max_steps: int = 20_000
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        kv = CacheManager(self.kv_blocks, self.kv_size)
+        images = CacheManager(self.image_blocks, self.image_size)
+        self.lanes = FakeLanes(kv, images)
+        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test")
+        self.requests: dict[int, Request] = {}
+        self.refused: dict[int, RequestError] = {}
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.token_times: dict[int, list[float]] = defaultdict(list)
+        self.finished: dict[int, FinishEvent] = {}
+        self.language_plans: list[tuple[float, LanguagePlan]] = []
+        self.vision_plans: list[tuple[float, VisionPlan]] = []
+        self.encoded_at: dict[tuple[int, int], float] = {}
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_scheduled = 0
+        self._busy: set[str] = set()
+        self._rows_seen: dict[int, int] = defaultdict(int)
+        self._stages: dict[int, Stage] = {}
+
+    # ---- what happens when
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        self._num_scheduled += 1  # equal times keep their order
+        heapq.heappush(self._agenda, (time_s, self._num_scheduled, action))
+
+    def submit(self, request: Request, time_s: float = 0.0) -> None:
+        self.at(time_s, lambda: self._submit(request))
+
+    def abort(self, number: int, time_s: float) -> None:
+        self.at(time_s, lambda: self._on(self.scheduler.abort(RequestId(number), self.clock.now())))
+
+    def run(self, until_s: float = float("inf")) -> Simulator:
+        steps = 0
+        while self._agenda and self._agenda[0][0] <= until_s:
+            time_s = self._agenda[0][0]
+            self.clock.advance(max(0.0, time_s - self.clock.now()))
+            while self._agenda and self._agenda[0][0] <= time_s:
+                heapq.heappop(self._agenda)[2]()
+                self.check()
+            self._feed()
+            steps += 1
+            assert steps <= self.max_steps, "the scheduler works on and on and finishes nothing"
+        if not self._agenda:
+            assert not self.scheduler.has_work, f"stuck: {self.scheduler.ledger()}"
+            assert self.finished.keys() | self.refused.keys() >= self.requests.keys(), "a request was lost"
+            assert self.scheduler.ledger().kv_blocks_held == self.scheduler.ledger().image_blocks_held == 0
+        return self
+
+    # ---- inside
+
+    def _submit(self, request: Request) -> None:
+        self.requests[request.id] = request
+        try:
+            self.scheduler.add(request, self.clock.now())
+        except RequestError as error:
+            self.refused[request.id] = error
+
+    def _feed(self) -> None:
+        now = self.clock.now()
+        if "language" not in self._busy:
+            self._plan_language(now)
+        self.check()
+        if "vision" not in self._busy and (plan := self.scheduler.plan_vision(now)) is not None:
+            self._start_vision(plan, now)
+        self.check()
+
+    def _plan_language(self, now: float) -> None:
+        live = [s for s in self.scheduler._book.states.values() if s.ending is None]
+        oldest = min(live, key=lambda s: s.order, default=None)
+        before = oldest.num_preemptions if oldest else 0
+        plan = self.scheduler.plan_language(now)
+        assert oldest is None or oldest.num_preemptions == before, "the oldest request was preempted"
+        if plan is None:
+            return
+        self._check_language(plan)
+        self.language_plans.append((now, plan))
+        self._busy.add("language")
+        ended_s = now + self.costs.language(plan)
+        self.at(ended_s, lambda: self._end_language(plan, now, ended_s))
+
+    def _check_language(self, plan: LanguagePlan) -> None:
+        assert plan.num_tokens <= self.config.token_budget, "token budget exceeded"
+        ids = [row.request_id for row in plan.rows]
+        assert len(ids) == len(set(ids)), "a request is in a step twice"
+        assert [row.is_decode for row in plan.rows] == sorted((row.is_decode for row in plan.rows), reverse=True)
+        assert all(row.token_ids for row in plan.rows)
+        assert len(self.scheduler._book.kv.tables) <= self.config.max_num_seqs, "too many sequences"
+
+    def _end_language(self, plan: LanguagePlan, started_s: float, ended_s: float) -> None:
+        self._busy.discard("language")
+        outcomes = []
+        for row in plan.rows:
+            bad = (row.request_id, self._rows_seen[row.request_id]) in self.bad_rows
+            self._rows_seen[row.request_id] += 1
+            token = None if bad else self.lanes.step(row)
+            outcomes.append(RowOutcome(row.request_id, token, error=BROKEN if bad else None))
+        result = LanguageResult(plan.step_id, started_s, ended_s, tuple(outcomes))
+        self._on(self.scheduler.on_language(result, self.clock.now()))
+
+    def _start_vision(self, plan: VisionPlan, now: float) -> None:
+        budget = self.config.image_budget
+        assert plan.num_patches <= budget or len(plan.items) == 1, "image budget exceeded"
+        self.vision_plans.append((now, plan))
+        self._busy.add("vision")
+        ended_s = now + self.costs.vision(plan)
+        self.at(ended_s, lambda: self._end_vision(plan, now, ended_s))
+
+    def _end_vision(self, plan: VisionPlan, started_s: float, ended_s: float) -> None:
+        self._busy.discard("vision")
+        self.lanes.encode(plan)
+        outcomes = []
+        for item in plan.items:
+            key = (item.request_id, item.image_index)
+            self.encoded_at[key] = started_s
+            outcomes.append(EncodeOutcome(*key, error=BROKEN if key in self.bad_images else None))
+        result = VisionResult(plan.step_id, started_s, ended_s, tuple(outcomes))
+        self._on(self.scheduler.on_vision(result, self.clock.now()))
+
+    def _on(self, events: Sequence[Event]) -> None:
+        for event in events:
+            assert event.request_id not in self.finished, "an event after the end of a request"
+            if isinstance(event, TokenEvent):
+                assert event.position == len(self.tokens[event.request_id]), "a token was repeated or skipped"
+                self.tokens[event.request_id].append(event.token_id)
+                self.token_times[event.request_id].append(self.clock.now())
+            else:
+                assert event.num_generated == len(self.tokens[event.request_id])
+                self.finished[event.request_id] = event
+
+    def check(self) -> None:
+        self.scheduler.check()
+        for request_id, state in self.scheduler._book.states.items():
+            before, stage = self._stages.get(request_id, state.stage), state.stage
+            assert stage == before or stage in LEGAL_MOVES[before], f"illegal move {before} -> {stage}"
+            self._stages[request_id] = stage
+
+    # ---- answers
+
+    def preemptions(self) -> int:
+        return self.scheduler.stats().num_preemptions
+
+    def assert_all_right(self, numbers: Sequence[int] | None = None) -> None:
+        """These requests (default: all) ended with the tokens that the model without caches gives."""
+        for number in numbers if numbers is not None else list(self.requests):
+            assert number in self.finished, f"request {number} did not end"
+            assert self.finished[number].error is None
+            assert self.tokens[number] == expected_tokens(self.requests[number]), f"request {number}: wrong tokens"
+
+
+def config(**changes) -> SchedulerConfig:
+    """Small budgets, so that steps fill up and chunks end in odd places."""
+    return replace(SchedulerConfig(token_budget=16, image_budget=24, max_num_seqs=8), **changes)
+
+
+class Stepper:
+    """The same scheduler and lanes, one call at a time, for tests that look at single plans. Time stands still unless
+    `now` is set."""
+
+    def __init__(self, *, kv_blocks: int = 64, image_blocks: int = 64, **changes) -> None:
+        kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
+        self.config = config(**changes)
+        self.lanes = FakeLanes(kv, images)
+        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test")
+        self.now = 0.0
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, FinishEvent] = {}
+
+    def add(self, number: int, *parts: int | Img, **kwargs) -> Request:
+        request = make_request(number, *parts, **kwargs)
+        self.scheduler.add(request, self.now)
+        self.requests[number] = request
+        self.scheduler.check()
+        return request
+
+    def state(self, number: int) -> RequestState:
+        return self.scheduler._book.states[RequestId(number)]
+
+    def abort(self, number: int) -> list[Event]:
+        return self._collect(self.scheduler.abort(RequestId(number), self.now))
+
+    def plan_language(self) -> LanguagePlan | None:
+        plan = self.scheduler.plan_language(self.now)
+        self.scheduler.check()
+        return plan
+
+    def plan_vision(self) -> VisionPlan | None:
+        plan = self.scheduler.plan_vision(self.now)
+        self.scheduler.check()
+        return plan
+
+    def end_language(self, plan: LanguagePlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
+        outcomes = [
+            RowOutcome(row.request_id, error=BROKEN)
+            if row.request_id in bad
+            else RowOutcome(row.request_id, self.lanes.step(row))
+            for row in plan.rows
+        ]
+        started_s, self.now = self.now, self.now + took_s
+        result = LanguageResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        return self._collect(self.scheduler.on_language(result, self.now))
+
+    def end_vision(self, plan: VisionPlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
+        self.lanes.encode(plan)
+        outcomes = [
+            EncodeOutcome(item.request_id, item.image_index, BROKEN if item.request_id in bad else None)
+            for item in plan.items
+        ]
+        started_s, self.now = self.now, self.now + took_s
+        result = VisionResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        return self._collect(self.scheduler.on_vision(result, self.now))
+
+    def language(self, **kwargs) -> list[tuple[int, int]]:
+        """One whole language step; (request, tokens) of its rows."""
+        plan = self.plan_language()
+        if plan is None:
+            return []
+        rows = [(int(row.request_id), len(row.token_ids)) for row in plan.rows]
+        self.end_language(plan, **kwargs)
+        return rows
+
+    def vision(self, **kwargs) -> list[tuple[int, int]]:
+        """One whole vision step; (request, image index) of its items."""
+        plan = self.plan_vision()
+        if plan is None:
+            return []
+        items = [(int(item.request_id), item.image_index) for item in plan.items]
+        self.end_vision(plan, **kwargs)
+        return items
+
+    def _collect(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            assert event.request_id not in self.finished, "an event after the end of a request"
+            if isinstance(event, TokenEvent):
+                assert event.position == len(self.tokens[event.request_id])
+                self.tokens[event.request_id].append(event.token_id)
+            else:
+                self.finished[event.request_id] = event
+        self.scheduler.check()
+        return events
+
+    def finish_all(self, max_steps: int = 2000) -> None:
+        """Runs both lanes until every request has ended, and compares the tokens of those without error."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.language(took_s=0.01)
+            self.vision(took_s=0.01)
+        assert not self.scheduler.has_work, f"stuck: {self.scheduler.ledger()}"
+        assert not self.scheduler.ledger().holders
+        for number, event in self.finished.items():
+            expected = expected_tokens(self.requests[number])
+            if event.reason in (FinishReason.ERROR, FinishReason.ABORT):
+                expected = expected[: len(self.tokens[number])]
+            assert self.tokens[number] == expected, f"request {number}: wrong tokens"

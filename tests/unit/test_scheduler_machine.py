@@ -1,0 +1,98 @@
+"""Any interleaving of calls that the contract allows: plans stay in flight as long as they like, aborts hit anywhere.
+
+The books are checked after every call, tokens against the model without caches, and in the end everything must finish.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hydra_engine.core.stages import LEGAL_MOVES
+from tests.unit.sim import Img, Stepper
+
+PARTS = st.lists(st.one_of(st.integers(1, 9), st.builds(Img, st.integers(1, 12), st.integers(1, 30))), max_size=4)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        kv_blocks=st.integers(18, 40),  # the largest request that the rule below makes needs 18
+        image_blocks=st.integers(3, 10),
+        token_budget=st.integers(2, 24),
+        max_num_seqs=st.integers(1, 6),
+        max_bypass=st.integers(1, 3),
+    )
+    def start(self, **sizes) -> None:
+        self.stepper = Stepper(image_budget=32, **sizes)
+        self.count = 0
+        self.language = None
+        self.vision = None
+        self.stages = {}
+
+    @rule(parts=PARTS, max_new=st.integers(1, 12), eos=st.integers(0, 100))
+    def add(self, parts, max_new: int, eos: int) -> None:
+        self.count += 1
+        self.stepper.add(self.count, *parts, 1, max_new=max_new, eos=range(eos))
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        self.stepper.abort(data.draw(st.integers(1, self.count)))
+
+    @precondition(lambda self: self.language is None)
+    @rule()
+    def plan_language(self) -> None:
+        live = [s for s in self.stepper.scheduler._book.states.values() if s.ending is None]
+        oldest = min(live, key=lambda s: s.order, default=None)
+        before = oldest.num_preemptions if oldest else 0
+        self.language = self.stepper.plan_language()
+        assert oldest is None or oldest.num_preemptions == before, "the oldest request was preempted"
+        if self.language is not None:
+            assert self.language.num_tokens <= self.stepper.config.token_budget
+
+    @precondition(lambda self: self.language is not None)
+    @rule(data=st.data())
+    def end_language(self, data) -> None:
+        ids = [row.request_id for row in self.language.rows]
+        bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
+        plan, self.language = self.language, None
+        self.stepper.end_language(plan, bad=bad, took_s=0.01)
+
+    @precondition(lambda self: self.vision is None)
+    @rule()
+    def plan_vision(self) -> None:
+        self.vision = self.stepper.plan_vision()
+        if self.vision is not None:
+            assert self.vision.num_patches <= 32
+
+    @precondition(lambda self: self.vision is not None)
+    @rule(data=st.data())
+    def end_vision(self, data) -> None:
+        ids = [item.request_id for item in self.vision.items]
+        bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
+        plan, self.vision = self.vision, None
+        self.stepper.end_vision(plan, bad=bad, took_s=0.01)
+
+    @invariant()
+    def only_legal_moves(self) -> None:
+        if not hasattr(self, "stepper"):
+            return
+        for number, state in self.stepper.scheduler._book.states.items():
+            before = self.stages.get(number, state.stage)
+            assert state.stage == before or state.stage in LEGAL_MOVES[before]
+            self.stages[number] = state.stage
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stepper"):
+            return
+        if self.language is not None:
+            self.stepper.end_language(self.language)
+        if self.vision is not None:
+            self.stepper.end_vision(self.vision)
+        self.stepper.finish_all()
+        assert self.stepper.finished.keys() == set(range(1, self.count + 1)), "every request ends exactly once"
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -1,0 +1,136 @@
+"""Cache sizes from memory and configuration, and the tensors behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
+from hydra_engine.core.roles import EPD, Role
+from hydra_engine.errors import ResourceError
+from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache
+from hydra_engine.worker.memory import GIB, CachePlan, plan_memory
+from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
+
+TOKEN_BYTES = 8  # one layer, K and V, one head of one float32
+PLENTY = 1 << 40
+
+
+def plan(
+    free_bytes: int = PLENTY, *, role: Role = EPD, max_position: int = 256, vision: Any = FAKE_VISION, **settings: Any
+) -> CachePlan:
+    cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
+    config = EngineConfig(
+        max_model_len=settings.get("max_model_len"),
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 64)),
+        media=MediaConfig(max_images=settings.get("max_images", 16)),
+    )
+    return plan_memory(fake_spec(max_position, vision), role, config, torch.float32, free_bytes)
+
+
+def test_defaults_hold_every_sequence_and_sixteen_pictures() -> None:
+    made = plan()
+    assert made.num_kv_blocks == 64 * 256 // 16
+    assert made.num_image_blocks == 16  # a picture of five tokens takes one block
+    assert made.max_model_len == 256
+    assert made.kv_bytes == 64 * 256 * TOKEN_BYTES and made.image_bytes == 16 * 64 * 4
+    assert any("64 requests of 256 tokens" in reason for reason in made.reasons)
+
+
+def test_long_contexts_count_as_typical_ones_but_one_always_fits() -> None:
+    assert plan(max_position=32_768).num_kv_blocks == 64 * 2048 // 16
+    assert plan(max_position=32_768, max_num_seqs=1).num_kv_blocks == 32_768 // 16
+
+
+def test_little_memory_bounds_the_cache() -> None:
+    weights = fake_spec().language.num_parameters() * 4 + 4000
+    made = plan(weights + 100_000)
+    assert made.num_kv_blocks == 40_000 // (16 * TOKEN_BYTES)
+    assert made.max_model_len == 256
+    assert any("40%" in reason for reason in made.reasons)
+
+
+def test_memory_for_less_than_one_request_lowers_the_context_and_says_so() -> None:
+    weights = fake_spec().language.num_parameters() * 4 + 4000
+    made = plan(weights + 4000)
+    assert made.num_kv_blocks == 1600 // (16 * TOKEN_BYTES) == 12
+    assert made.max_model_len == 192
+    assert any("lowered from 256 to 192" in reason for reason in made.reasons)
+
+
+def test_a_context_asked_for_by_name_is_refused_instead() -> None:
+    with pytest.raises(ResourceError, match="lower max_model_len to 48") as raised:
+        plan(num_kv_blocks=3, max_model_len=100)
+    assert raised.value.param == "kv_cache_gib"
+    assert plan(num_kv_blocks=7, max_model_len=100).max_model_len == 100
+
+
+def test_a_cache_for_no_picture_at_all_is_refused() -> None:
+    with pytest.raises(ResourceError, match="image_cache_gib"):
+        plan(vision=FakeVision(max_tokens_per_image=65), num_image_blocks=1)
+    with pytest.raises(ResourceError, match="kv_cache_gib"):
+        plan(num_kv_blocks=0)
+    with pytest.raises(ResourceError, match="needs up to 148"):
+        plan(vision=FakeVision(max_tokens_per_image=140), num_kv_blocks=8)
+    with pytest.raises(ResourceError):
+        plan(0)
+
+
+def test_numbers_and_sizes_of_the_configuration_are_taken() -> None:
+    made = plan(num_kv_blocks=33, num_image_blocks=5)
+    assert (made.num_kv_blocks, made.num_image_blocks) == (33, 5)
+    made = plan(kv_cache_gib=0.5, image_cache_gib=0.25)
+    assert made.num_kv_blocks == GIB // 2 // (16 * TOKEN_BYTES)
+    assert made.num_image_blocks == GIB // 4 // 256
+    assert any("kv_cache_gib 0.5" in reason for reason in made.reasons)
+
+
+def test_pictures_of_one_request_fit_by_default_and_fewer_are_reported() -> None:
+    assert plan(max_images=40).num_image_blocks == 40
+    assert any("more than 5 of the largest" in reason for reason in plan(num_image_blocks=5).reasons)
+
+
+@pytest.mark.parametrize(("letters", "kv", "image"), [("E", False, True), ("P", True, True), ("D", True, False)])
+def test_a_role_gets_the_caches_it_uses(letters: str, kv: bool, image: bool) -> None:
+    made = plan(role=Role.parse(letters))
+    assert (made.num_kv_blocks > 0, made.num_image_blocks > 0) == (kv, image)
+
+
+def test_text_only_models_have_no_image_cache() -> None:
+    made = plan(vision=None)
+    assert made.num_image_blocks == 0 and made.image_bytes == 0
+    assert allocate_image_cache(fake_spec(vision=None), made, 64, torch.float32) is None
+
+
+def test_a_length_beyond_the_models_is_cut_with_a_reason() -> None:
+    made = plan(max_model_len=1000)
+    assert made.max_model_len == 256 and "exceeds" in made.reasons[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_caches_have_the_layout_are_aligned_and_zero(dtype: torch.dtype) -> None:
+    made = plan(num_kv_blocks=20, num_image_blocks=3)
+    kv = allocate_kv_cache(fake_spec(), made, 16, dtype)
+    image = allocate_image_cache(fake_spec(), made, 64, dtype)
+    assert image is not None
+    assert kv.data.shape == (20, 1, 2, 16, 1, 1) and image.data.shape == (3, 1, 1, 64, 1, 1)
+    for cache in (kv, image):
+        assert cache.data.dtype == dtype and cache.data.is_contiguous()
+        assert cache.data.data_ptr() % 64 == 0
+        assert not cache.data.any()
+    assert kv.nbytes == made.kv_bytes * dtype.itemsize // 4
+
+
+def test_a_large_cache_costs_no_memory_until_it_is_written() -> None:
+    made = CachePlan(1 << 26, 0, 256, 0, 0, ())
+    cache = allocate_kv_cache(fake_spec(), made, 16, torch.float32)  # 8 GiB
+    cache.data[-1] = 1.0
+    assert float(cache.data[-1].sum()) == 32.0
+
+
+def test_poison_shows_reads_of_what_was_never_written() -> None:
+    cache = allocate_kv_cache(fake_spec(), plan(num_kv_blocks=20), 16, torch.bfloat16, poison=True)
+    assert torch.isnan(cache.data).all()
