@@ -43,13 +43,15 @@ class Engine:
     or as its fields by keyword. Raises ConfigError, CheckpointError or ResourceError when it cannot start.
     """
 
+    _loop: asyncio.AbstractEventLoop | None = None  # where everything of the front runs
+    _thread: threading.Thread | None = None  # that runs the loop, unless the caller does
+
     def __init__(
         self, model: str | Path = DEMO_MODEL, *, progress: bool | None = None, processes: bool = False, **options: Any
     ) -> None:
-        config = make_config(str(model), options)
-        self._prepare(config, processes=processes)
+        self._prepare(make_config(str(model), options), processes=processes)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="hydra-engine", daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="hydra-engine", daemon=True)
         self._thread.start()
         try:
             self._wait(self._start(progress))
@@ -75,8 +77,6 @@ class Engine:
         self.config = config
         self.created = int(time.time())
         self._processes = processes
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
         self._front: Front | None = None
         self._closed = False
 
@@ -90,11 +90,6 @@ class Engine:
             await self._front.start(bar.update)
 
     # ---- one loop, any caller
-
-    def _run_loop(self) -> None:
-        assert self._loop is not None
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the engine's loop and blocks for it; not from that loop itself."""
@@ -288,12 +283,6 @@ class Engine:
             return False, "closed"
         return self._front.health() if self._front is not None else (False, "loading")
 
-    def begin_drain(self) -> None:
-        self.front.begin_drain()
-
-    async def wait_idle(self) -> None:
-        await self._await(self.front.wait_idle())
-
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """Called on the engine's loop with the Result of every request that ends, failed ones included."""
         self.front.add_observer(observer)
@@ -323,7 +312,11 @@ class Engine:
         )
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
-        return self.front.intake.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        """Raises InvalidRequest for ids outside the vocabulary."""
+        tokenizer = self.front.intake.tokenizer
+        if any(not 0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
+            raise InvalidRequest(f"token ids must be between 0 and {tokenizer.vocab_size - 1}", param="tokens")
+        return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def export_trace(self, path: str | Path) -> None:
         """Chrome trace JSON of the last requests' stages; open it in ui.perfetto.dev."""
@@ -367,6 +360,11 @@ class Engine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
 
 
 def make_config(model: str, options: dict[str, Any]) -> EngineConfig:

@@ -56,42 +56,41 @@ def linear(
     x: Tensor, weight: NativeLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """act(x @ W^T + bias): x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
-    _check_rows("x", x, weight.num_in, weight.dtype)
+    rows, stride = _check_rows("x", x, weight.num_in, weight.dtype)
     if out_dtype is None:
         out_dtype = x.dtype
     elif out_dtype is not torch.float32 and out_dtype is not x.dtype:
         raise ValueError(f"out_dtype: expected {x.dtype} or torch.float32, got {out_dtype}")
-    rows = x.shape[0]
     out = torch.empty((rows, weight.num_out), dtype=out_dtype)
-    _C.linear(
-        weight.handle, x.data_ptr(), x.stride(0), rows, out.data_ptr(), _activation_code(act), DTYPE_CODES[out_dtype]
-    )
+    _C.linear(weight.handle, x.data_ptr(), stride, rows, out.data_ptr(), _activation_code(act), DTYPE_CODES[out_dtype])
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: [T, C]."""
-    rows, columns = _check_rows("x", x, weight.shape[-1], x.dtype)
+    columns = x.shape[-1]
+    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
     _check_vector("weight", weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
-    _C.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, columns, eps, DTYPE_CODES[x.dtype])
+    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, columns, eps, DTYPE_CODES[x.dtype])
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [T, C]. A contiguous `residual` is overwritten with the sum."""
-    rows, columns = _check_rows("x", x, weight.shape[-1], x.dtype)
-    _check_rows("residual", residual, columns, x.dtype)
-    if residual.shape[0] != rows:
-        raise ValueError(f"residual: expected {rows} rows as x, got {residual.shape[0]}")
+    columns = x.shape[-1]
+    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
+    residual_rows, residual_stride = _check_rows("residual", residual, columns, x.dtype)
+    if residual_rows != rows:
+        raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
     _check_vector("weight", weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
     _C.add_rms_norm(
         x.data_ptr(),
-        x.stride(0),
+        stride,
         residual.data_ptr(),
-        residual.stride(0),
+        residual_stride,
         weight.data_ptr(),
         out.data_ptr(),
         total.data_ptr(),
@@ -105,13 +104,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) * rsqrt(variance + eps) * weight + bias, rounded once: [T, C]."""
-    rows, columns = _check_rows("x", x, weight.shape[-1], x.dtype)
+    columns = x.shape[-1]
+    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
     _check_vector("weight", weight, x)
     _check_vector("bias", bias, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     _C.layer_norm(
         x.data_ptr(),
-        x.stride(0),
+        stride,
         weight.data_ptr(),
         bias.data_ptr(),
         out.data_ptr(),
@@ -125,13 +125,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
     """gate_up [T, 2 * F] -> act(gate) * up [T, F], gate first; act(gate) is rounded to the dtype before the product."""
-    rows, both = _check_rows("gate_up", gate_up, gate_up.shape[-1], gate_up.dtype)
+    both = gate_up.shape[-1]
+    rows, stride = _check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:
         raise ValueError(f"gate_up: expected [T, 2 * F], got {_described(gate_up)}")
     out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
     _C.act_and_mul(
         gate_up.data_ptr(),
-        gate_up.stride(0),
+        stride,
         out.data_ptr(),
         rows,
         both // 2,
@@ -156,21 +157,21 @@ def _activation_code(act: str) -> int:
 
 
 def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype) -> tuple[int, int]:
-    """x must be [T, columns] of `dtype`, rows at any stride; returns (T, columns)."""
-    shape = x.shape
+    """x must be [T, columns] of `dtype`, rows at any stride; returns (T, elements between rows)."""
+    shape, strides = x.shape, x.stride()
     if (
         len(shape) != 2
         or shape[1] != columns
         or x.dtype is not dtype
         or dtype not in DTYPE_CODES
-        or (x.stride(1) != 1 and columns > 1)
+        or (strides[1] != 1 and columns > 1)
         or not x.is_cpu
     ):
         wanted = dtype if dtype in DTYPE_CODES else "float32, bfloat16 or float16"
         raise ValueError(
             f"{name}: expected [T, {columns}] {wanted} on the CPU with a dense last dimension, got {_described(x)}"
         )
-    return shape[0], columns
+    return shape[0], strides[0]
 
 
 def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
             for q in questions
         ]
         for question, handle in zip(questions, handles, strict=True):
-            _print(f"\npicture   {_FOLDER / question['picture'] if question['picture'] else '(none)'}")
+            _print(f"\npicture   {os.path.relpath(_FOLDER / question['picture']) if question['picture'] else '(none)'}")
             _print(f"question  {question['question']}")
             _print("answer    ", end="")
             for piece in handle:

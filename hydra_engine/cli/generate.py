@@ -15,6 +15,8 @@ from hydra_engine.cli.options import (
 from hydra_engine.config import DEMO_MODEL
 from hydra_engine.observe.timeline import draw
 
+_SKIP = frozenset({"seed"})  # here the flag is the request's seed
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question")
@@ -22,13 +24,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be repeated")
     parser.add_argument("--timeline", action="store_true", help="print what each stage took")
     add_sampling_options(parser, temperature=0.0)
-    add_engine_options(parser)
+    add_engine_options(parser, _SKIP)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from hydra_engine.engine import Engine
 
-    config = engine_config_from(arguments, arguments.model, local_files=True)
+    config = engine_config_from(arguments, arguments.model, _SKIP, local_files=True)
     log.configure(config.log_level)
     sampling = sampling_from(arguments)
     with Engine.from_config(config) as engine:

@@ -36,10 +36,11 @@ class _Unset:
 UNSET = _Unset()
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
+    """`skip`: fields whose flag means something else in this command."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with flag names as keys; flags win over it")
     for title, _, cls in _ENGINE_GROUPS:
-        _add_fields(parser.add_argument_group(title), cls)
+        _add_fields(parser.add_argument_group(title), cls, skip)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +70,17 @@ def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**chosen, stop=tuple(arguments.stop))
 
 
-def engine_config_from(arguments: argparse.Namespace, model: str, **media: Any) -> EngineConfig:
+def engine_config_from(
+    arguments: argparse.Namespace, model: str, skip: frozenset[str] = frozenset(), **media: Any
+) -> EngineConfig:
     from_file = _read_file(arguments.config, (*(c for _, _, c in _ENGINE_GROUPS), ServerConfig))
     parts: dict[str, Any] = {}
     for _, part, cls in _ENGINE_GROUPS[1:]:
         parts[part] = replace(cls(), **_given(arguments, cls, from_file))
     if media:
         parts["media"] = replace(parts["media"], **media)
-    return EngineConfig(model=model, **_given(arguments, EngineConfig, from_file), **parts)
+    given = {name: v for name, v in _given(arguments, EngineConfig, from_file).items() if name not in skip}
+    return EngineConfig(model=model, **given, **parts)
 
 
 def server_config_from(arguments: argparse.Namespace) -> ServerConfig:
@@ -84,10 +88,10 @@ def server_config_from(arguments: argparse.Namespace) -> ServerConfig:
     return ServerConfig(**_given(arguments, ServerConfig, from_file))
 
 
-def _add_fields(group: argparse._ArgumentGroup, cls: type) -> None:
+def _add_fields(group: argparse._ArgumentGroup, cls: type, skip: frozenset[str] = frozenset()) -> None:
     hints = typing.get_type_hints(cls)
     for f in fields(cls):
-        if "help" not in f.metadata or f.name in _HIDDEN:
+        if "help" not in f.metadata or f.name in _HIDDEN or f.name in skip:
             continue
         flag = _flag(f.metadata.get("flag", f.name))
         default = None if f.default is MISSING else f.default
@@ -100,7 +104,11 @@ def _add_fields(group: argparse._ArgumentGroup, cls: type) -> None:
             group.add_argument(flag, action="append", metavar="VALUE", **options)
         else:
             group.add_argument(
-                flag, type=kind, choices=f.metadata.get("choices"), metavar=f.name.upper()[:12], **options
+                flag,
+                type=kind,
+                choices=f.metadata.get("choices"),
+                metavar=None if "choices" in f.metadata else kind.__name__.upper(),
+                **options,
             )
 
 

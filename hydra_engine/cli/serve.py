@@ -36,4 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"ready on {url}\n")
         sys.stderr.flush()
 
-    return asyncio.run(serve(engine, server, on_ready=announce, debug_endpoints=fault_points_enabled()))
+    return asyncio.run(
+        serve(
+            engine,
+            server,
+            start=engine.astart,
+            stop=engine.aclose,
+            ready=announce,
+            model_name=server.served_model_name,
+            debug_endpoints=fault_points_enabled(),
+        )
+    )

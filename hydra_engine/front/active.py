@@ -5,7 +5,7 @@ Does not know channels or readers; `front.py` feeds it messages and passes on wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hydra_engine.core.messages import Delta, Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, TextLogprob, Usage
@@ -98,12 +98,8 @@ class ActiveRequest:
             text="".join(self.texts),
             token_ids=tuple(self.token_ids),
             finish_reason=reason,
-            usage=Usage(
-                prompt_tokens=request.num_prompt,
-                completion_tokens=len(self.token_ids),
-                image_tokens=request.num_image_tokens,
-                cached_tokens=finished.cached_tokens,
-                num_images=len(request.images),
+            usage=replace(
+                usage_of(request), completion_tokens=len(self.token_ids), cached_tokens=finished.cached_tokens
             ),
             metrics=metrics_of(
                 timeline,
@@ -132,3 +128,13 @@ class ActiveRequest:
         text = self.tokenizer.token_text
         top = tuple((token_id, text(token_id), logprob) for token_id, logprob in entry.top)
         return TextLogprob(entry.token_id, text(entry.token_id), entry.logprob, entry.rank, top)
+
+
+def usage_of(request: Request) -> Usage:
+    """The counts that are known at admission."""
+    return Usage(
+        prompt_tokens=request.num_prompt,
+        completion_tokens=0,
+        image_tokens=request.num_image_tokens,
+        num_images=len(request.images),
+    )

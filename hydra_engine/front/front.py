@@ -32,7 +32,7 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.errors import EngineClosed, HydraError, RequestAborted, RequestFailed, Unavailable, from_info
-from hydra_engine.front.active import ActiveRequest
+from hydra_engine.front.active import ActiveRequest, usage_of
 from hydra_engine.front.handle import Handle
 from hydra_engine.intake.detokenize import IncrementalDetokenizer
 from hydra_engine.intake.intake import Intake
@@ -61,7 +61,7 @@ class Call:
 
 
 class Front:
-    """Start it on a running loop, submit, close. States: loading, ok, draining, instance_lost, closed."""
+    """Start it on a running loop, submit, close. States: loading, ok, instance_lost, closed."""
 
     def __init__(
         self, config: EngineConfig, *, processes: bool, strict_channel: bool = False, clock: Clock | None = None
@@ -82,8 +82,6 @@ class Front:
         self._observers: list[Observer] = []
         self._status: Status | None = None
         self._last_step: tuple[int, float] = (0, 0.0)
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._loop = asyncio.get_running_loop()
 
     # ---- life
@@ -126,14 +124,6 @@ class Front:
         if self._intake is not None:
             await self._intake.close()
 
-    def begin_drain(self) -> None:
-        """No new requests from now on; running ones go on."""
-        if self.state == "ok":
-            self.state = "draining"
-
-    async def wait_idle(self) -> None:
-        await self._idle.wait()
-
     # ---- requests
 
     def open_handle(self, request_id: str | None = None) -> tuple[RequestId, Handle]:
@@ -147,7 +137,6 @@ class Front:
         arrival_s = self._clock.now()
         assert self._intake is not None
         self._admitting += 1
-        self._idle.clear()
         try:
             prepared = await self._intake.prepare(
                 number,
@@ -159,15 +148,14 @@ class Front:
                 slo=call.slo,
                 arrival_s=arrival_s,
             )
-            self._check_alive()
+            self._check_running()
         finally:
             self._admitting -= 1
-            self._settle()
         tokenizer = self._intake.tokenizer
         self._active[number] = ActiveRequest(
             prepared.request, handle, tokenizer, IncrementalDetokenizer(tokenizer, call.sampling), prepared.spans
         )
-        self._idle.clear()
+        handle.prompt_usage = usage_of(prepared.request)
         self._links[0].end.send([Submit(prepared.request, prepared.pixels)])
 
     async def submit_detached(self, number: RequestId, handle: Handle, call: Call) -> None:
@@ -211,8 +199,6 @@ class Front:
                 return
             case "loading":
                 raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
-            case "draining":
-                raise Unavailable("the server is shutting down and takes no new requests", code="draining")
             case "instance_lost":
                 raise Unavailable("the engine process has ended; the server must be restarted", code="instance_lost")
             case _:
@@ -263,18 +249,12 @@ class Front:
             assert piece.result is not None
             active.handle.feed(piece)
             self._report(active, piece.result)
-        self._settle()
 
     def _fail(self, active: ActiveRequest, finished: Finished | None, error: HydraError) -> None:
         self._active.pop(active.request.id, None)
         if not active.handle.done:
             active.handle.fail(error)
         self._report(active, active.failed_result(finished, self._clock.now(), error))
-        self._settle()
-
-    def _settle(self) -> None:
-        if not self._active and not self._admitting:
-            self._idle.set()
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         self.trace.add(result.request_id, active.request.arrival_s, result.timeline)
@@ -334,7 +314,7 @@ class Front:
 
     async def ledger(self, timeout_s: float = 5.0) -> LedgerReport:
         """What the instance holds right now."""
-        self._check_alive()
+        self._check_running()
         query_id = next(self._ids)
         future: asyncio.Future[LedgerReport] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = future
@@ -343,7 +323,3 @@ class Front:
 
     def set_fault(self, point: str, action: str, argument: str = "") -> None:
         self._links[0].end.send([SetFault(point, action, argument)])
-
-    def _check_alive(self) -> None:
-        if self.state not in ("ok", "draining"):
-            self._check_running()

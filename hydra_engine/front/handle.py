@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.outputs import Piece, Result, Usage
 from hydra_engine.errors import HydraError
 
 _JOIN_ABOVE = 64
@@ -23,6 +23,7 @@ class Handle:
 
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
         self.id = request_id
+        self.prompt_usage: Usage | None = None  # counts of the prompt, once the request is admitted
         self._cancel = cancel
         self._condition = threading.Condition()
         self._pieces: deque[Piece] = deque()

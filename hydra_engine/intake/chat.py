@@ -35,15 +35,19 @@ class ImageRef:
 
 @dataclass(slots=True)
 class Conversation:
-    """Checked messages in the form that templates read. `num_chars` counts the text in them."""
+    """Checked messages in the form that templates read. `texts` holds the users' words with their place."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     images: list[ImageRef] = field(default_factory=list)
-    num_chars: int = 0
+    texts: list[tuple[str, str]] = field(default_factory=list)  # (param, text)
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(text) for _, text in self.texts)
 
 
-def parse_messages(messages: object, image_token: str | None) -> Conversation:
-    """Raises InvalidRequest with the path of the field. The image token must not appear in a text."""
+def parse_messages(messages: object) -> Conversation:
+    """Raises InvalidRequest with the path of the field."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -54,24 +58,16 @@ def parse_messages(messages: object, image_token: str | None) -> Conversation:
         if not isinstance(message, Mapping):
             raise InvalidRequest(f"{path} must be an object with role and content", param=path)
         role = _role(message, path)
-        content = _content(message.get("content"), role, f"{path}.content", conversation, image_token)
+        content = _content(message.get("content"), role, f"{path}.content", conversation)
         conversation.messages.append({"role": role, "content": content})
     return conversation
 
 
-def user_message(text: str, images: Sequence[ImageRef], image_token: str | None) -> Conversation:
+def user_message(text: str, images: Sequence[ImageRef]) -> Conversation:
     """One message of a user: pictures first, then the text."""
-    check_text(text, "prompt", image_token)
     parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
     content = parts if images else text
-    return Conversation([{"role": "user", "content": content}], list(images), len(text))
-
-
-def check_text(text: str, param: str, image_token: str | None) -> None:
-    if image_token is not None and image_token in text:
-        raise InvalidRequest(
-            "the text holds the model's image placeholder; give images as image parts instead", param=param
-        )
+    return Conversation([{"role": "user", "content": content}], list(images), [("prompt", text)])
 
 
 def _role(message: Mapping[str, Any], path: str) -> str:
@@ -84,23 +80,20 @@ def _role(message: Mapping[str, Any], path: str) -> str:
     return _ROLES[role]
 
 
-def _content(
-    content: object, role: str, path: str, conversation: Conversation, image_token: str | None
-) -> str | list[dict[str, Any]]:
+def _content(content: object, role: str, path: str, conversation: Conversation) -> str | list[dict[str, Any]]:
     if content is None and role == "assistant":
         return ""
     if isinstance(content, str):
-        check_text(content, path, image_token)
-        conversation.num_chars += len(content)
+        conversation.texts.append((path, content))
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise InvalidRequest(f"{path} must be a string or a list of content parts", param=path)
     if len(content) > MAX_PARTS:
         raise InvalidRequest(f"{path} may have at most {MAX_PARTS} parts", param=path)
-    return [_part(part, f"{path}[{index}]", conversation, image_token) for index, part in enumerate(content)]
+    return [_part(part, f"{path}[{index}]", conversation) for index, part in enumerate(content)]
 
 
-def _part(part: object, path: str, conversation: Conversation, image_token: str | None) -> dict[str, Any]:
+def _part(part: object, path: str, conversation: Conversation) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or kind not in ("text", "image_url", "image"):
         raise InvalidRequest(f"{path} must be an object of type text, image_url or image", param=path)
@@ -108,8 +101,7 @@ def _part(part: object, path: str, conversation: Conversation, image_token: str 
         text = part.get("text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
-        check_text(text, f"{path}.text", image_token)
-        conversation.num_chars += len(text)
+        conversation.texts.append((f"{path}.text", text))
         return {"type": "text", "text": text}
     conversation.images.append(_image_url(part, path) if kind == "image_url" else _image(part, path))
     return {"type": "image"}
@@ -145,10 +137,16 @@ class ChatTemplate:
         self._reads: dict[tuple[str, type], bool] = {}
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
+        """The prompt's text. Raises InvalidRequest; also where a user's text holds the image token."""
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template; use completions (raw prompts) or give one with --chat-template"
             )
+        for param, text in conversation.texts:
+            if self._image_token is not None and self._image_token in text:
+                raise InvalidRequest(
+                    "the text holds the model's image placeholder; give images as image parts instead", param=param
+                )
         messages = [self._fitting(message) for message in conversation.messages]
         return self._apply(messages, add_generation_prompt=add_generation_prompt)
 

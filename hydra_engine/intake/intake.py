@@ -75,9 +75,9 @@ class Intake:
         self._seed = seed
         self._num_drawn = 0
         self._clock = clock or MonotonicClock()
-        self._image_token = None if spec.image_token_id is None else tokenizer.token(spec.image_token_id)
+        image_token = None if spec.image_token_id is None else tokenizer.token(spec.image_token_id)
         template = tokenizer.chat_template if chat_template_path is None else _read_template(chat_template_path)
-        self._template = ChatTemplate(tokenizer, template, self._image_token)
+        self._template = ChatTemplate(tokenizer, template, image_token)
         self._fetcher = MediaFetcher(media, resolve)
         self._images = WorkerPool("intake-image", num_workers=media.decode_workers, max_waiting=MAX_WAITING_IMAGES)
         self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
@@ -152,7 +152,7 @@ class Intake:
         if messages is not None:
             if images is not None:
                 raise InvalidRequest("with messages, images are parts of the messages", param="images")
-            conversation = parse_messages(messages, self._image_token)
+            conversation = parse_messages(messages)
             return _Asked(
                 conversation.images, conversation=conversation, num_chars=conversation.num_chars, param="messages"
             )
@@ -160,7 +160,7 @@ class Intake:
         if isinstance(prompt, str):
             if raw:
                 return _Asked(refs, text=prompt, num_chars=len(prompt), add_special_tokens=True)
-            return _Asked(refs, conversation=user_message(prompt, refs, self._image_token), num_chars=len(prompt))
+            return _Asked(refs, conversation=user_message(prompt, refs), num_chars=len(prompt))
         return _Asked(refs, token_ids=self._check_token_ids(prompt))
 
     def _check_token_ids(self, prompt: object) -> list[int]:

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
+
+from hydra_engine.server.context import REQUEST_ID
+
+logger = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a reader that takes nothing from a full buffer for this long has lost interest
 _HEADERS = {
@@ -105,6 +110,7 @@ class EventStream:
             async with asyncio.timeout(STALL_S):
                 await writing
         except TimeoutError:
+            logger.warning("%s slow_reader: cut off, nothing was read for %g s", self._request[REQUEST_ID], STALL_S)
             if self._request.transport is not None:
                 self._request.transport.abort()
-            raise ConnectionAbortedError(f"slow_reader: nothing was read for {STALL_S:g} s") from None
+            raise ConnectionAbortedError("the reader was too slow") from None

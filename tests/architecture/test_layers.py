@@ -78,7 +78,10 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}:{node.lineno} uses a relative import"
-            found.append((node.module or "", node.lineno))
+            module = node.module or ""
+            # `from hydra_engine import log` imports the module hydra_engine.log
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "hydra_engine" else [module]
+            found += [(name, node.lineno) for name in names]
     return found
 
 
@@ -91,7 +94,7 @@ def test_imports_point_to_earlier_rooms(path: Path) -> None:
             continue
         parts = module.split(".")
         target = parts[1] if len(parts) > 1 else ""
-        if target in ("_C", room) or (room == "cli" and target == "") or (room == "server" and target == ""):
+        if target == room or target == "__version__" or (target == "_C" and room == "backend"):
             continue
         assert target in ALLOWED[room], f"{name_of(path)}:{line} imports {module}: not allowed for room {room!r}"
 
@@ -120,7 +123,7 @@ def test_only_the_backend_knows_devices(path: Path) -> None:
     if room_of(path) in ("backend", "demo"):
         return
     text = path.read_text(encoding="utf-8")
-    for word in ("torch.cuda", ".is_cuda", "import triton", "hydra_engine._C", "import _C"):
+    for word in ("torch.cuda", ".is_cuda", "import triton", "hydra_engine._C", "import _C\n"):
         assert word not in text, f"{name_of(path)} mentions {word}"
 
 
@@ -133,7 +136,9 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec"), f"{name_of(path)}:{node.lineno} calls {node.func.id}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            assert (node.value.id, node.attr) != ("torch", "load"), f"{name_of(path)}:{node.lineno} uses torch.load"
+            # The training script resumes from a file that it wrote itself; nothing that serves may.
+            loads = (node.value.id, node.attr) == ("torch", "load") and room_of(path) != "demo"
+            assert not loads, f"{name_of(path)}:{node.lineno} uses torch.load"
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)

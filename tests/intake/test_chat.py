@@ -38,7 +38,7 @@ def url(value: Any = "http://h/x.png", **more: Any) -> dict[str, Any]:
 
 
 def render(tokenizer: Tokenizer, template: str | None, messages: list[Any], **options: Any) -> str:
-    return ChatTemplate(tokenizer, template, IMAGE).render(parse_messages(messages, IMAGE), **options)
+    return ChatTemplate(tokenizer, template, IMAGE).render(parse_messages(messages), **options)
 
 
 def test_messages_in_all_forms_are_understood_in_order() -> None:
@@ -49,7 +49,7 @@ def test_messages_in_all_forms_are_understood_in_order() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         user({"type": "image_url", "image_url": "u4"}, {"type": "image", "url": "u5"}, {"type": "image", "path": "u6"}),
     ]
-    conversation = parse_messages(messages, IMAGE)
+    conversation = parse_messages(messages)
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant", "tool", "user"]
     assert [ref.value for ref in conversation.images] == ["u1", b"u2", "u3", "u4", "u5", "u6"]
     assert [ref.param for ref in conversation.images] == [
@@ -97,28 +97,35 @@ WRONG = [
     ([user(url(detail=["low"]))], "messages[0].content[0].image_url.detail"),
     ([user({"type": "image"})], "messages[0].content[0].image"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
-    ([{"role": "user", "content": "x <image> y"}], "messages[0].content"),
-    ([user(text("ok"), text("<image>"))], "messages[0].content[1].text"),
 ]
 
 
 @pytest.mark.parametrize(("messages", "param"), WRONG)
 def test_wrong_messages_are_refused_by_field(messages: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_messages(messages, IMAGE)
+        parse_messages(messages)
     assert caught.value.param == param
     assert len(caught.value.message) < 200 and "king" not in caught.value.message
 
 
 def test_a_prompt_is_one_users_message_with_pictures_first() -> None:
-    conversation = user_message("hi", [], IMAGE)
+    conversation = user_message("hi", [])
     assert conversation.messages == [{"role": "user", "content": "hi"}]
-    refs = parse_messages([user(url(), url())], IMAGE).images
-    conversation = user_message("hi", refs, IMAGE)
+    refs = parse_messages([user(url(), url())]).images
+    conversation = user_message("hi", refs)
     assert [part["type"] for part in conversation.messages[0]["content"]] == ["image", "image", "text"]
-    with pytest.raises(InvalidRequest, match="placeholder"):
-        user_message("hi <image>", [], IMAGE)
-    assert user_message("hi <image>", [], None).num_chars == 10  # a model without pictures has no placeholder
+
+
+def test_the_image_token_in_a_text_is_refused_by_field(tokenizer: Tokenizer) -> None:
+    for messages, param in (
+        ([{"role": "user", "content": "x <image> y"}], "messages[0].content"),
+        ([user(text("ok"), text("<image>"))], "messages[0].content[1].text"),
+    ):
+        with pytest.raises(InvalidRequest, match="placeholder") as caught:
+            render(tokenizer, LLAVA, messages)
+        assert caught.value.param == param
+    blind = ChatTemplate(tokenizer, VICUNA, None)  # a model without pictures has no placeholder
+    assert "<image>" in blind.render(user_message("hi <image>", []))
 
 
 def test_templates_that_read_parts_get_parts(tokenizer: Tokenizer) -> None:

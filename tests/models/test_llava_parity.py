@@ -12,6 +12,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
+from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.tiny import BOS_ID, IMAGE_ID
 from hydra_engine.models.vision_clip import PixelNormaliser
 from tests.models.conftest import BACKENDS, CheckpointFactory
@@ -124,6 +125,17 @@ def test_an_image_has_the_same_features_in_any_company(plain_pair: Pair) -> None
     for index, features in enumerate(together):
         (alone,) = driver.encode(plain_pair.pixels[index : index + 1])
         assert torch.equal(driver.features(alone), features)
+
+
+def test_pictures_may_come_as_a_list(plain_pair: Pair) -> None:
+    driver, pixels = plain_pair.driver, plain_pair.pixels[:2]
+    first, second = driver.encode(pixels)
+    expected = driver.features(first + second)
+    driver.image_cache.data.fill_(float("nan"))
+    batch = VisionInput(list(pixels), ((1, 4, 4),) * 2, torch.tensor(first + second))
+    with torch.inference_mode():
+        driver.model.encode(batch, driver.image_cache)
+    assert torch.equal(driver.features(first + second), expected)
 
 
 @pytest.mark.parametrize("num_images", [0, 1, 3])

@@ -98,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_a_failed_allocation_takes_nothing() -> None:

@@ -41,7 +41,7 @@ def minimum_pools(work) -> tuple[int, int]:
     return kv, images
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workloads(), st.integers(1, 5), st.integers(1, 20), st.integers(1, 40), st.integers(1, 4), st.integers(0, 50))
 def test_with_pools_of_the_minimum_legal_size_everything_finishes_with_the_right_tokens(
     work, seqs, token_budget, image_budget, bypass, patience
@@ -62,7 +62,7 @@ def test_with_pools_of_the_minimum_legal_size_everything_finishes_with_the_right
     sim.assert_all_right()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workloads(), st.data())
 def test_under_random_aborts_and_errors_every_request_ends_exactly_once_and_the_ledger_balances(work, data):
     kv_blocks, image_blocks = minimum_pools(work)
@@ -92,7 +92,7 @@ def test_under_random_aborts_and_errors_every_request_ends_exactly_once_and_the_
             assert sim.finished[number].error is not None
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_mixed_requests_in_pools_of_one_largest_request_finish(seed):
     rng = random.Random(seed)
     work = []
@@ -109,14 +109,14 @@ def test_many_mixed_requests_in_pools_of_one_largest_request_finish(seed):
     sim.assert_all_right()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_preemption_by_recompute_keeps_the_tokens_and_stays_rare(seed):
     """Pool of 1.2 largest requests, long outputs: right tokens, few preemptions, no runaway recompute."""
     rng = random.Random(seed)
     work = [make_request(n, rng.randint(1, 20), max_new=rng.randint(20, 60)) for n in range(32)]
     largest = max(blocks(r.num_prompt + r.max_new_tokens) for r in work)
     tight = Simulator(config(token_budget=32), kv_blocks=int(largest * 1.2))
-    ample = Simulator(config(token_budget=32), kv_blocks=10_000)
+    ample = Simulator(config(token_budget=32), kv_blocks=700)
     for sim in (tight, ample):
         for request in work:
             sim.submit(request)
@@ -152,7 +152,7 @@ def test_no_request_starves_under_a_load_that_never_ends():
     """Large, small and illustrated requests arrive faster than they are served; each is served in bounded time."""
     rng = random.Random(3)
     sim = Simulator(config(max_bypass=4, max_queue=40, token_budget=32), kv_blocks=30, image_blocks=12)
-    for number in range(600):
+    for number in range(400):
         parts: list[int | Img] = [rng.choice((2, 4, 80))]
         if rng.random() < 0.3:
             parts += [Img(rng.randint(4, 24)), 2]
@@ -160,7 +160,7 @@ def test_no_request_starves_under_a_load_that_never_ends():
     first_start: dict[int, float] = {}
     sim.run()
     assert sim.refused, "the load was not too much"
-    sim.assert_all_right([n for n in range(600) if n not in sim.refused])
+    sim.assert_all_right([n for n in range(400) if n not in sim.refused])
     for time_s, plan in sim.language_plans:
         for row in plan.rows:
             first_start.setdefault(row.request_id, time_s)
@@ -171,7 +171,7 @@ def test_no_request_starves_under_a_load_that_never_ends():
 @pytest.mark.parametrize("max_bypass", [1, 4])
 def test_over_random_loads_nobody_who_lacks_room_is_overtaken_more_often_than_allowed(max_bypass):
     """Counted from outside: younger requests that start between a prompt's first refusal and its own start."""
-    for seed in range(10):
+    for seed in range(5):
         rng = random.Random(seed)
         sim = Simulator(config(max_bypass=max_bypass, token_budget=32), kv_blocks=26)
         for number in range(80):

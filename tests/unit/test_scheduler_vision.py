@@ -89,7 +89,7 @@ def test_a_failed_encode_fails_its_request_alone_and_frees_its_other_images() ->
 def test_an_image_waits_only_for_those_before_it_and_the_running_step_under_steady_prefill() -> None:
     """The language lane is kept full of prompts; the bound is the sum of the encodes before plus one step."""
     cost_s = 0.05
-    sim = Simulator(config(max_num_seqs=4), costs=Costs(vision=lambda plan: cost_s), kv_blocks=200, image_blocks=200)
+    sim = Simulator(config(max_num_seqs=4), costs=Costs(vision=lambda plan: cost_s), kv_blocks=100, image_blocks=60)
     for number in range(200):
         sim.submit(make_request(number, 40, max_new=2), number * 0.01)
     arrivals = {}
@@ -105,7 +105,7 @@ def test_an_image_waits_only_for_those_before_it_and_the_running_step_under_stea
 
 
 def test_the_vision_lane_never_rests_while_an_image_waits_and_blocks_are_free() -> None:
-    sim = Simulator(config(), image_blocks=1000, costs=Costs(vision=lambda plan: 0.03))
+    sim = Simulator(config(), image_blocks=100, costs=Costs(vision=lambda plan: 0.03))
     for number in range(40):
         sim.submit(make_request(number, Img(8), 4, max_new=3), number * 0.001)
     sim.run()

@@ -82,10 +82,16 @@ struct TileRows {
   int64_t row_stride, block_step;  // elements
 };
 
+// Weights that a later chunk needs, fetched into the second-level cache a few lines per k block of work.
+struct Prefetch {
+  const char* next;
+  int lines;  // per k block
+};
+
 // Adds `blocks` blocks of k for one row block and one panel. The streaming loads keep the rows, which the next panel
 // needs again, in the first-level cache, and let the weights pass.
 template <bool kTwoRowTiles>
-HYDRA_INLINE void add_blocks(const TileRows& rows, const bf16_t* w, int64_t blocks) {
+HYDRA_INLINE void add_blocks(const TileRows& rows, const bf16_t* w, int64_t blocks, Prefetch& ahead) {
   const bf16_t* x = rows.base;
   const int64_t stride = rows.row_stride * 2, lower = rows.row_stride * kTile;
   for (int64_t block = 0; block < blocks; ++block) {
@@ -99,6 +105,8 @@ HYDRA_INLINE void add_blocks(const TileRows& rows, const bf16_t* w, int64_t bloc
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
+    for (int line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.next + line * 64, _MM_HINT_T1);
+    ahead.next += ahead.lines * 64;
     x += rows.block_step;
     w += kBlock;
   }

@@ -1,0 +1,103 @@
+"""`hydra-engine doctor`: what was found on this machine, and which implementation each operation takes and why.
+
+Looks, never touches: no GPU is initialised. Made to be pasted into a bug report; holds no path of the user's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from hydra_engine import __version__
+from hydra_engine.config import DEMO_MODEL, EngineConfig
+from hydra_engine.errors import HydraError
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow", "aiohttp", "msgspec", "safetensors", "triton")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="auto", help="auto, native, torch or reference")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    select: Any = import_module("hydra_engine.backend.select")
+    cpu = select.describe_cpu()
+    dtype, dtype_reason = select.resolve_dtype("auto", "bfloat16", arguments.backend)
+    deterministic = arguments.backend != "torch"
+    try:
+        backend = select.create_backend("auto", dtype, backend=arguments.backend, deterministic=deterministic)
+        ops: Iterable[tuple[str, str, str]] = backend.ops.choices()
+    except HydraError as error:
+        ops = [("all", "none", error.message)]
+    sections: list[tuple[str, list[tuple[str, str]]]] = [
+        ("versions", [("hydra-engine", __version__), ("python", platform.python_version()), *_versions()]),
+        ("machine", [("system", f"{platform.system()} {platform.machine()}"), *_machine(cpu)]),
+        ("build", _build(cpu)),
+        ("cuda", _cuda()),
+        ("model", [("demo", _demo_model()), ("dtype", dtype_reason)]),
+    ]
+    for title, rows in sections:
+        sys.stdout.write(f"{title}\n")
+        for name, value in rows:
+            sys.stdout.write(f"  {name:20} {value}\n")
+    sys.stdout.write("operations\n")
+    for op, implementation, reason in ops:
+        sys.stdout.write(f"  {op:20} {implementation:18} {reason}\n")
+    return 0 if cpu["extension"] else 1
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = []
+    for name in _PACKAGES:
+        try:
+            rows.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    return rows
+
+
+def _machine(cpu: dict[str, Any]) -> list[tuple[str, str]]:
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    return [
+        ("processor", _processor_name()),
+        ("usable cores", str(cpu["cores"])),
+        ("memory", f"{page * pages / 2**30:.1f} GiB"),
+        ("instructions", ", ".join(cpu["features"]) or "unknown: the extension is missing"),
+        ("level taken", cpu["isa"] or "none"),
+    ]
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:
+    if cpu["extension"]:
+        extension = f"built ({Path(cpu['extension']).name})"
+    else:
+        extension = f"missing: {cpu['extension_problem']}; run `make build`"
+    compiler = Path(cpu["compiler"]).name if cpu["compiler"] else "none found: install g++ to build the extension"
+    return [("native extension", extension), ("C++ compiler", compiler)]
+
+
+def _cuda() -> list[tuple[str, str]]:
+    driver = "found" if ctypes.util.find_library("cuda") else "none"
+    toolkit = "found" if shutil.which("nvcc") else "none"
+    return [("driver", driver), ("nvcc", toolkit), ("backend", "not part of this version; the CPU backend is taken")]
+
+
+def _demo_model() -> str:
+    weights = EngineConfig(model=DEMO_MODEL).model_path / "model.safetensors"
+    return f"{weights.stat().st_size / 2**20:.1f} MiB of weights" if weights.exists() else "missing"

@@ -1,0 +1,166 @@
+"""The metrics page: vLLM's names, sums that add up, labels from fixed lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, StageSpan, Usage
+from hydra_engine.errors import Unavailable
+from hydra_engine.observe.metrics import Metrics
+from tests.server.conftest import Served
+from tests.server.stub import example_status
+
+NAMES = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:num_preemptions_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:mm_cache_queries_total",
+    "vllm:mm_cache_hits_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:request_time_per_output_token_seconds_sum",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_queue_time_seconds_bucket",
+    "vllm:request_prefill_time_seconds_bucket",
+    "vllm:request_decode_time_seconds_bucket",
+    "vllm:request_inference_time_seconds_bucket",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:iteration_tokens_total_count",
+    "vllm:cache_config_info",
+    "hydra:request_encode_time_seconds_bucket",
+    "hydra:encoder_items_per_batch_sum",
+    "hydra:encoder_cache_entries",
+    "hydra:stream_busy_ratio",
+    "hydra:admission_rejections_total",
+    "hydra:media_fetch_seconds_count",
+    "hydra:media_decode_seconds_count",
+    "hydra:http_responses_total",
+]
+
+
+def samples(page: bytes) -> list[Sample]:
+    return [sample for family in text_string_to_metric_families(page.decode()) for sample in family.samples]
+
+
+def value(found: Iterable[Sample], name: str, **labels: str) -> float:
+    (match,) = [s for s in found if s.name == name and labels.items() <= s.labels.items()]
+    return match.value
+
+
+def result(reason: FinishReason = FinishReason.STOP, **usage: int) -> Result:
+    counts = {"prompt_tokens": 100, "completion_tokens": 11, "image_tokens": 64, "cached_tokens": 40, "num_images": 2}
+    return Result(
+        request_id="r",
+        text="",
+        token_ids=(),
+        finish_reason=reason,
+        usage=Usage(**(counts | usage)),
+        metrics=RequestMetrics(
+            ttft_s=0.3, tpot_s=0.02, e2e_s=0.5, queue_s=0.1, encode_s=0.05, prefill_s=0.1, decode_s=0.2
+        ),
+        timeline=(StageSpan("fetch", 0, 0.01), StageSpan("encode", 0.1, 0.15), StageSpan("prefill", 0.2, 0.3)),
+    )
+
+
+def test_every_name_is_there() -> None:
+    metrics = Metrics("m")
+    metrics.answered("/v1/models", 200)
+    names = {sample.name for sample in samples(metrics.text(example_status()))}
+    assert [name for name in NAMES if name not in names] == []
+
+
+def test_a_request_is_counted_once_everywhere() -> None:
+    metrics = Metrics("m")
+    metrics.observe(result())
+    page = samples(metrics.text(None))
+    assert value(page, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(page, "vllm:time_to_first_token_seconds_sum") == pytest.approx(0.3)
+    assert value(page, "vllm:time_to_first_token_seconds_bucket", le="0.25") == 0
+    assert value(page, "vllm:time_to_first_token_seconds_bucket", le="0.5") == 1
+    assert value(page, "vllm:inter_token_latency_seconds_count") == 10
+    assert value(page, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.2)
+    assert value(page, "vllm:request_inference_time_seconds_sum") == pytest.approx(0.35)
+    assert value(page, "vllm:request_prompt_tokens_bucket", le="100.0") == 1
+    assert value(page, "vllm:request_prompt_tokens_bucket", le="50.0") == 0
+    assert value(page, "vllm:prefix_cache_queries_total") == 100
+    assert value(page, "vllm:prefix_cache_hits_total") == 40
+    assert value(page, "vllm:mm_cache_queries_total") == 2
+    assert value(page, "vllm:mm_cache_hits_total") == 0
+    assert value(page, "hydra:request_encode_time_seconds_count") == 1
+    assert value(page, "hydra:media_fetch_seconds_sum") == pytest.approx(0.01)
+
+
+def test_failed_requests_count_as_failed_only() -> None:
+    metrics = Metrics("m")
+    metrics.observe(result(FinishReason.ABORT))
+    metrics.observe(result(FinishReason.ERROR))
+    page = samples(metrics.text(None))
+    assert value(page, "vllm:request_success_total", finished_reason="abort") == 1
+    assert value(page, "vllm:request_success_total", finished_reason="error") == 1
+    assert value(page, "vllm:request_success_total", finished_reason="stop") == 0
+    assert value(page, "vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_gauges_follow_the_status() -> None:
+    metrics = Metrics("m")
+    page = samples(metrics.text(example_status()))
+    assert value(page, "vllm:num_requests_running", model_name="m", engine="0") == 3
+    assert value(page, "vllm:num_requests_waiting") == 2
+    assert value(page, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(page, "vllm:generation_tokens_total") == 100
+    assert value(page, "vllm:num_preemptions_total") == 5
+    assert value(page, "vllm:iteration_tokens_total_sum") == 700
+    assert value(page, "vllm:iteration_tokens_total_count") == 70
+    assert value(page, "hydra:encoder_items_per_batch_sum") == 12
+    assert value(page, "vllm:cache_config_info", num_gpu_blocks="100") == 1
+    later = example_status(time_s=14.0, language_busy_s=7.0, vision_busy_s=3.0)
+    page = samples(metrics.text(later))
+    assert value(page, "hydra:stream_busy_ratio", stream="language") == 0.75
+    assert value(page, "hydra:stream_busy_ratio", stream="vision") == 0.25
+
+
+async def test_the_page_over_http(served: Served) -> None:
+    served.engine.status = example_status()
+    for stream in (False, True):
+        async with served.chat(stream=stream) as response:
+            await response.read()
+    served.engine.refusal = Unavailable("full")
+    async with served.chat() as response:
+        assert response.status == 503
+    async with served.get("/no/such/path-7731") as response:
+        assert response.status == 404
+    served.engine.state = "draining"
+    async with served.get("/health") as response:
+        assert response.status == 503
+    async with served.get("/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = await response.read()
+    page = samples(text)
+    assert value(page, "vllm:request_success_total", finished_reason="stop") == 2
+    assert value(page, "vllm:time_to_first_token_seconds_count") == 2
+    assert value(page, "hydra:admission_rejections_total", reason="overloaded") == 1
+    assert value(page, "hydra:admission_rejections_total", reason="draining") == 0
+    assert value(page, "hydra:http_responses_total", route="/v1/chat/completions", status="200") == 2
+    assert value(page, "hydra:http_responses_total", route="unknown", status="404") == 1
+    assert b"7731" not in text and b"chatcmpl" not in text
+
+
+async def test_the_client_s_words_never_become_labels(served: Served) -> None:
+    odd = "zq9 model"
+    async with served.chat(model=odd) as response:
+        assert response.status == 404
+    async with served.get(f"/v1/models/{odd}", headers={"X-Request-Id": "zq9id"}) as response:
+        assert response.status == 404
+    async with served.get("/metrics") as response:
+        assert b"zq9" not in await response.read()
