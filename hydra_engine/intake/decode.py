@@ -1,15 +1,12 @@
-"""Untrusted bytes, Pillow images and arrays to an upright 8-bit RGB picture.
+"""Limits of pictures, held on the header before any pixel exists, and pictures that are in memory already.
 
-Limits hold on the header, before any pixel exists. Alpha lies over white, 16-bit values are scaled, animations give
-their first frame. Pillow's own words never reach an error. Does not know models, resizing or where bytes come from.
+`inspected` is what a stranger's bytes must pass before the decode child sees them. Pillow's own words never reach an
+error. Does not know models, resizing or where bytes come from.
 """
 
 from __future__ import annotations
 
-import io
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,39 +17,10 @@ from PIL import Image
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage
-from hydra_engine.intake.containers import broken, inspect
+from hydra_engine.intake.containers import Container, broken, inspect
+from hydra_engine.intake.pixels import PIL_ERRORS, to_rgb, upright
 
-# What Pillow's plugins raise on broken files: SyntaxError and struct.error from the parsers of chunks, EOFError from
-# missing frames, IndexError, KeyError and TypeError from palettes, zlib.error from compressed text; OSError (with
-# UnidentifiedImageError) and ValueError elsewhere. MemoryError: a picture that this machine cannot hold.
-_PIL_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    MemoryError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
-
-_TRANSPOSITIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _ORIENTATION_TAG = 0x0112
-_SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
-_BAND_PIXELS = 1 << 20
 
 # Pictures this large are decoded one at a time, so memory stays bounded whatever the number of threads.
 _LARGE_PIXELS = 12_000_000
@@ -63,10 +31,24 @@ _loading = threading.Lock()
 
 def probe(data: bytes) -> tuple[int, int]:
     """(width, height) of the upright picture, from the header alone. Raises InvalidImage."""
-    container = inspect(data)
+    return upright_size(inspect(data))
+
+
+def upright_size(container: Container) -> tuple[int, int]:
     if container.orientation >= 5:
         return container.height, container.width
     return container.width, container.height
+
+
+def inspected(data: bytes, limits: MediaConfig) -> Container:
+    """A file that may be decoded. Raises InvalidImage."""
+    if len(data) > limits.max_image_bytes:
+        raise InvalidImage(
+            f"the image has {len(data)} bytes; at most {limits.max_image_bytes} are allowed", code="image_too_large"
+        )
+    container = inspect(data)
+    check_size(container.width, container.height, limits)
+    return container
 
 
 def check_size(width: int, height: int, limits: MediaConfig) -> None:
@@ -85,39 +67,26 @@ def check_size(width: int, height: int, limits: MediaConfig) -> None:
         )
 
 
-def decode(data: bytes, limits: MediaConfig) -> Image.Image:
-    """An encoded file to an upright RGB picture. Raises InvalidImage."""
-    check_bytes(len(data), limits)
-    container = inspect(data)
-    check_size(container.width, container.height, limits)
-    with _room_for(container.width * container.height):
-        try:
-            with Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
-                check_size(*image.size, limits)
-                image.load()
-                return _to_rgb(_upright(image, container.orientation))
-        except _PIL_ERRORS as error:
-            raise broken("its data is damaged or incomplete") from error
-
-
-def check_bytes(num_bytes: int, limits: MediaConfig) -> None:
-    if num_bytes > limits.max_image_bytes:
-        raise InvalidImage(
-            f"the image has {num_bytes} bytes; at most {limits.max_image_bytes} are allowed", code="image_too_large"
-        )
+@contextmanager
+def room_for(num_pixels: int) -> Iterator[None]:
+    """Held while a picture exists in full size."""
+    if num_pixels < _LARGE_PIXELS:
+        yield
+    else:
+        with _large:
+            yield
 
 
 def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:
     """A caller's own picture, which stays as it is; EXIF orientation is applied."""
     check_size(*image.size, limits)
-    with _room_for(image.width * image.height):
-        try:
-            with _loading:
-                own = image.copy()
-                orientation = image.getexif().get(_ORIENTATION_TAG, 1)
-            return _to_rgb(_upright(own, orientation if isinstance(orientation, int) else 1))
-        except _PIL_ERRORS as error:
-            raise broken("the Pillow image cannot be loaded") from error
+    try:
+        with _loading:
+            own = image.copy()
+            orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+        return to_rgb(upright(own, orientation if isinstance(orientation, int) else 1))
+    except PIL_ERRORS as error:
+        raise broken("the Pillow image cannot be loaded") from error
 
 
 def from_array(value: Any, limits: MediaConfig) -> Image.Image:
@@ -130,7 +99,7 @@ def from_array(value: Any, limits: MediaConfig) -> Image.Image:
         if not (pixels.min() >= 0.0 and pixels.max() <= 1.0):  # also false for NaN
             raise broken("arrays of floats must hold values from 0 to 1")
         pixels = np.rint(pixels.astype(np.float32) * 255.0).astype(np.uint8)
-    return _to_rgb(Image.fromarray(np.ascontiguousarray(pixels)))
+    return to_rgb(Image.fromarray(np.ascontiguousarray(pixels)))
 
 
 def _as_numpy(value: Any) -> npt.NDArray[Any]:
@@ -154,47 +123,3 @@ def _channels_last(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if pixels.size == 0:
         raise broken("it has no pixels")
     return pixels
-
-
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    transposition = _TRANSPOSITIONS.get(orientation)
-    return image if transposition is None else image.transpose(transposition)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new image, or the same one where it is RGB without transparency."""
-    if image.mode in _SIXTEEN_BIT_MODES:
-        return _from_sixteen_bits(image)
-    if image.has_transparency_data:
-        return _over_white(image)
-    if image.mode == "RGB":
-        return image
-    return image.convert("RGB")
-
-
-def _from_sixteen_bits(image: Image.Image) -> Image.Image:
-    """Pillow's own conversion would clip at 255."""
-    wide = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
-    return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
-
-
-def _over_white(image: Image.Image) -> Image.Image:
-    """In bands of rows, because a large picture would otherwise exist four times."""
-    result = Image.new("RGB", image.size, "white")
-    rows = max(1, _BAND_PIXELS // image.width)
-    for top in range(0, image.height, rows):
-        bottom = min(top + rows, image.height)
-        band = image.crop((0, top, image.width, bottom))
-        band.info.update(image.info)
-        rgba = band.convert("RGBA")
-        result.paste(rgba.convert("RGB"), (0, top), rgba.getchannel("A"))
-    return result
-
-
-@contextmanager
-def _room_for(num_pixels: int) -> Iterator[None]:
-    if num_pixels < _LARGE_PIXELS:
-        yield
-    else:
-        with _large:
-            yield

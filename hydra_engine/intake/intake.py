@@ -24,11 +24,13 @@ from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from hydra_engine.intake import decode
 from hydra_engine.intake.chat import ChatTemplate, Conversation, ImageRef, parse_messages, user_message
+from hydra_engine.intake.child import Job
 from hydra_engine.intake.fetch import InMemory, MediaFetcher, RemoteImage, Resolve, Source, classify, read_local
 from hydra_engine.intake.pool import WorkerPool
-from hydra_engine.intake.preprocess import process
+from hydra_engine.intake.preprocess import fit_of, payload_of, process
+from hydra_engine.intake.sandbox import Sandbox
 from hydra_engine.intake.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from hydra_engine.specs.base import ImageGeometry, ModelSpec
+from hydra_engine.specs.base import ImageGeometry, ModelSpec, VisionSpec
 
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
 MAX_WAITING_IMAGES = 2048
@@ -79,6 +81,7 @@ class Intake:
         template = tokenizer.chat_template if chat_template_path is None else _read_template(chat_template_path)
         self._template = ChatTemplate(tokenizer, template, image_token)
         self._fetcher = MediaFetcher(media, resolve)
+        self._sandbox = Sandbox()
         self._images = WorkerPool("intake-image", num_workers=media.decode_workers, max_waiting=MAX_WAITING_IMAGES)
         self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
@@ -86,6 +89,7 @@ class Intake:
     async def close(self) -> None:
         self._images.close()
         self._texts.close()
+        self._sandbox.close()
 
     async def prepare(
         self,
@@ -248,14 +252,21 @@ class Intake:
         started_s = self._clock.now()
         value = read_local(source, self._media)
         if isinstance(value, bytes):
-            image = decode.decode(value, self._media)
-        elif isinstance(value, Image.Image):
-            image = decode.from_pil(value, self._media)
+            payload, geometry = self._decode_file(value, vision)
         else:
-            image = decode.from_array(value, self._media)
-        geometry = vision.geometry(image.width, image.height)
-        payload = process(image, vision.preprocess, geometry)
+            from_memory = decode.from_pil if isinstance(value, Image.Image) else decode.from_array
+            image = from_memory(value, self._media)
+            geometry = vision.geometry(image.width, image.height)
+            payload = process(image, vision.preprocess, geometry)
         return payload, geometry, StageSpan("preprocess", started_s, self._clock.now(), tokens=geometry.num_patches)
+
+    def _decode_file(self, data: bytes, vision: VisionSpec) -> tuple[PixelPayload, ImageGeometry]:
+        """The header here, the pixels in a child process."""
+        container = decode.inspected(data, self._media)
+        geometry = vision.geometry(*decode.upright_size(container))
+        with decode.room_for(container.width * container.height):
+            pixels = self._sandbox.render(Job(container, fit_of(vision.preprocess, geometry)))
+        return payload_of(pixels, vision.preprocess, geometry), geometry
 
     # ---- the prompt
 

@@ -80,11 +80,24 @@ class LanguageSpec:
 class VisionSpec(Protocol):
     """A family's tower: geometry and cost. Concrete dataclasses live beside their family."""
 
-    preprocess: PreprocessSpec
-    feature_size: int  # C of the image cache
-    num_planes: int  # feature planes per image (1 but for deepstack models)
-    max_tokens_per_image: int
-    max_patches_per_image: int
+    @property
+    def preprocess(self) -> PreprocessSpec: ...
+
+    @property
+    def feature_size(self) -> int:
+        """C of the image cache."""
+        ...
+
+    @property
+    def num_planes(self) -> int:
+        """Feature planes per image: 1 but for deepstack models."""
+        ...
+
+    @property
+    def max_tokens_per_image(self) -> int: ...
+
+    @property
+    def max_patches_per_image(self) -> int: ...
 
     def geometry(self, width: int, height: int) -> ImageGeometry:
         """Of a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take."""

@@ -7,10 +7,9 @@ tower, because that is how many features there will be; `image_seq_length` of ol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from hydra_engine.errors import CheckpointError, InvalidImage
-from hydra_engine.specs.base import ImageGeometry, ModelSpec, PreprocessSpec, VisionSpec
+from hydra_engine.specs.base import ImageGeometry, ModelSpec, PreprocessSpec
 from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
 from hydra_engine.specs.fields import Fields
 
@@ -107,7 +106,7 @@ def build_llava(architecture: str, config: Fields, generation: Fields | None, im
         family="llava",
         architecture=architecture,
         language=language,
-        vision=cast(VisionSpec, _vision(config, images, language.hidden_size)),
+        vision=_vision(config, images, language.hidden_size),
         image_token_id=config.integer(image_token, at_least=0),
         bos_token_id=tokens.bos_token_id,
         pad_token_id=tokens.pad_token_id,

@@ -5,8 +5,6 @@ Every slot is -1, so nothing is written to a cache and nothing is left behind. D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from hydra_engine.backend.base import Ops, PagedCache
@@ -16,9 +14,7 @@ from hydra_engine.worker.ports import ServedModel
 from hydra_engine.worker.sampler import best_tokens
 
 _SIDE = 224  # pixels; the family's rule makes of it what its tower takes
-_PREFILL = (16,)  # tokens per row
-_DECODE = (1, 1)
-_CONTEXT = 16  # tokens before a decode row
+_MAX_TOKENS = 16  # of the prefill, and before the decode
 
 
 def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device) -> None:
@@ -29,28 +25,19 @@ def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, devic
         model.encode(VisionInput(pixels, (geometry.grid,), slots), cache)
 
 
-def warm_prefill(
-    model: ServedModel, ops: Ops, kv_cache: PagedCache, image_cache: PagedCache | None, device: torch.device
-) -> None:
-    _language_step(model, ops, kv_cache, image_cache, device, counts=_PREFILL, start=0)
-
-
-def warm_decode(
-    model: ServedModel, ops: Ops, kv_cache: PagedCache, image_cache: PagedCache | None, device: torch.device
-) -> None:
-    _language_step(model, ops, kv_cache, image_cache, device, counts=_DECODE, start=_CONTEXT)
-
-
-def _language_step(
+def warm_language(
     model: ServedModel,
     ops: Ops,
     kv_cache: PagedCache,
     image_cache: PagedCache | None,
     device: torch.device,
     *,
-    counts: Sequence[int],
-    start: int,
+    max_model_len: int,
+    decode: bool,
 ) -> None:
+    """One prefill, with an image row where there is an image cache, or two decodes."""
+    length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
+    counts, start = ((1, 1), length) if decode else ((length,), 0)
     lengths = torch.tensor(counts, dtype=torch.int32)
     ends = lengths.cumsum(0, dtype=torch.int32)
     num_tokens = int(ends[-1])
@@ -59,16 +46,16 @@ def _language_step(
     width = -(-int(num_context.max()) // kv_cache.block_size)
     tables = torch.zeros((len(counts), width), dtype=torch.int32)
     plan = ops.plan_attention(torch.cat([torch.zeros(1, dtype=torch.int32), ends]), num_context, tables)
-    merge = image_cache is not None and num_tokens > len(counts)
-    one = torch.zeros(1, dtype=torch.int64, device=device)
+    merge = image_cache is not None and not decode
+    first = torch.zeros(1, dtype=torch.int64, device=device)
     inputs = LanguageInput(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.cat([torch.arange(start, start + count, device=device) for count in counts]),
         slots=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         attention=plan,
         logit_rows=ends.to(device=device, dtype=torch.int64) - 1,
-        image_rows=one if merge else None,
-        image_slots=one if merge else None,
+        image_rows=first if merge else None,
+        image_slots=first if merge else None,
     )
     with torch.inference_mode():
         logits = model.forward(inputs, kv_cache, image_cache)

@@ -29,7 +29,7 @@ from hydra_engine.worker.language_lane import LanguageLane
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
 from hydra_engine.worker.sampler import Recipe
 from hydra_engine.worker.vision_lane import VisionLane
-from hydra_engine.worker.warm_up import warm_decode, warm_prefill, warm_vision
+from hydra_engine.worker.warm_up import warm_language, warm_vision
 
 
 class Worker:
@@ -54,6 +54,7 @@ class Worker:
         self._spec = spec
         self._kv_cache = kv_cache
         self._image_cache = image_cache
+        self._max_model_len = config.max_model_len or spec.max_model_len
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
@@ -121,9 +122,9 @@ class Worker:
             encode = partial(warm_vision, self._model, self._spec.vision, self._image_cache, device)
             jobs.append((self._vision[0], encode))
         if self._language is not None and self._kv_cache is not None:
-            arguments = (self._model, self._backend.ops, self._kv_cache, self._image_cache, device)
-            jobs.append((self._language[0], partial(warm_prefill, *arguments)))
-            jobs.append((self._language[0], partial(warm_decode, *arguments)))
+            step = partial(warm_language, self._model, self._backend.ops, self._kv_cache, self._image_cache, device)
+            for decode in (False, True):
+                jobs.append((self._language[0], partial(step, max_model_len=self._max_model_len, decode=decode)))
         progress(0, len(jobs))
         for done, (lane, job) in enumerate(jobs, start=1):
             _run_and_wait(lane, job)

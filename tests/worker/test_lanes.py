@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,6 +238,13 @@ def test_a_bad_picture_fails_alone(rig: Rig, fill: int, code: str) -> None:
 def test_missing_pixels_fail_their_picture_only(rig: Rig) -> None:
     request, pixels = picture_request(1, 10, 20)
     rig.add(request, pixels[:1])
+    outcomes = rig.vision(rig.item(request, 0), rig.item(request, 1))
+    assert [o.error is None for o in outcomes] == [True, False]
+
+
+def test_pixels_that_are_too_short_fail_their_picture_only(rig: Rig) -> None:
+    request, pixels = picture_request(1, 10, 20)
+    rig.add(request, [pixels[0], replace(pixels[1], data=b"short")])
     outcomes = rig.vision(rig.item(request, 0), rig.item(request, 1))
     assert [o.error is None for o in outcomes] == [True, False]
 

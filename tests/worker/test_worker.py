@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import BackendError
+from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.worker import Worker
 from tests.worker.fakes import FakeModel, Rig, fake_spec, make_picture, make_request
 
@@ -112,4 +114,16 @@ def test_the_role_says_which_lanes_exist(letters: str, lanes: set[str]) -> None:
     assert set(names) == lanes
     worker.warm_up(lambda done, total: None)
     worker.close()
+    rig.worker.close()
+
+
+@pytest.mark.parametrize("max_model_len", [2, 5, 256])
+def test_warm_up_stays_within_the_context(max_model_len: int) -> None:
+    class Bounded(FakeModel):
+        def forward(self, inputs: LanguageInput, *caches: Any) -> torch.Tensor:
+            assert int(inputs.positions.max()) < max_model_len
+            return super().forward(inputs, *caches)
+
+    rig = Rig(Bounded(), spec=fake_spec(max_model_len))
+    rig.worker.warm_up(lambda done, total: None)
     rig.worker.close()

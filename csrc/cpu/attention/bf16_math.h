@@ -12,7 +12,6 @@ namespace hydra::HYDRA_LEVEL {
 struct Bf16Tiles {
   using Stored = bf16_t;
   using Element = bf16_t;
-  static constexpr int kKeyStep = 32;
   static constexpr int kChunk = 32;  // dimensions per vector
 
   static constexpr int64_t query_width(int64_t dim) { return (dim + kChunk - 1) / kChunk * kChunk; }

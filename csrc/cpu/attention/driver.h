@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "cpu/attention/attention.h"
 #include "cpu/scratch.h"
@@ -41,19 +42,28 @@ HYDRA_INLINE vf exp2_of(vf x) {
   return x != x ? x : value;
 }
 
-HYDRA_INLINE vi lane_numbers() {
-  vi lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  return lanes;
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+// Lanes [count, kLanes) become minus infinity.
+template <int... kLane>
+HYDRA_INLINE vf hide_behind(vf value, int count, std::integer_sequence<int, kLane...>) {
+  const vi number = {kLane...};
+  return number < (vi{} + count) ? value : splat(-INFINITY);
+}
+
+// In every lane the larger of itself and its partner, `kDistance` away.
+template <int kDistance, int... kLane>
+HYDRA_INLINE vf larger_of_pairs(vf value, std::integer_sequence<int, kLane...>) {
+  constexpr vi kPartner = {(kLane ^ kDistance)...};
+  const vf partner = __builtin_shuffle(value, kPartner);
+  return partner > value ? partner : value;
 }
 
 HYDRA_INLINE float largest(vf value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
-  }
-  return lanes[0];
+  if constexpr (kLanes > 8) value = larger_of_pairs<8>(value, Lanes());
+  if constexpr (kLanes > 4) value = larger_of_pairs<4>(value, Lanes());
+  value = larger_of_pairs<2>(value, Lanes());
+  return larger_of_pairs<1>(value, Lanes())[0];
 }
 
 // State of the columns of one KV head.
@@ -65,22 +75,21 @@ struct Columns {
   float* total;               // [columns][kLanes]: running sum of weights
 };
 
-constexpr int kTileVectors = kKeyTile / kLanes;
-
-// Scores of one column with a key tile -> weights relative to the new largest score; rescales the column's state.
-// `visible` keys of the tile count, the rest gets weight 0. `groups` vectors of the tile hold keys.
-template <class Math>
-HYDRA_INLINE void weigh_column(const float* scores, typename Math::Element* weights, int visible, int groups,
-                               float factor, float* sums, int64_t sums_width, float* top, float* total) {
-  const vf hidden = splat(-INFINITY);
-  const vi lanes = lane_numbers();
-  vf score[kTileVectors];
+// Scores of one column with the first kGroups vectors of a key tile -> weights relative to the new largest score;
+// rescales the column's state. The first `visible` keys count, the rest gets weight 0.
+template <class Math, int kGroups>
+HYDRA_INLINE void weigh_groups(const float* scores, typename Math::Element* weights, int visible, float factor,
+                               float* sums, int64_t sums_width, float* top, float* total) {
+  vf score[kGroups];
   vf best = splat(*top);
-  for (int i = 0; i < groups; ++i) {
-    score[i] = load(scores + i * kLanes);
-    if ((i + 1) * kLanes > visible) score[i] = lanes + i * kLanes < (vi{} + visible) ? score[i] : hidden;
-    best = score[i] > best ? score[i] : best;
+#pragma GCC unroll 16
+  for (int i = 0; i < kGroups; ++i) score[i] = load(scores + i * kLanes);
+  if (visible < kGroups * kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroups; ++i) score[i] = hide_behind(score[i], visible - i * kLanes, Lanes());
   }
+#pragma GCC unroll 16
+  for (int i = 0; i < kGroups; ++i) best = score[i] > best ? score[i] : best;
   const float new_top = largest(best);
   vf sum = load(total);
   if (new_top != *top) {
@@ -90,12 +99,24 @@ HYDRA_INLINE void weigh_column(const float* scores, typename Math::Element* weig
     *top = new_top;
   }
   const vf scale = splat(factor), offset = splat(-new_top * factor);
-  for (int i = 0; i < groups; ++i) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kGroups; ++i) {
     const vf weight = exp2_of(fused_multiply_add(score[i], scale, offset));
     sum += weight;
     Math::store_weights(weights + i * kLanes, weight);
   }
   store(total, sum);
+}
+
+// Of the tile's `used` keys. Half tiles save work at the end of a context.
+template <class Math>
+HYDRA_INLINE void weigh_column(const float* scores, typename Math::Element* weights, int visible, int used,
+                               float factor, float* sums, int64_t sums_width, float* top, float* total) {
+  if (used == kKeyTile) {
+    weigh_groups<Math, kKeyTile / kLanes>(scores, weights, visible, factor, sums, sums_width, top, total);
+  } else {
+    weigh_groups<Math, kKeyTile / 2 / kLanes>(scores, weights, visible, factor, sums, sums_width, top, total);
+  }
 }
 
 template <class Math>
@@ -244,7 +265,7 @@ struct Driver {
   HYDRA_TARGET void visit(int64_t head, int64_t begin, int count, int slot) {
     const Stored* k[kKeyTile];
     const Stored* v[kKeyTile];
-    const int used = (count + Math::kKeyStep - 1) / Math::kKeyStep * Math::kKeyStep;
+    const int used = (count + kKeyTile / 2 - 1) / (kKeyTile / 2) * (kKeyTile / 2);
     for (int j = 0; j < used; ++j) {
       // A slot behind the last key may hold anything, NaN included, which a weight of 0 would not silence.
       k[j] = j < count ? reinterpret_cast<const Stored*>(k_rows[slot][j]) + head * dim : zeros;
@@ -260,7 +281,7 @@ struct Driver {
       for (int row = 0; row < rows; ++row) {
         const int64_t c = first + row;
         const int visible = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limit(c) - begin, count)));
-        weigh_column<Math>(scores + row * kKeyTile, weights + row * kKeyTile, visible, used / kLanes, factor,
+        weigh_column<Math>(scores + row * kKeyTile, weights + row * kKeyTile, visible, used, factor,
                            state.sums + c * sums_width, sums_width, state.top + c, state.total + c * kLanes);
       }
       Math::multiply_values(weights, rows, values, used, dim, state.sums + first * sums_width);

@@ -10,30 +10,33 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// rows[i][j] <-> rows[j][i], in log2(kLanes) rounds of exchanges between rows whose numbers differ in one bit.
-HYDRA_INLINE void transpose(vf* rows) {
-#pragma GCC unroll 4
-  for (int bit = 1; bit < kLanes; bit *= 2) {
-    vi lower, upper;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      lower[lane] = lane & bit ? kLanes + lane - bit : lane;
-      upper[lane] = lane & bit ? kLanes + lane : lane + bit;
-    }
+// Exchanges between rows whose numbers differ in `kBit`: afterwards the lane's bit has taken the place of the row's bit.
+// The index vectors must be constants, from which the compiler picks unpack and permute instructions.
+template <int kBit, int... kLane>
+HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
+  constexpr vi kLower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
+  constexpr vi kUpper = {(kLane & kBit ? kLanes + kLane : kLane + kBit)...};
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & bit) continue;
-      const vf a = rows[i], b = rows[i + bit];
-      rows[i] = __builtin_shuffle(a, b, lower);
-      rows[i + bit] = __builtin_shuffle(a, b, upper);
-    }
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kBit) continue;
+    const vf a = rows[i], b = rows[i + kBit];
+    rows[i] = __builtin_shuffle(a, b, kLower);
+    rows[i + kBit] = __builtin_shuffle(a, b, kUpper);
   }
+}
+
+// rows[i][j] <-> rows[j][i].
+HYDRA_INLINE void transpose(vf* rows) {
+  exchange<1>(rows, Lanes());
+  exchange<2>(rows, Lanes());
+  if constexpr (kLanes > 4) exchange<4>(rows, Lanes());
+  if constexpr (kLanes > 8) exchange<8>(rows, Lanes());
 }
 
 template <class T>
 struct FloatMath {
   using Stored = T;
   using Element = float;
-  static constexpr int kKeyStep = 16;
   static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block
   static constexpr int kRows = 4;
 

@@ -165,8 +165,9 @@ HYDRA_TARGET void multiply_few(const LinearCall& call, const LinearPart& part) {
   }
   if (panel < part.panel_end) {
     zero_sums();
-    add_blocks<false>({x, call.x_stride, kPanel}, w, blocks);
-    if (tails) add_blocks<false>({tails, kPanel, kBlock}, w + blocks * kBlock, 1);
+    Prefetch none{};
+    add_blocks<false>({x, call.x_stride, kPanel}, w, blocks, none);
+    if (tails) add_blocks<false>({tails, kPanel, kBlock}, w + blocks * kBlock, 1, none);
     store_sums<false>(sums);
     finish_block(call, sums, kPanel, part.row_begin, count, panel);
   }
@@ -178,12 +179,19 @@ struct Unfinished {
   int64_t panel = 0;
 };
 
+// The next chunk of weights lies `distance` bytes behind the current one; a row block fetches `lines` cache lines per
+// k block, after the `skip` bytes per k block of the row blocks before it, so that all of them together fetch it once.
+struct Ahead {
+  int64_t distance, skip;
+  int lines;
+};
+
 // One row block x panels [panel_begin, panel_end) x k blocks [begin, end). sums: one [32][32] per panel, which hold the
 // sums of the blocks before `begin`. A panel's epilogue runs while the tiles work on the next panel.
 template <bool kTwoRowTiles>
 HYDRA_TARGET void multiply_row_block(const LinearCall& call, const TileRows& rows, int64_t row, int count,
                                      int64_t panel_begin, int64_t panel_end, int64_t begin, int64_t end,
-                                     float* sums) {
+                                     float* sums, const Ahead& ahead) {
   const int64_t stride = call.weight.panel_elements(), half = (end - begin) / 2;
   const bool first = begin == 0, last = end == stride / kBlock;
   const TileRows x{rows.base + begin * rows.block_step, rows.row_stride, rows.block_step};
@@ -199,9 +207,10 @@ HYDRA_TARGET void multiply_row_block(const LinearCall& call, const TileRows& row
     } else {
       load_sums<kTwoRowTiles>(panel_sums);
     }
-    add_blocks<kTwoRowTiles>(x, w, half);
+    Prefetch prefetch{reinterpret_cast<const char*>(w) + ahead.distance + ahead.skip * (end - begin), ahead.lines};
+    add_blocks<kTwoRowTiles>(x, w, half, prefetch);
     if (before.sums) finish_block(call, before.sums, kPanel, row, count, before.panel);
-    add_blocks<kTwoRowTiles>(x_half, w + half * kBlock, end - begin - half);
+    add_blocks<kTwoRowTiles>(x_half, w + half * kBlock, end - begin - half, prefetch);
     store_sums<kTwoRowTiles>(panel_sums);
     if (last) before = {panel_sums, panel};
   }
@@ -225,6 +234,9 @@ HYDRA_TARGET void multiply_many(const LinearCall& call, const LinearPart& part) 
     const int64_t panel_end = std::min(panel + kPanelsPerChunk, part.panel_end);
     for (int64_t outer_begin = 0; outer_begin < blocks; outer_begin += outer) {
       const int64_t outer_end = std::min(outer_begin + outer, blocks);
+      const bool more_k = outer_end < blocks, more = more_k || panel_end < part.panel_end;
+      const int64_t distance = more_k ? outer * kBlock : kPanelsPerChunk * blocks * kBlock - outer_begin * kBlock;
+      const int lines = more ? static_cast<int>(ceil_div(kBlock * 2 / 64, row_blocks)) : 0;
       for (int64_t index = 0; index < row_blocks; ++index) {
         const int64_t row = part.row_begin + index * kRowBlock;
         const int count = static_cast<int>(std::min<int64_t>(kRowBlock, part.row_end - row));
@@ -236,7 +248,7 @@ HYDRA_TARGET void multiply_many(const LinearCall& call, const LinearPart& part) 
         const auto multiply = count > kTile ? multiply_row_block<true> : multiply_row_block<false>;
         for (int64_t begin = outer_begin; begin < outer_end; begin += inner) {
           multiply(call, rows, row, count, panel, panel_end, begin, std::min(begin + inner, outer_end),
-                   sums + index * sums_step);
+                   sums + index * sums_step, {distance * 2, index * lines * 64, lines});
         }
       }
     }

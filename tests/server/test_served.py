@@ -1,0 +1,220 @@
+"""The whole thing as a person starts it: `hydra-engine serve demo` in a process, real HTTP, real answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "hydra_engine" / "demo"
+QUESTIONS = json.loads((DEMO / "questions.json").read_text(encoding="utf-8"))
+
+
+class Served:
+    """One server process; `url` is where it answers."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1", *arguments]
+        environment = dict(os.environ, HYDRA_FAULTS="1")
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+        assert self.process.stderr is not None
+        self.log: list[str] = []
+        for line in self.process.stderr:
+            self.log.append(line)
+            if line.startswith("ready on "):
+                self.url = line.split()[-1]
+                break
+        else:
+            raise AssertionError("".join(self.log))
+        # Somebody must read on, or a full pipe would stop the server.
+        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or []), daemon=True)
+        self._reader.start()
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return json.loads(response.read() or b"null")
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(40)
+        self._reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    server = Served()
+    yield server
+    server.end()
+    assert server.process.returncode == 0
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def content_of(question: dict[str, Any]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": question["question"]}]
+    if question["picture"]:
+        data = base64.b64encode((DEMO / question["picture"]).read_bytes()).decode()
+        parts.insert(0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
+    return parts
+
+
+def at_rest(served: Served) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        report = served.get("/debug/ledger")
+        if report.get("at_rest"):
+            return
+        assert time.monotonic() < deadline, report
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q["question"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_right_answers(client: openai.OpenAI, question: dict[str, Any], stream: bool) -> None:
+    messages: Any = [{"role": "user", "content": content_of(question)}]
+    if stream:
+        chunks = client.chat.completions.create(model="demo", messages=messages, temperature=0, stream=True)
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    else:
+        answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+        assert answer.choices[0].finish_reason == "stop"
+        text = answer.choices[0].message.content or ""
+    assert text == question["answer"]
+
+
+def test_completions_and_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list().data] == ["demo"]
+    completion = client.completions.create(model="demo", prompt="What is", max_tokens=5, temperature=0)
+    assert completion.usage is not None and completion.usage.completion_tokens <= 5
+
+
+def test_errors_reach_the_client_as_its_own_classes(client: openai.OpenAI) -> None:
+    broken: Any = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": broken}])
+    assert caught.value.code in ("image_decode_failed", "unsupported_image_format")
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+    private: Any = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": private}])
+    assert caught.value.code == "media_url_forbidden"
+    local: Any = [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": local}])
+
+
+def test_a_client_that_leaves_frees_everything(served: Served, client: openai.OpenAI) -> None:
+    for read in (0, 3):
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Hello"}],
+            stream=True,
+            max_tokens=1500,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in zip(range(read), stream, strict=False):
+            pass
+        stream.close()
+        at_rest(served)
+
+
+def test_the_readme_commands_work_as_pasted(served: Served) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [b for b in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "curl" in b]
+    blocks = [b.replace("http://127.0.0.1:8000", served.url) for b in blocks]
+    outputs = [subprocess.run(["bash", "-c", b], capture_output=True, text=True, cwd=ROOT, timeout=60) for b in blocks]
+    assert len(outputs) == 2 and all(o.returncode == 0 for o in outputs)
+    assert json.loads(outputs[0].stdout)["choices"][0]["message"]["content"] == "Two plus three is five."
+    assert outputs[1].stdout.rstrip().endswith("data: [DONE]")
+    scripts = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        code = script.replace("http://127.0.0.1:8000", served.url)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "There" in done.stdout or "star" in done.stdout
+
+
+def test_sigterm_lets_a_stream_finish_and_exits_zero() -> None:
+    served = Served()
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Hello"}],
+            stream=True,
+            max_tokens=400,
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [next(iter(stream))]
+        served.process.send_signal(signal.SIGTERM)
+        with pytest.raises((urllib.error.HTTPError, urllib.error.URLError)):
+            for _ in range(200):
+                served.get("/health")
+                time.sleep(0.01)
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+    assert served.process.wait(40) == 0
+    served.end()
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    served = Served()
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Hello"}],
+            stream=True,
+            max_tokens=1900,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(10) != 0
+        stream.close()
+    served.end()
+
+
+def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hydra_engine", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_start_faults_are_one_sentence_and_an_exit_code(served: Served, tmp_path: Path) -> None:
+    port = served.url.rsplit(":", 1)[1]
+    for arguments, code, words in (
+        (["demo", "--port", port], 4, "cannot listen"),
+        ([str(tmp_path), "--port", "0"], 3, "config.json"),
+        (["demo", "--port", "0", "--device", "cuda:0"], 5, "CUDA"),
+        (["demo", "--port", "0", "--topology", "E+X"], 2, "topology"),
+        (["demo", "--port", "0", "--num-kv-blocks", "1"], 4, "KV"),
+    ):
+        done = run_serve(*arguments)
+        assert done.returncode == code, (arguments, done.stderr)
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("hydra-engine: ") and words in last, last
+        assert "Traceback" not in done.stderr
