@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import resource
+import signal
 import socket
 import struct
 import sys
 import time
-from typing import BinaryIO, NamedTuple
+from io import BufferedRWPair
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -35,10 +37,14 @@ class Job(NamedTuple):
     def pack(self) -> bytes:
         """The header of the frame; `container.data` follows it."""
         format, width, height, orientation, data = self.container
-        return _HEADER.pack(_FORMATS.index(format), orientation, width, height, *self.target, len(data))
+        target = self.target
+        return _HEADER.pack(
+            *(_FORMATS.index(format), orientation, width, height),
+            *(target.width, target.height, target.shortest_edge, target.resample, len(data)),
+        )
 
 
-def read_job(stream: BinaryIO) -> Job | None:
+def read_job(stream: BufferedRWPair) -> Job | None:
     """The next job; None when the other side has gone."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
@@ -47,7 +53,8 @@ def read_job(stream: BinaryIO) -> Job | None:
     data = stream.read(num_bytes)
     if len(data) < num_bytes:
         return None
-    fitted = Fit(*target[:3], Image.Resampling(target[3]))
+    out_width, out_height, shortest_edge, resample = target
+    fitted = Fit(out_width, out_height, shortest_edge, Image.Resampling(resample))
     return Job(Container(_FORMATS[format], width, height, orientation, data), fitted)
 
 
@@ -55,6 +62,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # draining is the parent's business; its end closes the socket
     with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rwb") as stream:
         Image.init()
         stream.write(DONE)  # started

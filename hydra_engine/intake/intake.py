@@ -86,6 +86,11 @@ class Intake:
         self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
 
+    async def warm_up(self) -> None:
+        """Optional, before the first request: what the first picture would otherwise wait for."""
+        if self._spec.vision is not None:
+            await self._images.run(self._sandbox.warm_up)
+
     async def close(self) -> None:
         self._images.close()
         self._texts.close()

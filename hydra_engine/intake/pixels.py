@@ -54,8 +54,8 @@ _SIXTEEN_TO_EIGHT = [(value + 128) // 257 for value in range(1 << 16)]
 
 
 class Fit(NamedTuple):
-    """From a picture's size to width x height: so that its shorter side becomes `shortest_edge` and then the middle, or,
-    where that is 0, straight."""
+    """What becomes of a picture: its shorter side gets `shortest_edge` pixels and the middle is cut out; or, where that is
+    0, it is stretched to width x height."""
 
     width: int
     height: int

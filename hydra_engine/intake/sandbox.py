@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra_engine.errors import Unavailable
-from hydra_engine.intake.child import DONE, Job
+from hydra_engine.intake.child import BROKEN, DONE, Job
 from hydra_engine.intake.containers import broken
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 30.0
 ANSWER_SECONDS = 30.0  # the child's own limit is CPU time; this one is for a child that sleeps
 
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "PYTHONPATH")
 _COMMAND = (sys.executable, "-m", "hydra_engine.intake.child")
 
 
@@ -50,6 +51,10 @@ class Sandbox:
             raise broken("its data is damaged or incomplete")
         return pixels
 
+    def warm_up(self) -> None:
+        """Blocking. Starts the first child, so that the first picture does not wait for it."""
+        self._give_back(self._take())
+
     def close(self) -> None:
         """Ends the idle children now and the busy ones after their job."""
         with self._lock:
@@ -60,8 +65,11 @@ class Sandbox:
 
     def _take(self) -> _Child:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_alive:
+                    return child
+                child.end()
         try:
             return _Child(self._command)
         except (OSError, EOFError) as error:
@@ -75,11 +83,16 @@ class Sandbox:
         child.end()
 
 
+def _environment() -> dict[str, str]:
+    """What an interpreter needs and no secrets."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    package_parent = str(Path(__file__).parents[2])
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, kept.get("PYTHONPATH")]))}
+
+
 class _Child:
     def __init__(self, command: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
-        package_parent = str(Path(__file__).parents[2])
-        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -88,7 +101,7 @@ class _Child:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": search_path},
+                    env=_environment(),
                     start_new_session=True,  # a terminal's Ctrl-C is the parent's business
                 )
         except OSError:
@@ -102,13 +115,20 @@ class _Child:
             self.end()
             raise
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def render(self, job: Job, seconds: float) -> bytes | None:
         """None when the picture is broken. Raises OSError or EOFError when the child is."""
         self._socket.settimeout(seconds)
         self._socket.sendall(job.pack())
         self._socket.sendall(job.container.data)
-        if self._read(1) != DONE:
+        verdict = self._read(1)
+        if verdict == BROKEN:
             return None
+        if verdict != DONE:
+            raise EOFError
         return self._read(job.target.width * job.target.height * 3)
 
     def end(self) -> int:

@@ -28,8 +28,8 @@ class LanguagePlanner:
         """The next step, or None if nothing can run."""
         rows = [_decode_row(state, self._kv.tables[state.request.id]) for state in self._ready_decodes(now)]
         budget = self._budgets.language(len(rows))
-        budget, promised = self._continue_prefills(rows, budget, now)
-        self._start_prefills(rows, budget, promised, now)
+        budget, short = self._continue_prefills(rows, budget, now)
+        self._start_prefills(rows, budget, short, now)
         return LanguagePlan(step_id, tuple(rows)) if rows else None
 
     # ---- decodes
@@ -57,27 +57,28 @@ class LanguagePlanner:
 
     # ---- running prefills
 
-    def _continue_prefills(self, rows: list[LanguageRow], budget: int, now: float) -> tuple[int, int]:
-        """Adds chunks; returns the budget left and the blocks that running prefills will still need. What stands
-        before an image is promised nothing, so that nobody waits on its account."""
-        promised = 0
+    def _continue_prefills(self, rows: list[LanguageRow], budget: int, now: float) -> tuple[int, RequestState | None]:
+        """Adds chunks; returns the budget left and the prefill that lacks blocks, if there is one.
+
+        A prefill that has more to compute uses up the budget, so whoever starts in the rest of it finds the blocks of
+        all others taken; one that stands before an image keeps nothing free and holds nobody up.
+        """
         for state in list(self._book.prefilling):
             if state.request.id not in self._book.prefilling:
                 continue  # gave way to an older one just now
             timeline = self._book.timelines[state.request.id]
+            chunk = min(state.num_computable - state.num_computed, budget)
             if policy.is_stalled(state):
                 timeline.cause = "images"
-                continue
-            chunk = min(state.num_computable - state.num_computed, budget)
-            if not chunk:
+            elif not chunk:
                 timeline.cause = "budget"
             elif self._grow_for_chunk(state, state.num_computed + chunk, now):
                 rows.append(self._chunk_row(state, chunk))
                 budget -= chunk
             else:
                 timeline.cause = "kv blocks"
-            promised += self._kv.tables[state.request.id].missing(state.num_tokens)
-        return budget, promised
+                return budget, state  # it has taken what younger prefills had
+        return budget, None
 
     def _grow_for_chunk(self, state: RequestState, num_tokens: int, now: float) -> bool:
         """Room for a chunk, from younger prefills if need be. Decodes are left alone: they have their rows already
@@ -94,8 +95,9 @@ class LanguagePlanner:
 
     # ---- waiting requests
 
-    def _start_prefills(self, rows: list[LanguageRow], budget: int, promised: int, now: float) -> None:
-        """Admits waiting requests while budget, sequences and blocks last.
+    def _start_prefills(self, rows: list[LanguageRow], budget: int, short: RequestState | None, now: float) -> None:
+        """Admits waiting requests while budget, sequences and blocks last; none younger than a running prefill that is
+        `short` of blocks.
 
         A request that lacks blocks may be passed by younger ones `max_bypass` times; then nobody passes it, and what
         is freed is saved for it. Every running decode keeps room for one more block, or admitting would only lead to
@@ -107,8 +109,8 @@ class LanguagePlanner:
         head = book.encoding.oldest()
         passed: list[RequestState] = []
         for state in policy.candidates(list(book.waiting), book.encoding, limit):
-            if not budget:
-                book.timelines[state.request.id].cause = "budget"
+            if not budget or (short is not None and state.order > short.order):
+                book.timelines[state.request.id].cause = "budget" if not budget else "kv blocks"
                 return
             is_early = state.waits_for_images
             if is_early:
@@ -116,7 +118,7 @@ class LanguagePlanner:
                 if not allowed or not state.num_computable:
                     continue
             insists = policy.may_insist(state, head=state is head)
-            if not self._has_room(state, promised, insists, now):
+            if not self._has_room(state, insists, now):
                 book.timelines[state.request.id].cause = "kv blocks" if insists else "images"
                 if not insists:
                     continue
@@ -126,7 +128,7 @@ class LanguagePlanner:
                     return
                 continue
             chunk = min(state.num_computable, budget)
-            promised += self._admit(state, chunk, stalls=is_early)
+            self._admit(state, chunk)
             rows.append(self._chunk_row(state, chunk))
             budget -= chunk
             num_early += is_early
@@ -138,25 +140,23 @@ class LanguagePlanner:
     def _is_full(self) -> bool:
         return len(self._kv.tables) >= self._max_seqs
 
-    def _has_room(self, state: RequestState, promised: int, insists: bool, now: float) -> bool:
+    def _has_room(self, state: RequestState, insists: bool, now: float) -> bool:
         """A free place among the sequences and blocks for all that the request has to prefill; who insists takes them
         from younger prefills that stand before an image."""
         demand = self._kv.blocks_for(policy.kv_tokens_to_admit(state))
-        while self._is_full() or self._kv.num_free - promised - len(self._book.decoding) < demand:
+        while self._is_full() or self._kv.num_free - len(self._book.decoding) < demand:
             victim = policy.stalled_younger_than(state, self._book.prefilling) if insists else None
             if victim is None:
                 return False
             self._book.preempt(victim, now)
         return True
 
-    def _admit(self, state: RequestState, chunk: int, *, stalls: bool) -> int:
-        """Grants the blocks of the first chunk (after a preemption: of everything) and returns how many are promised
-        for later chunks."""
+    def _admit(self, state: RequestState, chunk: int) -> None:
+        """Grants the blocks of the first chunk; after a preemption those of everything."""
         granted = self._grow(state, state.max_tokens if state.num_preemptions else chunk)
         assert granted, "room was found and is gone"
         state.num_bypassed = 0
         self._book.place(state)
-        return 0 if stalls else self._kv.tables[state.request.id].missing(state.num_tokens)
 
     # ---- rows
 

@@ -17,8 +17,7 @@ MAX_PASSED = 16  # requests without room that a step looks past; bounds the time
 
 
 def sequence_limit(max_num_seqs: int, token_budget: int) -> int:
-    """Requests that may hold KV blocks. With no more of them than tokens in a step, every decode gets its token and the
-    oldest prefill at least one."""
+    """Requests that may hold KV blocks: no more than a step has tokens, so that a running prefill always gets one."""
     return min(max_num_seqs, token_budget)
 
 

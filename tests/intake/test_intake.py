@@ -195,7 +195,7 @@ async def test_counts_and_addresses_are_checked_before_anything_opens(
     kitchen = make_intake(media={"max_images": 3})
     opened = []
     monkeypatch.setattr(fetch.MediaFetcher, "fetch", lambda self, source: opened.append(source))
-    monkeypatch.setattr(decode, "decode", lambda *args: opened.append(args))
+    monkeypatch.setattr(decode, "inspected", lambda *args: opened.append(args))
     for images in (["http://h.test/a"] * 1000, [b"x"] * 4, ["data:image/png;base64,AAAA"] * 1000):
         begin = time.perf_counter()
         with pytest.raises(InvalidRequest) as caught:
@@ -384,6 +384,7 @@ async def test_one_failure_stops_the_other_pictures(make_intake: Any, monkeypatc
 
 async def test_the_loop_stays_free_while_large_pictures_are_read(make_intake: Any, encoded: Encode) -> None:
     kitchen = make_intake()
+    webp = encoded(Image.new("RGBA", (2000, 2000), (9, 9, 9, 9)), "WEBP", lossless=True, method=0)
     url = data_url(encoded(Image.effect_noise((3000, 2500), 50), "JPEG", quality=90))
     lags: list[float] = []
 
@@ -394,7 +395,7 @@ async def test_the_loop_stays_free_while_large_pictures_are_read(make_intake: An
             lags.append(time.perf_counter() - begin - 0.005)
 
     watcher = asyncio.create_task(watch())
-    await kitchen.prepare("x", [url] * 3)
+    await kitchen.prepare("x", [url, webp, url])
     watcher.cancel()
     assert len(lags) > 5 and sorted(lags)[len(lags) * 9 // 10] < 0.05
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
 from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
 from hydra_engine.server.runner import listen
-
 from tests.server.stub import StubEngine
 
 
@@ -43,6 +43,12 @@ class Served:
 
 def chat_body(text: str = "one two three", **fields: Any) -> dict[str, Any]:
     return {"model": "stub", "messages": [{"role": "user", "content": text}], **fields}
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 2.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)
 
 
 Serve = Callable[..., Awaitable[Served]]

@@ -7,18 +7,11 @@ import json
 import logging
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Serve, Served, chat_body
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 2.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.server.conftest import Serve, Served, chat_body, until
 
 
 def request_bytes(**fields: Any) -> bytes:

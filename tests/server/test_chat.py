@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from hydra_engine import __version__
-
 from tests.server.conftest import Served, chat_body
 
 
@@ -111,7 +110,7 @@ async def test_metrics_and_timeline_when_asked(served: Served) -> None:
         "cause": None,
     }
     *chunks, _ = await raw_stream(served, return_metrics=True)
-    with_metrics = [chunk for chunk in map(lambda c: json.loads(c[6:]), chunks) if "metrics" in chunk]
+    with_metrics = [chunk for chunk in (json.loads(event[6:]) for event in chunks) if "metrics" in chunk]
     assert len(with_metrics) == 1
     assert with_metrics[0]["choices"][0]["finish_reason"] == "stop"
 

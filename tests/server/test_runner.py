@@ -22,8 +22,9 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ResourceError
 from hydra_engine.server.app import build_app
 from hydra_engine.server.runner import listen
-from tests.server.conftest import Served, chat_body
+from tests.server.conftest import Served, chat_body, until
 from tests.server.stub import StubEngine
+from tests.server.test_cancel import request_bytes
 
 SCRIPT = """
 import asyncio, json, logging, sys
@@ -53,14 +54,11 @@ sys.exit(code)
 
 
 class ServerProcess:
-    def __init__(self, port: int, **options: object) -> None:
+    def __init__(self, port: int, config: dict[str, object] | None = None, **options: object) -> None:
         root = Path(__file__).parents[2]
         self.url = f"http://127.0.0.1:{port}"
-        arguments = {
-            "engine": {},
-            **options,
-            "config": {"port": port, "shutdown_timeout_s": 5, **options.get("config", {})},
-        }  # type: ignore[dict-item]
+        server = {"port": port, "shutdown_timeout_s": 5, **(config or {})}
+        arguments = {"engine": {}, **options, "config": server}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, json.dumps(arguments)],
             cwd=root,
@@ -112,7 +110,7 @@ async def test_a_taken_port_is_a_resource_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ResourceError, match="cannot listen on .*address already in use") as raised:
+        with pytest.raises(ResourceError, match=r"cannot listen on .*address already in use") as raised:
             await listen(build_app(StubEngine(), ServerConfig()), "127.0.0.1", taken.getsockname()[1])
     assert raised.value.exit_code == 4
 
@@ -135,8 +133,7 @@ def test_health_answers_while_the_model_loads_and_signals_drain(port: int, proce
             response = await http.post(server.url + "/v1/chat/completions", json=chat_body("a b c d e", stream=True))
             await response.content.readuntil(b'"content":"a"')
             server.process.send_signal(signal.SIGTERM)
-            while server.status("/health") == 200:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.status("/health") == 503)
             async with http.post(server.url + "/v1/chat/completions", json=chat_body()) as refused:
                 assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
                 assert "Retry-After" in refused.headers
@@ -176,9 +173,7 @@ def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess])
     processes.append(server)
     server.wait_until("/health", 200)
     with socket.create_connection(("127.0.0.1", port)) as client:
-        body = json.dumps(chat_body()).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
+        client.sendall(request_bytes())
         time.sleep(0.2)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until("/health", 503)
@@ -210,8 +205,7 @@ def test_the_server_ends_when_its_engine_is_lost(port: int, processes: list[Serv
 async def test_expiry_reaches_requests_at_every_stage(served: Served) -> None:
     served.engine.intake_s = 30
     in_intake = asyncio.create_task(served.http.post(served.url + "/v1/chat/completions", json=chat_body()))
-    while served.lifecycle.num_running < 1:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.lifecycle.num_running == 1)
     served.engine.intake_s, served.engine.token_s = 0, 30
     in_decode = await served.http.post(served.url + "/v1/chat/completions", json=chat_body(stream=True))
     await in_decode.content.readuntil(b'"content":"one"')

@@ -58,17 +58,15 @@ def test_no_more_requests_hold_kv_blocks_than_max_num_seqs() -> None:
     assert s.language() == [(2, 3), (3, 3)]
 
 
-def test_with_fewer_tokens_in_a_step_than_sequences_every_decode_still_gets_its_token() -> None:
+def test_with_fewer_tokens_in_a_step_than_sequences_every_running_request_still_gets_one() -> None:
     s = Stepper(token_budget=3, max_num_seqs=8)
-    for number in range(6):
-        s.add(number, 2)
-    for _ in range(40):
-        plan = s.plan_language()
-        if plan is None:
-            break
-        running = len(s.scheduler._book.decoding)
-        assert plan.num_tokens <= 3 and plan.num_decodes == running
-        s.end_language(plan)
+    s.add(1, 1, Img(6), 1, max_new=2)
+    for number in range(2, 8):
+        s.add(number, 1, max_new=30)
+    assert s.language() == [(1, 1), (2, 1), (3, 1)]
+    assert s.language() == [(2, 1), (3, 1)]
+    s.vision()
+    assert s.language() == [(2, 1), (3, 1), (1, 1)]
     s.finish_all()
 
 
@@ -234,6 +232,20 @@ def test_prefill_chunks_never_preempt_decodes() -> None:
     assert s.language() == [(1, 16)]
     s.finish_all()
     assert s.scheduler.stats().num_preemptions == 0
+
+
+def test_nobody_younger_starts_while_a_running_prefill_lacks_blocks() -> None:
+    s = Stepper(kv_blocks=8, token_budget=32)
+    s.add(1, 4, Img(12), 4, max_new=4)
+    s.add(2, 8, max_new=20)
+    assert s.language() == [(1, 4), (2, 8)]
+    while len(s.tokens[2]) < 10:
+        s.language()
+    s.vision()
+    s.add(3, 1, max_new=1)
+    assert s.scheduler._book.kv.num_free == 2, "room for the third and its neighbour's next block"
+    assert s.language() == [(2, 1)]
+    s.finish_all()
 
 
 def test_an_older_prefill_takes_blocks_from_a_younger_one() -> None:

@@ -89,20 +89,25 @@ HYDRA_TARGET void convert_row(const T* source, float* target, int64_t count) {
   for (; i < count; ++i) target[i] = to_float(source[i]);
 }
 
-// Rows [begin, end) as float32 and their stride; float32 input is used in place.
+// Rows [begin, end) as float32 and their stride. They are copied unless they are few and float32 already, to a stride
+// that spreads them over the sets of the first-level cache: at a stride of 4096 bytes all would compete for one set.
 template <class T>
 HYDRA_TARGET const float* float_rows(const LinearCall& call, int64_t begin, int64_t end, Scratch& scratch,
                                      int64_t& stride) {
   const T* x = static_cast<const T*>(call.x) + begin * call.x_stride;
   if constexpr (sizeof(T) == sizeof(float)) {
-    stride = call.x_stride;
-    return x;
-  } else {
-    stride = call.weight.num_in;
-    float* rows = static_cast<float*>(scratch.reserve((end - begin) * stride * 4));
-    for (int64_t row = 0; row < end - begin; ++row) convert_row(x + row * call.x_stride, rows + row * stride, stride);
-    return rows;
+    if (end - begin <= kMaxRows) {
+      stride = call.x_stride;
+      return x;
+    }
   }
+  constexpr int64_t kLine = 16;
+  stride = (ceil_div(call.weight.num_in, kLine) | 1) * kLine;
+  float* rows = static_cast<float*>(scratch.reserve((end - begin) * stride * 4));
+  for (int64_t row = 0; row < end - begin; ++row) {
+    convert_row(x + row * call.x_stride, rows + row * stride, call.weight.num_in);
+  }
+  return rows;
 }
 
 template <class Weight>

@@ -1,0 +1,103 @@
+"""Every command as a person types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PICTURE = "hydra_engine/demo/pictures/stars.png"
+
+
+def hydra(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hydra_engine", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, input=stdin)
+
+
+def test_demo_prints_pictures_questions_answers_and_timelines() -> None:
+    done = hydra("demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("picture   hydra_engine/demo/pictures/") == 3
+    assert done.stdout.count("question  ") == 4 and done.stdout.count("answer    ") == 4
+    assert "4 of 4 answers are right." in done.stdout
+    for stage in ("tokenize", "preprocess", "encode", "prefill", "decode"):
+        assert f"  {stage} " in done.stdout
+
+
+def test_generate_streams_an_answer() -> None:
+    done = hydra("generate", "Describe the picture.", "--image", PICTURE, "--timeline")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("There is") and "prefill" in done.stdout
+
+
+def test_generate_says_what_is_wrong() -> None:
+    for arguments, code, words in (
+        (("x", "--image", "no-such-file.png"), 1, "cannot be opened"),
+        (("x", "--temperature", "9"), 1, "temperature"),
+        (("x", "--model", "no-such-folder"), 3, "config.json"),
+        (("x", "--kv-cache-gib", "0.000001"), 4, "KV cache"),
+        (("x", "--config", "no-such-file.toml"), 2, "configuration file"),
+    ):
+        done = hydra("generate", *arguments)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert done.stderr.strip().splitlines()[-1].startswith("hydra-engine: ") and words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_configuration_file_is_read_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('token-budget = 7\nmax_num_seqs = 3\nlog-level = "error"\n')
+    done = hydra("demo", "--config", str(file), "--max-num-seqs", "5")
+    assert done.returncode == 0, done.stderr
+    assert "7 tokens a language step" in done.stdout
+    file.write_text("nonsense = 1\n")
+    assert "unknown key 'nonsense'" in hydra("demo", "--config", str(file)).stderr
+
+
+def test_doctor_lists_every_operation_with_a_reason() -> None:
+    done = hydra("doctor")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split("operations\n")[1].strip().splitlines()
+    assert len(table) >= 12 and all(len(line.split(maxsplit=2)) == 3 for line in table)
+
+
+def test_bench_lists_its_benchmarks_and_refuses_others() -> None:
+    done = hydra("bench")
+    assert done.returncode == 0 and "serve" in done.stdout and "ops.linear" in done.stdout
+    assert hydra("bench", "nonsense").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "demo", "bench", "doctor"])
+def test_every_command_explains_itself(command: str) -> None:
+    done = hydra(command, "--help")
+    assert done.returncode == 0 and "usage: hydra-engine" in done.stdout
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys, contextlib, io\nfrom hydra_engine.__main__ import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main(['serve', '--help'])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_chat_without_a_server_says_so() -> None:
+    done = hydra("chat", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 4 and "no server answers" in done.stderr
+
+
+def test_chat_with_a_server_sends_pictures_and_streams() -> None:
+    command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stderr is not None
+        url = next(line.split()[-1] for line in server.stderr if line.startswith("ready on "))
+        done = hydra("chat", "--url", url, stdin=f"/image {PICTURE}\nHow many objects are there?\n/quit\n")
+        server.terminate()
+        server.stderr.read()
+    assert done.returncode == 0, done.stderr
+    assert "There are three objects." in done.stdout
