@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hydra_engine.errors import Unavailable
+from hydra_engine.errors import EngineClosed, Unavailable
 from hydra_engine.intake.pool import WorkerPool
 
 
@@ -64,7 +64,9 @@ async def test_closing_drops_what_waits() -> None:
     running, waiting = (asyncio.create_task(pool.run(gate.wait)) for _ in range(2))
     await asyncio.sleep(0.01)
     pool.close()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(EngineClosed):
         await waiting
+    with pytest.raises(EngineClosed):
+        await pool.run(gate.wait)
     gate.set()
     assert await running

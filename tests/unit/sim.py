@@ -21,6 +21,7 @@ from hydra_engine.clock import VirtualClock
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
+from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import (
     EncodeOutcome,
     LanguagePlan,
@@ -30,7 +31,6 @@ from hydra_engine.core.plans import (
     VisionPlan,
     VisionResult,
 )
-from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
 from hydra_engine.core.stages import LEGAL_MOVES, Stage

@@ -20,7 +20,7 @@ def test_a_request_that_fills_the_whole_pool_is_accepted(prompt: int, max_new: i
 
 
 def test_too_many_new_tokens_are_refused_with_the_number_that_would_fit() -> None:
-    with pytest.raises(RequestTooLarge, match="need 6 KV blocks, this deployment has 5.*at most 12") as caught:
+    with pytest.raises(RequestTooLarge, match=r"need 6 KV blocks, this deployment has 5.*at most 12") as caught:
         check_fits(make_request(1, 8, max_new=13), LIMITS)
     assert caught.value.param == "max_tokens"
     assert caught.value.code == "request_too_large_for_deployment"
@@ -34,7 +34,7 @@ def test_a_prompt_that_alone_exceeds_the_pool_is_refused_as_such() -> None:
 
 def test_an_image_larger_than_the_image_cache_is_refused_by_its_number() -> None:
     check_fits(make_request(1, Img(8), 1, Img(8), max_new=1), LIMITS)  # together too large, one by one not
-    with pytest.raises(RequestTooLarge, match="image 2 needs 3 blocks.*has 2"):
+    with pytest.raises(RequestTooLarge, match=r"image 2 needs 3 blocks.*has 2"):
         check_fits(make_request(1, Img(2), Img(9), max_new=1), LIMITS)
 
 

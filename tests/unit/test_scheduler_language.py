@@ -212,6 +212,9 @@ def test_a_preempted_request_with_pictures_is_encoded_again() -> None:
         s.language()
     assert s.state(2).images == [ImageProgress.WAITING]
     assert s.scheduler.stats().num_encoding == 1
+    while 1 not in s.finished:
+        s.language()
+    assert s.language() == [], "its full demand would be taken from others while it waits for the encode"
     assert s.vision() == [(2, 0)]
     s.finish_all()
     assert s.scheduler.stats().images_encoded == 2

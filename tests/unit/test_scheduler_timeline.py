@@ -1,6 +1,8 @@
-"""The stage timeline: every wait has a cause, decodes are one span unless a reader would notice a gap, size is bounded."""
+"""The stage timeline: every wait has a cause, decodes are one span unless a gap is worth showing, size is bounded."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,7 @@ def test_a_step_made_long_by_prefill_splits_the_decode_and_names_the_cause() -> 
     assert [(s.stage, s.cause) for s in spans] == [("decode", None), ("decode_wait", "prefill"), ("decode", None)]
     assert sum(s.tokens for s in spans) == 39
     assert abs(spans[1].end_s - spans[1].start_s - 0.19) < 0.011
-    assert all(abs(a.end_s - b.start_s) < 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+    assert all(abs(a.end_s - b.start_s) < 1e-9 for a, b in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize(("pause_s", "took_s", "cause"), [(0.3, 0.01, "between steps"), (0.0, 0.3, "slow step")])

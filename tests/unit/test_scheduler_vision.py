@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,7 +112,7 @@ def test_the_vision_lane_never_rests_while_an_image_waits_and_blocks_are_free() 
         sim.submit(make_request(number, Img(8), 4, max_new=3), number * 0.001)
     sim.run()
     starts = [time_s for time_s, _ in sim.vision_plans]
-    assert all(abs(b - a - 0.03) < 1e-9 for a, b in zip(starts, starts[1:], strict=False))
+    assert all(abs(b - a - 0.03) < 1e-9 for a, b in itertools.pairwise(starts))
     order = [item.request_id for _, plan in sim.vision_plans for item in plan.items]
     assert order == sorted(order)
 
