@@ -26,6 +26,8 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").r
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 # No errno and no trapping from the math functions: both only forbid vectorisation, neither changes a result.
 COMPILE_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+# GCC 12 reports its own AVX-512 headers.
+COMPILE_FLAGS += ["-Wno-maybe-uninitialized"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-s"]
 
 

@@ -19,7 +19,7 @@ template <class... Parts>
 }  // namespace hydra
 
 // HYDRA_CHECK(n > 0, "n: expected a positive count, got ", n);
-#define HYDRA_CHECK(condition, ...)                                               \
-  do {                                                                            \
+#define HYDRA_CHECK(condition, ...)                                                     \
+  do {                                                                                  \
     if (!(condition)) ::hydra::fail_check(__FILE__, __LINE__, #condition, __VA_ARGS__); \
   } while (0)

@@ -12,7 +12,8 @@ namespace py = pybind11;
 constexpr Address kAlignment = 64;
 
 PackedWeight make_weight(Address data, Address bias, int64_t num_out, int64_t num_in, int dtype) {
-  HYDRA_CHECK(num_out >= 0 && num_in >= 0, "num_out, num_in: expected sizes of at least 0, got ", num_out, ", ", num_in);
+  HYDRA_CHECK(num_out >= 0 && num_in >= 0, "num_out, num_in: expected sizes of at least 0, got ", num_out, ", ",
+              num_in);
   HYDRA_CHECK(data % kAlignment == 0, "data: expected an address aligned to 64 bytes, got ", data);
   HYDRA_CHECK(bias % 4 == 0, "bias: expected an address aligned to 4 bytes, got ", bias);
   return {pointer<void>(data), pointer<float>(bias), num_out, num_in, dtype_from_int(dtype)};

@@ -15,9 +15,10 @@
 #define HYDRA_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi2")))
 #define HYDRA_TARGET_AVX512BF16 \
   __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")))
-#define HYDRA_TARGET_AMX                                                                                      \
-  __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16," \
-                        "prefer-vector-width=512")))
+#define HYDRA_TARGET_AMX                                                                           \
+  __attribute__((                                                                                  \
+      target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16," \
+             "prefer-vector-width=512")))
 #endif
 
 namespace hydra {

@@ -32,7 +32,7 @@ typedef float vf_memory __attribute__((vector_size(HYDRA_LANES * 4), aligned(1),
 typedef uint32_t vu_memory __attribute__((vector_size(HYDRA_LANES * 4), aligned(1), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(HYDRA_LANES * 2), aligned(1), may_alias));
 
-// Minus zero, because adding zero would turn -0 into 0 and so would not be folded away.
+// Subtracts zero because that changes no value and is folded away; adding zero would turn -0 into 0.
 HYDRA_INLINE vf splat(float value) { return value - vf{}; }
 
 HYDRA_INLINE vf load(const float* source) { return *reinterpret_cast<const vf_memory*>(source); }

@@ -32,9 +32,19 @@ inline void pause() {
 #endif
 }
 
-// Waits until done() or until the spin time is over; returns whether done() was seen.
+// The processor that the calling thread runs on, or -1 where the system does not say.
+inline int current_cpu() {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Waits until done() or until the spin time is over; returns whether done() was seen. A thread that shares its
+// processor with the one it waits for (`other_cpu`) does not spin: it would only delay it.
 template <class Done>
-bool spin_until(Done done) {
+bool spin_until(Done done, int other_cpu) {
   const auto start = Clock::now();
   for (;;) {
     for (int i = 0; i < 32; ++i) {
@@ -42,7 +52,7 @@ bool spin_until(Done done) {
       pause();
     }
     const auto waited = Clock::now() - start;
-    if (waited > kSpin) return done();
+    if (waited > kSpin || (other_cpu >= 0 && current_cpu() == other_cpu)) return done();
     if (waited > kBusySpin) sched_yield();
   }
 }
@@ -73,6 +83,7 @@ class Pool {
     fn_ = fn;
     context_ = context;
     error_ = nullptr;
+    caller_cpu_.store(current_cpu(), std::memory_order_relaxed);
     unfinished_.store(parts, std::memory_order_relaxed);
     ticket_.store(static_cast<uint64_t>(++job_) << 32 | static_cast<uint64_t>(parts) << 16);
     if (sleepers_.load() > 0) {
@@ -107,7 +118,7 @@ class Pool {
 
   void wait_for_helpers() {
     const auto all_done = [this] { return unfinished_.load() == 0; };
-    if (all_done() || spin_until(all_done)) return;
+    if (all_done() || spin_until(all_done, -1)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     caller_sleeps_.store(true);
     finished_.wait(lock, all_done);
@@ -118,7 +129,7 @@ class Pool {
     uint32_t seen = 0;
     for (;;) {
       const auto has_news = [&] { return job_of(ticket_.load()) != seen || stop_.load(); };
-      if (!spin_until(has_news)) {
+      if (!spin_until(has_news, caller_cpu_.load(std::memory_order_relaxed))) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1);
         wake_.wait(lock, has_news);
@@ -136,6 +147,7 @@ class Pool {
   std::atomic<bool> caller_sleeps_{false};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
+  std::atomic<int> caller_cpu_{-1};
   detail::PartFn fn_ = nullptr;
   void* context_ = nullptr;
   std::exception_ptr error_;

@@ -24,7 +24,7 @@ from hydra_engine.intake.pixels import Fit, decode, fit
 
 DONE, BROKEN = b"\0", b"\1"
 MEMORY_BYTES = 1 << 30  # of address space; a WebP of 40 million pixels needs two thirds of it
-CPU_SECONDS = 10  # of one picture
+CPU_SECONDS = 5  # of one picture; the largest take one
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
 _HEADER = struct.Struct("<BBIIIIIBQ")

@@ -54,8 +54,8 @@ _SIXTEEN_TO_EIGHT = [(value + 128) // 257 for value in range(1 << 16)]
 
 
 class Fit(NamedTuple):
-    """What becomes of a picture: its shorter side gets `shortest_edge` pixels and the middle is cut out; or, where that is
-    0, it is stretched to width x height."""
+    """What becomes of a picture: its shorter side gets `shortest_edge` pixels, then the middle is cut out; with 0 there
+    it is stretched to width x height."""
 
     width: int
     height: int

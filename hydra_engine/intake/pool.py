@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from hydra_engine.errors import Unavailable
+from hydra_engine.errors import EngineClosed, Unavailable
 
 T = TypeVar("T")
 
@@ -23,6 +23,7 @@ class WorkerPool:
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
         self._most = num_workers + max_waiting
         self._num_jobs = 0
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -33,17 +34,30 @@ class WorkerPool:
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """The result of `work(*args)` in a thread. Cancelling takes waiting work out of the queue; running work goes on
         unheard. Raises Unavailable when the queue is full."""
+        if self._closed:
+            raise _closed()
         with self._lock:
             if self._num_jobs >= self._most:
                 raise Unavailable("too many images and prompts are waiting to be read; try again later")
             self._num_jobs += 1
         job = self._executor.submit(work, *args)
         job.add_done_callback(self._on_done)
-        return await asyncio.wrap_future(job)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():  # it was the work that was dropped
+                raise _closed() from None
+            raise
 
     def close(self) -> None:
+        self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _on_done(self, job: Future[T]) -> None:
         with self._lock:
             self._num_jobs -= 1
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine was closed before the request was read")

@@ -87,7 +87,6 @@ class RequestBook:
         assert not state.num_scheduled, "a request is preempted while a step computes it"
         self.kv.free(state.request.id)
         state.num_computed = 0
-        state.num_bypassed = 0
         state.num_preemptions += 1
         self.num_preemptions += 1
         self.timelines[state.request.id].preempted()

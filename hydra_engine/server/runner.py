@@ -121,8 +121,8 @@ async def serve(
     """Serves until a signal or the engine's end; the exit code of the process. Call it on the main thread.
 
     The port is bound first, so a wrong one fails in no time and health answers while `start` loads the model.
-    `ready` gets the URL once requests are served; `stop` is called in any case. The first SIGTERM or SIGINT drains,
-    the second ends at once, a third one meets the system's default.
+    `ready` gets the URL once requests are served; `stop` is called whatever ends the serving. The first SIGTERM or
+    SIGINT drains, the second ends at once, a third one meets the system's default.
     """
     app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
     listening = await listen(app, config.host, config.port)
@@ -131,8 +131,10 @@ async def serve(
         with signals.installed():
             return await _run(engine, config, app, listening, signals, start, ready)
     finally:
-        await listening.close()
-        await stop()
+        try:
+            await listening.close()
+        finally:
+            await stop()
 
 
 async def _run(

@@ -176,6 +176,8 @@ def _plain_part(part: TextPart | ImagePart) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     picture = part.image_url if isinstance(part.image_url, ImageUrl) else ImageUrl(part.image_url)
+    if picture.detail in ("low", "high"):  # every picture gets the model's own resolution
+        _log_once("image_url.detail")
     return {"type": "image_url", "image_url": {"url": picture.url, "detail": picture.detail or "auto"}}
 
 
@@ -264,7 +266,7 @@ def _is_one_of(raw: bytes, accepted: tuple[Any, ...]) -> bool:
         return False
     try:
         value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:  # a number that does not fit
         return False
     return any(type(value) is type(one) and value == one for one in accepted)
 
@@ -272,4 +274,4 @@ def _is_one_of(raw: bytes, accepted: tuple[Any, ...]) -> bool:
 def _log_once(name: str) -> None:
     if name not in _logged_names and len(_logged_names) < _MAX_LOGGED_NAMES:
         _logged_names.add(name)
-        logger.info("ignoring the unknown request field %r", name[:64])
+        logger.info("ignoring the request field %r", name[:64])

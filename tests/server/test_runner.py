@@ -216,3 +216,16 @@ async def test_expiry_reaches_requests_at_every_stage(served: Served) -> None:
     assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
     assert b'"code":"draining"' in await in_decode.read()
     assert served.engine.intakes_cancelled == 1 and len(served.engine.cancelled) == 1
+
+
+async def test_a_body_that_arrives_after_the_drain_began_is_refused(served: Served) -> None:
+    data = request_bytes()
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(data[:-10])
+    await asyncio.sleep(0.05)
+    served.lifecycle.draining = True
+    writer.write(data[-10:])
+    answer = await asyncio.wait_for(reader.readuntil(b"}}"), 2)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"draining"' in answer
+    assert served.engine.submissions == []

@@ -4,6 +4,10 @@
 #include <algorithm>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 
@@ -14,7 +18,23 @@ namespace {
 // running sums must stay in the second-level cache.
 constexpr int64_t kTaskColumns = 256;
 
+// Weights and products that leave the normal range become 0 as long as this lives: the instructions for bf16 do that
+// anyway, and others would be slow.
+class FlushDenormals {
+ public:
+#if HYDRA_X86
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }  // 0x8000: results, 0x0040: operands
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FlushDenormals() {}
+#endif
+};
+
 void run_task(const AttentionCall& call, const AttentionTask& task) {
+  const FlushDenormals flush;
 #if HYDRA_X86
   const Isa isa = current_isa();
   if (isa == Isa::amx && call.dtype == DType::bf16) return amx::attend_bf16(call, task);

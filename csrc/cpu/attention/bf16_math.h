@@ -12,6 +12,7 @@ namespace hydra::HYDRA_LEVEL {
 struct Bf16Tiles {
   using Stored = bf16_t;
   using Element = bf16_t;
+  static constexpr bool kFine = false;
   static constexpr int kChunk = 32;  // dimensions per vector
 
   static constexpr int64_t query_width(int64_t dim) { return (dim + kChunk - 1) / kChunk * kChunk; }
@@ -50,8 +51,13 @@ struct Bf16Tiles {
     }
   }
 
-  HYDRA_INLINE static void store_weights(bf16_t* target, vf weights) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
+  template <int kCount>
+  HYDRA_INLINE static void store_weights(bf16_t* target, const vf* weights) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kCount; i += 2) {
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[i + 1], (__m512)weights[i]);
+      _mm512_storeu_si512(target + i * kLanes, both);
+    }
   }
 
   HYDRA_INLINE static void store_result(const float* sums, float factor, int64_t dim, bf16_t* row) {

@@ -6,6 +6,8 @@
 // multiply-adds: how many rows are worked on together changes nothing.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/attention/driver.h"
 
 namespace hydra::HYDRA_LEVEL {
@@ -37,6 +39,7 @@ template <class T>
 struct FloatMath {
   using Stored = T;
   using Element = float;
+  static constexpr bool kFine = std::is_same_v<T, float>;
   static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block
   static constexpr int kRows = 4;
 
@@ -106,7 +109,11 @@ struct FloatMath {
     for (; first < count; first += kLanes) score_rows<1>(q, rows, keys + first * dim, dim, scores + first);
   }
 
-  HYDRA_INLINE static void store_weights(float* target, vf weights) { store(target, weights); }
+  template <int kCount>
+  HYDRA_INLINE static void store_weights(float* target, const vf* weights) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount; ++i) store(target + i * kLanes, weights[i]);
+  }
 
   template <int R, int V>
   HYDRA_INLINE static void sum_block(const float* weights, const float* values, int count, int64_t width, float* sums) {

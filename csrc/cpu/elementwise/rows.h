@@ -10,17 +10,17 @@ namespace hydra::HYDRA_LEVEL {
 
 // Calls BODY with `i` and `count` over a row in vectors; the last one may be part of a vector. A macro because a lambda
 // would not be compiled for this level's instructions.
-#define HYDRA_FOR_VECTORS(columns, BODY)          \
-  do {                                            \
-    int64_t i = 0;                                \
-    for (; i + kLanes <= (columns); i += kLanes) { \
-      constexpr int count = kLanes;               \
-      BODY                                        \
-    }                                             \
-    if (i < (columns)) {                          \
+#define HYDRA_FOR_VECTORS(columns, BODY)                 \
+  do {                                                   \
+    int64_t i = 0;                                       \
+    for (; i + kLanes <= (columns); i += kLanes) {       \
+      constexpr int count = kLanes;                      \
+      BODY                                               \
+    }                                                    \
+    if (i < (columns)) {                                 \
       const int count = static_cast<int>((columns) - i); \
-      BODY                                        \
-    }                                             \
+      BODY                                               \
+    }                                                    \
   } while (0)
 
 template <class T>
@@ -79,9 +79,8 @@ template <class T>
 HYDRA_TARGET const T* add_residual(const RowsCall& call, const T* x, int64_t row) {
   const T* residual = static_cast<const T*>(call.residual) + row * call.residual_stride;
   T* total = static_cast<T*>(call.sum) + row * call.columns;
-  HYDRA_FOR_VECTORS(call.columns, {
-    store_some(total + i, load_some(x + i, count) + load_some(residual + i, count), count);
-  });
+  HYDRA_FOR_VECTORS(call.columns,
+                    { store_some(total + i, load_some(x + i, count) + load_some(residual + i, count), count); });
   return total;
 }
 

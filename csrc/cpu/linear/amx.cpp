@@ -190,8 +190,8 @@ struct Ahead {
 // sums of the blocks before `begin`. A panel's epilogue runs while the tiles work on the next panel.
 template <bool kTwoRowTiles>
 HYDRA_TARGET void multiply_row_block(const LinearCall& call, const TileRows& rows, int64_t row, int count,
-                                     int64_t panel_begin, int64_t panel_end, int64_t begin, int64_t end,
-                                     float* sums, const Ahead& ahead) {
+                                     int64_t panel_begin, int64_t panel_end, int64_t begin, int64_t end, float* sums,
+                                     const Ahead& ahead) {
   const int64_t stride = call.weight.panel_elements(), half = (end - begin) / 2;
   const bool first = begin == 0, last = end == stride / kBlock;
   const TileRows x{rows.base + begin * rows.block_step, rows.row_stride, rows.block_step};
@@ -224,7 +224,8 @@ int64_t even_piece(int64_t total, int64_t most) { return ceil_div(total, ceil_di
 // weights in the second-level cache, a row block x inner block of k the rows in the first-level cache.
 HYDRA_TARGET void multiply_many(const LinearCall& call, const LinearPart& part) {
   static thread_local Scratch scratch;
-  const int64_t blocks = call.weight.padded_in() / kPanel, row_blocks = ceil_div(part.row_end - part.row_begin, kRowBlock);
+  const int64_t blocks = call.weight.padded_in() / kPanel,
+                row_blocks = ceil_div(part.row_end - part.row_begin, kRowBlock);
   const int64_t outer = even_piece(blocks, kOuterBlocks), inner = even_piece(outer, kInnerBlocks);
   const int64_t sums_step = outer < blocks ? kPanelsPerChunk * kBlock : 0;  // kept per row block if k is cut outside
   const int64_t sums_size = (sums_step ? row_blocks : 1) * kPanelsPerChunk * kBlock;
@@ -242,9 +243,9 @@ HYDRA_TARGET void multiply_many(const LinearCall& call, const LinearPart& part) 
         const int count = static_cast<int>(std::min<int64_t>(kRowBlock, part.row_end - row));
         if (count != configured) configure(configured = count);
         const TileRows rows =
-            call.packed_x
-                ? TileRows{static_cast<const bf16_t*>(call.packed_x) + row / kRowBlock * blocks * kBlock, kPanel, kBlock}
-                : TileRows{static_cast<const bf16_t*>(call.x) + row * call.x_stride, call.x_stride, kPanel};
+            call.packed_x ? TileRows{static_cast<const bf16_t*>(call.packed_x) + row / kRowBlock * blocks * kBlock,
+                                     kPanel, kBlock}
+                          : TileRows{static_cast<const bf16_t*>(call.x) + row * call.x_stride, call.x_stride, kPanel};
         const auto multiply = count > kTile ? multiply_row_block<true> : multiply_row_block<false>;
         for (int64_t begin = outer_begin; begin < outer_end; begin += inner) {
           multiply(call, rows, row, count, panel, panel_end, begin, std::min(begin + inner, outer_end),

@@ -50,9 +50,9 @@ HYDRA_TARGET void dot_pairs(const bf16_t* x, int64_t x_stride, const bf16_t* pan
 
 using DotPairs = void (*)(const bf16_t*, int64_t, const bf16_t*, int64_t, int64_t, float*);
 
-constexpr DotPairs kOnePanel[kMaxRows] = {
-    dot_pairs<1, 1>, dot_pairs<2, 1>, dot_pairs<3, 1>, dot_pairs<4, 1>,  dot_pairs<5, 1>,  dot_pairs<6, 1>,
-    dot_pairs<7, 1>, dot_pairs<8, 1>, dot_pairs<9, 1>, dot_pairs<10, 1>, dot_pairs<11, 1>, dot_pairs<12, 1>};
+constexpr DotPairs kOnePanel[kMaxRows] = {dot_pairs<1, 1>, dot_pairs<2, 1>,  dot_pairs<3, 1>,  dot_pairs<4, 1>,
+                                          dot_pairs<5, 1>, dot_pairs<6, 1>,  dot_pairs<7, 1>,  dot_pairs<8, 1>,
+                                          dot_pairs<9, 1>, dot_pairs<10, 1>, dot_pairs<11, 1>, dot_pairs<12, 1>};
 // Few rows: two panels at once hide the latency of the sums.
 constexpr int kMaxWideRows = 4;
 constexpr DotPairs kTwoPanels[kMaxWideRows] = {dot_pairs<1, 2>, dot_pairs<2, 2>, dot_pairs<3, 2>, dot_pairs<4, 2>};

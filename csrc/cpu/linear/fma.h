@@ -113,8 +113,8 @@ HYDRA_TARGET const float* float_rows(const LinearCall& call, int64_t begin, int6
 template <class Weight>
 HYDRA_TARGET void multiply_part(const LinearCall& call, const LinearPart& part) {
   static thread_local Scratch scratch;
-  // Rows that stay in the second-level cache while all panels pass by.
-  const int64_t wanted = (1 << 19) / (4 * std::max<int64_t>(call.weight.num_in, 1));
+  // A panel stays in the second-level cache while the rows of a chunk pass by; 2 MiB of rows repay fetching it.
+  const int64_t wanted = (1 << 21) / (4 * std::max<int64_t>(call.weight.num_in, 1));
   const int64_t chunk = std::max<int64_t>(wanted / kMaxRows, 4) * kMaxRows;
   alignas(64) float sums[kMaxRows * kPanel];
   for (int64_t begin = part.row_begin; begin < part.row_end; begin += chunk) {

@@ -53,7 +53,10 @@ void linear_parts(const LinearCall& call) {
   const int64_t panels = call.weight.num_panels();
   if (threads == 1) return linear_part(call, {0, call.rows, 0, panels});
   // Panels first: each weight is then read by one thread only. Rows too where there are fewer panels than threads.
-  const int across = static_cast<int>(std::min<int64_t>(threads, panels));
+  // Several parts per thread where they are large enough, so that a thread that loses its core holds up only one.
+  constexpr int64_t kPanelsPerPart = 8, kPartsPerThread = 4;
+  const int64_t pieces = std::clamp<int64_t>(panels / kPanelsPerPart, threads, kPartsPerThread * threads);
+  const int across = static_cast<int>(std::min(pieces, panels));
   const int64_t row_units = ceil_div(call.rows, kPanel);
   const int down = static_cast<int>(std::clamp<int64_t>(threads / across, 1, row_units));
   run_parts(across * down, [&](int part) {

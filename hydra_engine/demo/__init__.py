@@ -1,0 +1,1 @@
+"""A tiny vision-language model, trained from scratch, that answers questions about drawn scenes."""
