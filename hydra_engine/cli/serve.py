@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import replace
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_server_options, engine_config_from, server_config_from
 from hydra_engine.cli.summary import summary_lines
-from hydra_engine.config import DEMO_MODEL, environment_api_keys, fault_points_enabled
+from hydra_engine.config import DEMO_MODEL, fault_points_enabled
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = engine_config_from(arguments, arguments.model)
     server = server_config_from(arguments)
-    server = replace(server, api_key=(*server.api_key, *environment_api_keys()))
     log.configure(config.log_level)
     engine = Engine.unstarted(config)
 

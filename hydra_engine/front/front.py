@@ -111,6 +111,7 @@ class Front:
             chat_template_path=self.config.chat_template,
             clock=self._clock,
         )
+        await self._intake.warm_up()
         self.state = "ok"
 
     async def close(self) -> None:

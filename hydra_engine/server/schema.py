@@ -258,7 +258,9 @@ def _refuse_unless_default(name: str, raw: bytes) -> None:
     accepted = (None, *UNSUPPORTED[name])
     if not _is_one_of(raw, accepted):
         hint = f"leave it out or send {msgspec.json.encode(accepted[1]).decode()}" if accepted[1:] else "leave it out"
-        raise InvalidRequest(f"{name} is not supported by this server; {hint}", param=name, code="unknown_parameter")
+        raise InvalidRequest(
+            f"{name} is not supported by this server; {hint}", param=name, code="unsupported_parameter"
+        )
 
 
 def _is_one_of(raw: bytes, accepted: tuple[Any, ...]) -> bool:

@@ -29,6 +29,7 @@ struct Driver {
   const Sequence& sequence;
   int64_t dim, group, columns, column_tiles, query_width, sums_width;
   float factor;  // scale / ln(2): weights are powers of two
+  int64_t* limits;  // [columns]: how many keys a column sees
   HeadState<Math>* heads;
   Element* keys;
   Element* values;
@@ -49,16 +50,11 @@ struct Driver {
     reserve();
   }
 
-  // Number of keys that column c sees.
-  HYDRA_INLINE int64_t limit(int64_t column) const {
-    if (!call.causal) return sequence.num_keys;
-    return sequence.first_position + task.token_begin + column / group + 1;
-  }
-
   HYDRA_TARGET void run() {
     Math::begin(static_cast<int>(std::min<int64_t>(columns, kColumnTile)));
+    set_limits();
     for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(head);
-    const int64_t num_keys = limit(columns - 1);
+    const int64_t num_keys = limits[columns - 1];
     find_rows(0, num_keys, 0);
     for (int64_t tile = 0, begin = 0; begin < num_keys; ++tile, begin += kKeyTile) {
       const int current = static_cast<int>(tile & 1);
@@ -84,16 +80,18 @@ struct Driver {
     const int64_t keys_bytes = aligned(kKeyTile * query_width * static_cast<int64_t>(sizeof(Element)));
     const int64_t values_bytes = kKeyTile * sums_width * 4;
     const int64_t zero_bytes = aligned(kMaxHeadDim * static_cast<int64_t>(sizeof(Stored)));
+    const int64_t limits_bytes = aligned(columns * 8);
     const int64_t heads_bytes = aligned(num_heads * static_cast<int64_t>(sizeof(HeadState<Math>)));
     const int64_t tile_bytes = kColumnTile * kKeyTile * 4;
     char* memory = static_cast<char*>(
-        scratch.reserve(heads_bytes + num_heads * (q_bytes + sums_bytes + top_bytes + total_bytes) + keys_bytes +
+        scratch.reserve(limits_bytes + heads_bytes + num_heads * (q_bytes + sums_bytes + top_bytes + total_bytes) + keys_bytes +
                         values_bytes + zero_bytes + 2 * tile_bytes));
     const auto take = [&memory](int64_t bytes) {
       char* piece = memory;
       memory += bytes;
       return piece;
     };
+    limits = reinterpret_cast<int64_t*>(take(limits_bytes));
     heads = reinterpret_cast<HeadState<Math>*>(take(heads_bytes));
     for (int64_t head = 0; head < num_heads; ++head) {
       heads[head].q = reinterpret_cast<Element*>(take(q_bytes));
@@ -111,6 +109,12 @@ struct Driver {
     char* zero = take(zero_bytes);
     std::memset(zero, 0, static_cast<size_t>(zero_bytes));
     zeros = reinterpret_cast<const Stored*>(zero);
+  }
+
+  HYDRA_TARGET void set_limits() {
+    for (int64_t c = 0; c < columns; ++c) {
+      limits[c] = call.causal ? sequence.first_position + task.token_begin + c / group + 1 : sequence.num_keys;
+    }
   }
 
   HYDRA_TARGET void load_queries(int64_t head) {
@@ -178,11 +182,11 @@ struct Driver {
     HeadState<Math>& state = heads[head - task.head_begin];
     for (int64_t first = 0; first < columns; first += kColumnTile) {
       const int rows = static_cast<int>(std::min<int64_t>(kColumnTile, columns - first));
-      if (limit(first + rows - 1) <= begin) continue;
+      if (limits[first + rows - 1] <= begin) continue;
       Math::multiply_keys(state.q + first * query_width, rows, keys, used, dim, scores);
       int visible[kColumnTile];
       for (int row = 0; row < rows; ++row) {
-        visible[row] = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limit(first + row) - begin, count)));
+        visible[row] = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limits[first + row] - begin, count)));
       }
       const ColumnState columns_state{state.columns.sums + first * sums_width, sums_width, state.columns.top + first,
                                       state.columns.total + first * kLanes};

@@ -100,6 +100,16 @@ struct ColumnState {
   float* total;        // [kColumnTile][kLanes]: running sum of weights, to be added up at the end
 };
 
+HYDRA_INLINE bool any(vi lanes) {
+#if HYDRA_LANES == 16
+  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif HYDRA_LANES == 8
+  return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
+#else
+  return (lanes[0] | lanes[1] | lanes[2] | lanes[3]) != 0;
+#endif
+}
+
 // Largest score of each row, in place hiding what the row's column does not see.
 template <int kVectors>
 HYDRA_INLINE void find_tops(float* scores, const int* visible, int rows, float* tops) {
@@ -128,7 +138,7 @@ HYDRA_INLINE void rescale(const float* tops, float factor, int rows, const Colum
     const vf old_top = load(state.top + first), new_top = larger(load(tops + first), old_top);
     store(shrinks + first, exp2_of<true>((old_top - new_top) * factor));
     store(state.top + first, new_top);
-    for (int lane = 0; lane < kLanes; ++lane) changed |= first + lane < rows && old_top[lane] != new_top[lane];
+    changed |= any(old_top != new_top);
   }
   if (!changed) return;
   for (int row = 0; row < rows; ++row) {
