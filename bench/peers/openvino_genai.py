@@ -30,7 +30,7 @@ def main() -> None:
     scheduler.cache_size = 1
     scheduler.max_num_batched_tokens = 4096
     scheduler.enable_prefix_caching = False
-    properties = {"INFERENCE_NUM_THREADS": arguments.threads, "INFERENCE_PRECISION_HINT": "bf16"}
+    properties = {"INFERENCE_PRECISION_HINT": "bf16"}  # threads: as many as the cores that it may use
     pipe = genai.ContinuousBatchingPipeline(arguments.model, scheduler, "CPU", properties)
     ready_s = time.perf_counter() - began
 
