@@ -17,7 +17,8 @@ class FinishReason(StrEnum):
 class StageSpan:
     """One stretch of a request's life, in seconds since the request arrived.
 
-    `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, prefill, decode, preempted.
+    `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, prefill, decode, decode_wait (a
+    long gap between tokens) and preempted.
     `lane` is front, vision or language; `batch` how many requests shared the step (0: not a step); `tokens` how many
     tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for.
     """

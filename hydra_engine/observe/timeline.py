@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hydra_engine.core.outputs import RequestMetrics, StageSpan
 
-_WAITS = frozenset({"encode_wait", "prefill_wait", "preempted"})
+_WAITS = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
 
 
 def relative(spans: Iterable[StageSpan], arrival_s: float) -> tuple[StageSpan, ...]:
@@ -30,7 +30,8 @@ def metrics_of(
     num_tokens: int,
     num_preemptions: int,
 ) -> RequestMetrics:
-    """Sums per stage; `timeline` is relative, the stamps absolute."""
+    """Sums per stage; `timeline` is relative, the stamps absolute. A prefill that waits for images runs beside its
+    encode, so that wait is not queueing."""
 
     def total(stages: frozenset[str]) -> float:
         return sum(s.end_s - s.start_s for s in timeline if s.stage in stages)
@@ -42,7 +43,7 @@ def metrics_of(
         ttft_s=None if first_token_s is None else first_token_s - arrival_s,
         tpot_s=tpot_s,
         e2e_s=finished_s - arrival_s,
-        queue_s=total(_WAITS),
+        queue_s=sum(s.end_s - s.start_s for s in timeline if s.stage in _WAITS and s.cause != "images"),
         encode_s=total(frozenset({"encode"})),
         prefill_s=total(frozenset({"prefill"})),
         decode_s=total(frozenset({"decode"})),
@@ -62,7 +63,7 @@ def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
         for span in spans:
             first = min(int(span.start_s / end * width), width - 1)
             last = min(max(int(span.end_s / end * width), first + 1), width)
-            cells[first:last] = ("░" if stage in _WAITS or stage.endswith("_wait") else "█") * (last - first)
+            cells[first:last] = ("░" if stage in _WAITS else "█") * (last - first)
         total_ms = sum(s.end_s - s.start_s for s in spans) * 1e3
         lines.append(f"{stage:12} |{''.join(cells)}| {total_ms:8.1f} ms  {_detail(spans)}".rstrip())
     return lines

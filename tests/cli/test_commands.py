@@ -37,7 +37,7 @@ def test_generate_says_what_is_wrong() -> None:
     for arguments, code, words in (
         (("x", "--image", "no-such-file.png"), 1, "cannot be opened"),
         (("x", "--temperature", "9"), 1, "temperature"),
-        (("x", "--model", "no-such-folder"), 3, "config.json"),
+        (("x", "--model", "no-such-folder"), 3, "no model directory"),
         (("x", "--kv-cache-gib", "0.000001"), 4, "KV cache"),
         (("x", "--config", "no-such-file.toml"), 2, "configuration file"),
     ):

@@ -7,7 +7,8 @@ import pytest
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.events import FinishEvent, TokenEvent
-from tests.unit.sim import BROKEN, Costs, Img, Simulator, Stepper, config, expected_tokens, make_request
+from tests.unit.sim import BROKEN, Costs, Img, Simulator, config, expected_tokens, make_request
+from tests.unit.stepper import Stepper
 
 # ---- what a step holds
 
@@ -268,15 +269,15 @@ def test_an_older_prefill_takes_blocks_from_a_younger_one() -> None:
 # ---- ends
 
 
-def stopping_request(s: Stepper, number: int, *, at: int, **kwargs) -> int:
-    """A request whose token number `at` is a stop; returns that token."""
-    return expected_tokens(make_request(number, 6, max_new=10, **kwargs))[at]
+def token_of(number: int, *, at: int) -> int:
+    """What the model says at place `at` to a prompt of six tokens of that request."""
+    return expected_tokens(make_request(number, 6, max_new=10))[at]
 
 
 @pytest.mark.parametrize("how", ["eos", "stop_token_ids"])
 def test_a_stop_token_is_reported_and_ends_the_request(how: str) -> None:
     s = Stepper()
-    stop = stopping_request(s, 1, at=3)
+    stop = token_of(1, at=3)
     s.add(1, 6, max_new=10, **{how: (stop,)})
     s.finish_all()
     assert len(s.tokens[1]) == 4 and s.tokens[1][-1] == stop
@@ -286,7 +287,7 @@ def test_a_stop_token_is_reported_and_ends_the_request(how: str) -> None:
 
 def test_ignore_eos_goes_on_to_the_length() -> None:
     s = Stepper()
-    stop = stopping_request(s, 1, at=3)
+    stop = token_of(1, at=3)
     s.add(1, 6, max_new=10, eos=(stop,), ignore_eos=True)
     s.finish_all()
     end = s.finished[1]
@@ -295,7 +296,7 @@ def test_ignore_eos_goes_on_to_the_length() -> None:
 
 def test_a_stop_token_at_the_last_allowed_place_is_a_stop() -> None:
     s = Stepper()
-    s.add(1, 6, max_new=4, eos=(stopping_request(s, 1, at=3),))
+    s.add(1, 6, max_new=4, eos=(token_of(1, at=3),))
     s.finish_all()
     assert s.finished[1].reason is FinishReason.STOP
 
@@ -368,3 +369,28 @@ def test_stats_count_what_happened() -> None:
     stats = s.scheduler.stats()
     assert (stats.prompt_tokens, stats.generation_tokens, stats.images_encoded) == (14, 5, 1)
     assert (stats.kv_blocks_used, stats.kv_blocks_total, stats.image_blocks_total) == (0, 64, 64)
+
+
+def test_the_first_reason_to_end_is_the_one_reported() -> None:
+    s = Stepper()
+    s.add(1, 4, Img(4), 1)
+    language, vision = s.plan_language(), s.plan_vision()
+    s.abort(1)
+    assert s.end_vision(vision, bad=[1]) == []
+    (event,) = s.end_language(language, bad=[1])
+    assert (event.reason, event.error) == (FinishReason.ABORT, None)
+
+
+def test_a_decode_alone_waits_for_blocks_of_an_aborted_request_instead_of_giving_way_to_nobody() -> None:
+    s = Stepper(kv_blocks=8, token_budget=32)
+    s.add(1, 8, max_new=12)  # five blocks in the end
+    s.add(2, 16, Img(4), 1, max_new=1)  # four blocks before its image
+    assert s.language() == [(1, 8), (2, 16)]
+    vision = s.plan_vision()
+    s.abort(2)
+    while s.language():
+        assert len(s.tokens[1]) <= 9
+    assert len(s.tokens[1]) == 9 and s.state(1).num_preemptions == 0
+    s.end_vision(vision)
+    assert s.language() == [(1, 1)]
+    s.finish_all()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hydra_engine.core.stages import LEGAL_MOVES
-from tests.unit.sim import Img, Stepper
+from tests.unit.sim import Img
+from tests.unit.stepper import Stepper
 
 PARTS = st.lists(st.one_of(st.integers(1, 9), st.builds(Img, st.integers(1, 12), st.integers(1, 30))), max_size=4)
 

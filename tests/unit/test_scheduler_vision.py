@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.policy import features_to_take
-from tests.unit.sim import BROKEN, Costs, Img, Simulator, Stepper, config, make_request
+from tests.unit.sim import BROKEN, Costs, Img, Simulator, config, make_request
+from tests.unit.stepper import Stepper
 
 
 def test_images_of_several_requests_share_a_step_and_those_of_one_go_to_several() -> None:

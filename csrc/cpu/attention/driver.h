@@ -33,7 +33,7 @@ struct Driver {
   HeadState<Math>* heads;
   Element* keys;
   Element* values;
-  float* scores;
+  float* scores[2];
   Element* weights;
   const Stored* zeros;
   const char* k_rows[2][kKeyTile];  // this tile's and the next one's
@@ -85,7 +85,7 @@ struct Driver {
     const int64_t tile_bytes = kColumnTile * kKeyTile * 4;
     char* memory = static_cast<char*>(
         scratch.reserve(limits_bytes + heads_bytes + num_heads * (q_bytes + sums_bytes + top_bytes + total_bytes) + keys_bytes +
-                        values_bytes + zero_bytes + 2 * tile_bytes));
+                        values_bytes + zero_bytes + 3 * tile_bytes));
     const auto take = [&memory](int64_t bytes) {
       char* piece = memory;
       memory += bytes;
@@ -103,7 +103,8 @@ struct Driver {
     }
     keys = reinterpret_cast<Element*>(take(keys_bytes));
     values = reinterpret_cast<Element*>(take(values_bytes));
-    scores = reinterpret_cast<float*>(take(tile_bytes));
+    scores[0] = reinterpret_cast<float*>(take(tile_bytes));
+    scores[1] = reinterpret_cast<float*>(take(tile_bytes));
     weights = reinterpret_cast<Element*>(take(tile_bytes));
     std::memset(static_cast<void*>(weights), 0, static_cast<size_t>(tile_bytes));  // rows behind the last column
     char* zero = take(zero_bytes);
@@ -180,19 +181,38 @@ struct Driver {
     Math::pack_keys(k, used, dim, keys);
     Math::pack_values(v, used, dim, values);
     HeadState<Math>& state = heads[head - task.head_begin];
-    for (int64_t first = 0; first < columns; first += kColumnTile) {
-      const int rows = static_cast<int>(std::min<int64_t>(kColumnTile, columns - first));
-      if (limits[first + rows - 1] <= begin) continue;
-      Math::multiply_keys(state.q + first * query_width, rows, keys, used, dim, scores);
-      int visible[kColumnTile];
-      for (int row = 0; row < rows; ++row) {
-        visible[row] = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limits[first + row] - begin, count)));
-      }
-      const ColumnState columns_state{state.columns.sums + first * sums_width, sums_width, state.columns.top + first,
-                                      state.columns.total + first * kLanes};
-      weigh<Math>(scores, weights, visible, rows, used, factor, columns_state);
-      Math::multiply_values(weights, rows, values, used, dim, columns_state.sums);
+    int64_t first = 0;
+    while (limits[std::min(first + kColumnTile, columns) - 1] <= begin) first += kColumnTile;
+    // The next columns' scores are on their way while these are weighed.
+    score(state, first, used, scores[0]);
+    for (int parity = 0; first < columns; first += kColumnTile, parity ^= 1) {
+      if (first + kColumnTile < columns) score(state, first + kColumnTile, used, scores[parity ^ 1]);
+      add_values(state, first, begin, used, scores[parity]);
     }
+  }
+
+  HYDRA_INLINE int rows_from(int64_t first) const {
+    return static_cast<int>(std::min<int64_t>(kColumnTile, columns - first));
+  }
+
+  HYDRA_INLINE void score(const HeadState<Math>& state, int64_t first, int used, float* target) const {
+    Math::multiply_keys(state.q + first * query_width, rows_from(first), keys, used, dim, target);
+  }
+
+  // Columns [first, first + rows) with the tile's keys [begin, begin + used).
+  HYDRA_INLINE void add_values(const HeadState<Math>& state, int64_t first, int64_t begin, int used, float* tile) {
+    const int rows = rows_from(first);
+    int visible[kColumnTile];
+    const bool all = limits[first] >= begin + used;
+    if (!all) {
+      for (int row = 0; row < rows; ++row) {
+        visible[row] = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limits[first + row] - begin, used)));
+      }
+    }
+    const ColumnState tile_state{state.columns.sums + first * sums_width, sums_width, state.columns.top + first,
+                                 state.columns.total + first * kLanes};
+    weigh<Math>(tile, weights, all ? nullptr : visible, rows, used, factor, tile_state);
+    Math::multiply_values(weights, rows, values, used, dim, tile_state.sums);
   }
 
   HYDRA_TARGET void write_result(int64_t head) {

@@ -12,21 +12,6 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// Exchanges between rows whose numbers differ in `kBit`: afterwards the lane's bit has taken the place of the row's bit.
-// The index vectors must be constants, from which the compiler picks unpack and permute instructions.
-template <int kBit, int... kLane>
-HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
-  constexpr vi kLower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
-  constexpr vi kUpper = {(kLane & kBit ? kLanes + kLane : kLane + kBit)...};
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & kBit) continue;
-    const vf a = rows[i], b = rows[i + kBit];
-    rows[i] = __builtin_shuffle(a, b, kLower);
-    rows[i + kBit] = __builtin_shuffle(a, b, kUpper);
-  }
-}
-
 // rows[i][j] <-> rows[j][i].
 HYDRA_INLINE void transpose(vf* rows) {
   exchange<1>(rows, Lanes());

@@ -36,34 +36,34 @@ HYDRA_INLINE vf larger(vf a, vf b) {
 #endif
 }
 
-// 2^fraction for |fraction| <= 1/2: relative error 1.1e-7 if kFine, else 2.9e-6; exactly 1 at 0.
+// 2^fraction for fractions in [0, 1]: relative error 1.5e-7 if kFine, else 3e-6; exactly 1 at 0.
 template <bool kFine>
 HYDRA_INLINE vf exp2_of_fraction(vf fraction) {
   vf value;
   if constexpr (kFine) {
-    value = fused_multiply_add(splat(1.326472731e-3f), fraction, splat(9.671512991e-3f));
-    value = fused_multiply_add(value, fraction, splat(5.550733581e-2f));
-    value = fused_multiply_add(value, fraction, splat(2.402224243e-1f));
-    value = fused_multiply_add(value, fraction, splat(6.931470037e-1f));
+    value = fused_multiply_add(splat(1.867130166e-3f), fraction, splat(9.017029777e-3f));
+    value = fused_multiply_add(value, fraction, splat(5.579991266e-2f));
+    value = fused_multiply_add(value, fraction, splat(2.401644439e-1f));
+    value = fused_multiply_add(value, fraction, splat(6.931512952e-1f));
   } else {
-    value = fused_multiply_add(splat(9.582852945e-3f), fraction, splat(5.590642616e-2f));
-    value = fused_multiply_add(value, fraction, splat(2.402409911e-1f));
-    value = fused_multiply_add(value, fraction, splat(6.931241751e-1f));
+    value = fused_multiply_add(splat(1.342668477e-2f), fraction, splat(5.224247277e-2f));
+    value = fused_multiply_add(value, fraction, splat(2.412801981e-1f));
+    value = fused_multiply_add(value, fraction, splat(6.930448413e-1f));
   }
   return fused_multiply_add(value, fraction, splat(1.0f));
 }
 
-// 2^x for x <= 0; exactly 1 at 0, exactly 0 below -126 (minus infinity included), NaN for NaN.
+// 2^x for x <= 0; exactly 1 at 0, exactly 0 below -127 (minus infinity included), NaN for NaN.
 template <bool kFine>
 HYDRA_INLINE vf exp2_of(vf x) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low mantissa bits
-  const vf bounded = larger(splat(-200.0f), x);
-  const vf shifted = bounded + magic;
-  const vf whole = shifted - magic;
-  const vf value = exp2_of_fraction<kFine>(bounded - whole);
 #if HYDRA_LANES == 16
-  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)value, (__m512)whole);
+  constexpr int kTowardsMinusInfinity = 1;
+  const __m512 fraction = _mm512_maskz_reduce_ps(0xffff, (__m512)x, kTowardsMinusInfinity);
+  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)exp2_of_fraction<kFine>((vf)fraction), (__m512)x);
 #else
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low mantissa bits
+  const vf shifted = (larger(splat(-150.0f), x) - 0.5f) + magic;
+  const vf value = exp2_of_fraction<kFine>(larger(splat(-150.0f), x) - (shifted - magic));
   // The constant's own bits leave at the top of the shift.
   const vf scaled = (vf)((vi)value + ((vi)shifted << 23));
   const vf result = x < splat(-126.0f) ? splat(0.0f) : scaled;
@@ -110,23 +110,73 @@ HYDRA_INLINE bool any(vi lanes) {
 #endif
 }
 
-// Largest score of each row, in place hiding what the row's column does not see.
-template <int kVectors>
-HYDRA_INLINE void find_tops(float* scores, const int* visible, int rows, float* tops) {
-  for (int row = 0; row < rows; ++row, scores += kKeyTile) {
-    vf score[kVectors];
+// Exchanges between rows whose numbers differ in `kBit`: afterwards the lane's bit has taken the place of the row's bit.
+// The index vectors must be constants, from which the compiler picks unpack and permute instructions.
+template <int kBit, int... kLane>
+HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
+  const vi lower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
+  const vi upper = {(kLane & kBit ? kLanes + kLane : kLane + kBit)...};
 #pragma GCC unroll 16
-    for (int i = 0; i < kVectors; ++i) score[i] = load(scores + i * kLanes);
-    if (visible[row] < kVectors * kLanes) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kBit) continue;
+    const vf a = rows[i], b = rows[i + kBit];
+    rows[i] = __builtin_shuffle(a, b, lower);
+    rows[i + kBit] = __builtin_shuffle(a, b, upper);
+  }
+}
+
+// One round of largest_of_rows: rows i and i + kBit share row i, their lanes told apart by the lane's bit.
+template <int kBit, int... kLane>
+HYDRA_INLINE void merge_largest(vf* rows, std::integer_sequence<int, kLane...>) {
+  const vi lower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
+  const vi upper = {(kLane & kBit ? kLanes + kLane : kLane + kBit)...};
 #pragma GCC unroll 16
-      for (int i = 0; i < kVectors; ++i) {
-        score[i] = hide_behind(score[i], visible[row] - i * kLanes, Lanes());
-        store(scores + i * kLanes, score[i]);
-      }
+  for (int i = 0; i < kLanes; i += 2 * kBit) {
+    const vf a = rows[i], b = rows[i + kBit];
+    rows[i] = larger(__builtin_shuffle(a, b, lower), __builtin_shuffle(a, b, upper));
+  }
+}
+
+// Lane i of the result is the largest lane of rows[i].
+HYDRA_INLINE vf largest_of_rows(vf* rows) {
+  merge_largest<1>(rows, Lanes());
+  merge_largest<2>(rows, Lanes());
+  if constexpr (kLanes > 4) merge_largest<4>(rows, Lanes());
+  if constexpr (kLanes > 8) merge_largest<8>(rows, Lanes());
+  return rows[0];
+}
+
+// The larger of the row's vectors, lane by lane. With kHide, what the column does not see becomes minus infinity, also
+// in memory.
+template <int kVectors, bool kHide>
+HYDRA_INLINE vf larger_of_vectors(float* scores, int visible) {
+  vf best = splat(-INFINITY);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    vf score = load(scores + i * kLanes);
+    if constexpr (kHide) {
+      score = hide_behind(score, visible - i * kLanes, Lanes());
+      store(scores + i * kLanes, score);
     }
+    best = i == 0 ? score : larger(score, best);
+  }
+  return best;
+}
+
+// Largest score of each row.
+template <int kVectors, bool kHide>
+HYDRA_INLINE void find_tops(float* scores, const int* visible, int rows, float* tops) {
+  int row = 0;
+  for (; row + kLanes <= rows; row += kLanes) {
+    vf best[kLanes];
 #pragma GCC unroll 16
-    for (int i = 1; i < kVectors; ++i) score[0] = larger(score[i], score[0]);
-    tops[row] = largest(score[0]);
+    for (int i = 0; i < kLanes; ++i) {
+      best[i] = larger_of_vectors<kVectors, kHide>(scores + (row + i) * kKeyTile, kHide ? visible[row + i] : 0);
+    }
+    store(tops + row, largest_of_rows(best));
+  }
+  for (; row < rows; ++row) {
+    tops[row] = largest(larger_of_vectors<kVectors, kHide>(scores + row * kKeyTile, kHide ? visible[row] : 0));
   }
 }
 
@@ -154,7 +204,11 @@ template <class Math, int kVectors>
 HYDRA_INLINE void weigh_vectors(float* scores, typename Math::Element* weights, const int* visible, int rows,
                                 float factor, const ColumnState& state) {
   alignas(64) float tops[kColumnTile] = {};
-  find_tops<kVectors>(scores, visible, rows, tops);
+  if (visible) {
+    find_tops<kVectors, true>(scores, visible, rows, tops);
+  } else {
+    find_tops<kVectors, false>(scores, visible, rows, tops);
+  }
   rescale(tops, factor, rows, state);
   for (int row = 0; row < rows; ++row, scores += kKeyTile, weights += kKeyTile) {
     const vf offset = splat(-state.top[row] * factor);
@@ -170,7 +224,8 @@ HYDRA_INLINE void weigh_vectors(float* scores, typename Math::Element* weights, 
   }
 }
 
-// The first `used` keys of the tile (all or half of it) are in use; column `row` sees the first visible[row] of them.
+// The first `used` keys of the tile (all or half of it) are in use; column `row` sees the first visible[row] of them,
+// or all where `visible` is null.
 template <class Math>
 HYDRA_INLINE void weigh(float* scores, typename Math::Element* weights, const int* visible, int rows, int used,
                         float factor, const ColumnState& state) {

@@ -1,0 +1,126 @@
+"""The scheduler and the fake lanes of `sim.py`, one call at a time: for tests that look at single plans."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hydra_engine.cache.manager import CacheManager
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.plans import (
+    EncodeOutcome,
+    LanguagePlan,
+    LanguageResult,
+    RowOutcome,
+    VisionPlan,
+    VisionResult,
+)
+from hydra_engine.core.request import Request
+from hydra_engine.core.roles import EPD
+from hydra_engine.core.state import RequestState
+from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
+from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.unit.sim import BROKEN, FakeLanes, Img, config, expected_tokens, make_request
+
+
+class Stepper:
+    """Checks the books after every call. Time stands still unless `now` is set or a step takes some."""
+
+    def __init__(self, *, kv_blocks: int = 64, image_blocks: int = 64, **changes) -> None:
+        kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
+        self.config = config(**changes)
+        self.lanes = FakeLanes(kv, images)
+        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test")
+        self.now = 0.0
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, FinishEvent] = {}
+
+    def add(self, number: int, *parts: int | Img, **kwargs) -> Request:
+        request = make_request(number, *parts, **kwargs)
+        self.scheduler.add(request, self.now)
+        self.requests[number] = request
+        self.scheduler.check()
+        return request
+
+    def state(self, number: int) -> RequestState:
+        return self.scheduler._book.states[RequestId(number)]
+
+    def abort(self, number: int) -> list[Event]:
+        return self._collect(self.scheduler.abort(RequestId(number), self.now))
+
+    def plan_language(self) -> LanguagePlan | None:
+        plan = self.scheduler.plan_language(self.now)
+        self.scheduler.check()
+        return plan
+
+    def plan_vision(self) -> VisionPlan | None:
+        plan = self.scheduler.plan_vision(self.now)
+        self.scheduler.check()
+        return plan
+
+    def end_language(self, plan: LanguagePlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
+        outcomes = [
+            RowOutcome(row.request_id, error=BROKEN)
+            if row.request_id in bad
+            else RowOutcome(row.request_id, self.lanes.step(row))
+            for row in plan.rows
+        ]
+        started_s, self.now = self.now, self.now + took_s
+        result = LanguageResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        return self._collect(self.scheduler.on_language(result, self.now))
+
+    def end_vision(self, plan: VisionPlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
+        self.lanes.encode(plan)
+        outcomes = [
+            EncodeOutcome(item.request_id, item.image_index, BROKEN if item.request_id in bad else None)
+            for item in plan.items
+        ]
+        started_s, self.now = self.now, self.now + took_s
+        result = VisionResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        return self._collect(self.scheduler.on_vision(result, self.now))
+
+    def language(self, **kwargs) -> list[tuple[int, int]]:
+        """One whole language step; (request, tokens) of its rows."""
+        plan = self.plan_language()
+        if plan is None:
+            return []
+        rows = [(int(row.request_id), len(row.token_ids)) for row in plan.rows]
+        self.end_language(plan, **kwargs)
+        return rows
+
+    def vision(self, **kwargs) -> list[tuple[int, int]]:
+        """One whole vision step; (request, image index) of its items."""
+        plan = self.plan_vision()
+        if plan is None:
+            return []
+        items = [(int(item.request_id), item.image_index) for item in plan.items]
+        self.end_vision(plan, **kwargs)
+        return items
+
+    def _collect(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            assert event.request_id not in self.finished, "an event after the end of a request"
+            if isinstance(event, TokenEvent):
+                assert event.position == len(self.tokens[event.request_id])
+                self.tokens[event.request_id].append(event.token_id)
+            else:
+                self.finished[event.request_id] = event
+        self.scheduler.check()
+        return events
+
+    def finish_all(self, max_steps: int = 2000) -> None:
+        """Runs both lanes until every request has ended, and compares the tokens of those without error."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.language(took_s=0.01)
+            self.vision(took_s=0.01)
+        assert not self.scheduler.has_work, f"stuck: {self.scheduler.ledger()}"
+        assert not self.scheduler.ledger().holders
+        for number, event in self.finished.items():
+            expected = expected_tokens(self.requests[number])
+            if event.reason in (FinishReason.ERROR, FinishReason.ABORT):
+                expected = expected[: len(self.tokens[number])]
+            assert self.tokens[number] == expected, f"request {number}: wrong tokens"
