@@ -72,6 +72,12 @@ class EngineConfig:
     topology: str = _opt("EPD", "instances and their roles, for example EPD, EP+D, 1E3P4D")
     max_model_len: int | None = _opt(None, "longest prompt plus output; default: what the model allows")
     threads: int | None = _opt(None, "CPU threads per lane; default: all cores that this process may use")
+    lane_priority: str = _opt(
+        "throughput",
+        "which lane goes first where both compete for cores: throughput lets encodes finish and decodes batch up, "
+        "latency keeps tokens flowing beside encodes, balanced shares evenly",
+        choices=("throughput", "balanced", "latency"),
+    )
     deterministic: bool = _opt(True, "batch-invariant ops: a request's tokens do not depend on its neighbours")
     backend: str = _opt("auto", "auto, native, torch or reference: which CPU implementation of the ops to take")
     seed: int = _opt(0, "seeds the draws of requests that bring no seed of their own")

@@ -12,24 +12,40 @@ from pathlib import Path
 import torch
 
 from hydra_engine.backend.base import Lane
-from hydra_engine.backend.lanes import ThreadLane
+from hydra_engine.backend.lanes import ThreadLane, set_torch_threads
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
+# Which lane steps back when both have work and cores are few. Measured in docs/benchmarks.md.
+NICENESS: dict[str, dict[str, int]] = {
+    "throughput": {"language": 5},
+    "balanced": {},
+    "latency": {"vision": 10},
+}
+
+
 class CpuDevice:
-    """`Device` of backend/base.py. `set_threads` sets the thread counts of the thread that calls it."""
+    """`Device` of backend/base.py. `set_threads` sets the thread counts of the thread that calls it; `lane_priority`
+    is a key of NICENESS."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
 
-    def __init__(self, threads: int, set_threads: Callable[[int], None] = torch.set_num_threads) -> None:
+    def __init__(
+        self,
+        threads: int,
+        set_threads: Callable[[int], None] = set_torch_threads,
+        lane_priority: str = "balanced",
+    ) -> None:
         self.threads = threads
         self._set_threads = set_threads
+        self._niceness = NICENESS[lane_priority]
 
     def lane(self, name: str) -> Lane:
-        return ThreadLane(name, self.threads, set_threads=self._set_threads)
+        niceness = self._niceness.get(name, 0)
+        return ThreadLane(name, self.threads, set_threads=self._set_threads, niceness=niceness)
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes: the machine's, or the container's where that is less."""

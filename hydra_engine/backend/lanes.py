@@ -8,6 +8,7 @@ its traceback, later jobs are refused, and `submit` raises from then on.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -19,14 +20,31 @@ logger = logging.getLogger(__name__)
 Job = Callable[[], None]
 
 
-class ThreadLane:
-    """`Lane` of backend/base.py. `set_threads` is called once, in the lane's thread, with `threads`."""
+def set_torch_threads(threads: int) -> None:
+    """Sets torch's thread count for the calling thread.
 
-    def __init__(self, name: str, threads: int, *, set_threads: Callable[[int], None] = torch.set_num_threads) -> None:
+    torch applies the count last set by any thread when a thread first needs it; asking once gets that over with, so
+    that another lane's count cannot replace ours later.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+
+class ThreadLane:
+    """`Lane` of backend/base.py. `set_threads` is called once, in the lane's thread, with `threads`.
+
+    `niceness` is how far the lane's threads step back when lanes compete for cores; threads that the ops start from
+    this one inherit it.
+    """
+
+    def __init__(
+        self, name: str, threads: int, *, set_threads: Callable[[int], None] = set_torch_threads, niceness: int = 0
+    ) -> None:
         self.name = name
         self.error: BaseException | None = None
         self._threads = threads
         self._set_threads = set_threads
+        self._niceness = niceness
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()  # orders submit and close: no job can land behind the end mark
@@ -51,6 +69,8 @@ class ThreadLane:
 
     def _run(self) -> None:
         try:
+            if self._niceness:
+                _be_nicer(self._niceness)
             self._set_threads(self._threads)
             with torch.inference_mode():
                 while (job := self._jobs.get()) is not None:
@@ -59,3 +79,9 @@ class ThreadLane:
         except BaseException as error:  # the thread's boundary: kept for every later submit
             self.error = error
             logger.critical("lane %s died; the instance cannot go on", self.name, exc_info=True)
+
+
+def _be_nicer(by: int) -> None:
+    """Lowers the calling thread's priority; on Linux a thread has its own."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + by)

@@ -7,7 +7,8 @@ Does not know threads, memory layouts of weights or any processor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -34,6 +35,7 @@ ALL_OPS = (
 
 _LINEAR_ROWS = 32  # rows per matrix product
 _QUERY_TILE = 32
+_PIECE = 1 << 14  # elements: whole vectors, and few enough for one thread
 _KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
 
 
@@ -198,20 +200,32 @@ class ReferenceOps:
 
 
 def activation(x: Tensor, act: Activation) -> Tensor:
-    """silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation; quick_gelu: x * sigmoid(1.702 x)."""
+    """Element-wise, in float32. silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation;
+    quick_gelu: x * sigmoid(1.702 x)."""
     match act:
         case "none":
             return x
         case "silu":
-            return F.silu(x)
+            return _by_vectors(F.silu, x)
         case "gelu":
-            return F.gelu(x)
+            return _by_vectors(F.gelu, x)
         case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
+            return _by_vectors(partial(F.gelu, approximate="tanh"), x)
         case "quick_gelu":
-            return x * torch.sigmoid(1.702 * x)
+            return x * _by_vectors(torch.sigmoid, 1.702 * x)
         case _:
             raise ValueError(f"act: expected none, silu, gelu, gelu_tanh or quick_gelu, got {act!r}")
+
+
+def _by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) element by element, in pieces of one size that no thread shares.
+
+    torch computes exp and its relatives with vectors, but what is left at the end of a thread's share with scalars,
+    and the two differ in the last bit: an element's value would depend on how many share the call.
+    """
+    flat = F.pad(x.flatten(), (0, -x.numel() % _PIECE))
+    pieces = [function(piece) for piece in flat.split(_PIECE)]
+    return torch.cat(pieces)[: x.numel()].view(x.shape) if pieces else x
 
 
 def _causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
@@ -237,8 +251,8 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale:
             scores = torch.bmm(tile, key.transpose(1, 2)) * scale
             scores.masked_fill_(torch.arange(first, first + _KEY_TILE) > position, float("-inf"))
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            weights = torch.exp(scores - new_top)
-            shrink = torch.exp(top - new_top)
+            weights = _by_vectors(torch.exp, scores - new_top)
+            shrink = _by_vectors(torch.exp, top - new_top)
             total = total * shrink + weights.sum(-1, keepdim=True)
             sums = sums * shrink + torch.bmm(weights, value)
             top = new_top

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from hydra_engine.backend.base import Backend, Ops
-from hydra_engine.backend.cpu import CpuDevice, usable_cores
+from hydra_engine.backend.cpu import NICENESS, CpuDevice, usable_cores
+from hydra_engine.backend.lanes import set_torch_threads
 from hydra_engine.backend.reference import ReferenceOps
 from hydra_engine.backend.torch_ops import TorchOps
 from hydra_engine.errors import BackendError, ConfigError
@@ -35,12 +36,15 @@ def create_backend(
     backend: str = "auto",
     deterministic: bool = True,
     threads: int | None = None,
+    lane_priority: str = "balanced",
 ) -> Backend:
     """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; threads per lane, None for all usable cores.
 
     Sets the thread counts of the calling thread too, so that loading weights uses them.
     """
     _check_device(device)
+    if lane_priority not in NICENESS:
+        raise ConfigError(f"lane_priority must be one of {', '.join(NICENESS)}", param="lane_priority")
     count = usable_cores() if threads is None else threads
     extension, problem = _load_extension()
     ops = _choose(backend, extension, problem)
@@ -51,12 +55,12 @@ def create_backend(
         )
 
     def set_threads(n: int) -> None:
-        torch.set_num_threads(n)
+        set_torch_threads(n)
         if extension is not None:
             extension.set_num_threads(n)
 
     set_threads(count)
-    return Backend(CpuDevice(count, set_threads), ops, dtype, count)
+    return Backend(CpuDevice(count, set_threads, lane_priority), ops, dtype, count)
 
 
 def resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str = "auto") -> tuple[torch.dtype, str]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend, resolve_dtype
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.clock import MonotonicClock
@@ -68,7 +67,12 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
     spec = load_spec(config.model_path)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend)
     backend = create_backend(
-        config.device, dtype, backend=config.backend, deterministic=config.deterministic, threads=config.threads
+        config.device,
+        dtype,
+        backend=config.backend,
+        deterministic=config.deterministic,
+        threads=config.threads,
+        lane_priority=config.lane_priority,
     )
     free_bytes, _ = backend.device.memory()
     plan = plan_memory(spec, EPD, config, dtype, free_bytes)
@@ -159,11 +163,3 @@ class _Progress:
                 self._outbox.send([Loading(what, done, total)])
 
         return report
-
-
-def backend_for_doctor(config: EngineConfig) -> Backend:
-    """The backend that `config` would take, without a model: what `doctor` prints."""
-    dtype, _ = resolve_dtype(config.dtype, "bfloat16", config.backend)
-    return create_backend(
-        config.device, dtype, backend=config.backend, deterministic=config.deterministic, threads=config.threads
-    )
