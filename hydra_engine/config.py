@@ -8,7 +8,7 @@ Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_LOG_LE
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,26 @@ class ServerConfig:
     keepalive_s: float = _opt(15.0, "a comment line keeps idle streams open this often", flag="sse-keep-alive")
     allow_origins: tuple[str, ...] = _opt((), "CORS origins; none by default")
     enable_log_requests: bool = _opt(False, "one log line per request")
+
+
+def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig for the embedded engine from flat options: fields of the config itself and of its parts. Local
+    pictures may be opened, for they are the caller's own. Raises ConfigError naming an option that does not exist."""
+    left = dict(options)
+    config = EngineConfig(
+        model=model,
+        scheduler=left.pop("scheduler", SchedulerConfig()),
+        cache=left.pop("cache", CacheConfig()),
+        media=left.pop("media", MediaConfig(local_files=True)),
+    )
+    for part in ("", "scheduler", "cache", "media"):
+        target = getattr(config, part) if part else config
+        chosen = {f.name: left.pop(f.name) for f in fields(target) if f.name in left}
+        if chosen:
+            config = replace(config, **({part: replace(target, **chosen)} if part else chosen))
+    if left:
+        raise ConfigError(f"unknown option {next(iter(left))!r}; see `hydra-engine serve --help`")
+    return config
 
 
 def environment_api_keys() -> tuple[str, ...]:

@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from hydra_engine.config import DEMO_MODEL, CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
+from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, Usage
 from hydra_engine.core.request import SamplingParams, Slo
-from hydra_engine.errors import ConfigError, EngineClosed, HydraError, InvalidRequest
+from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest
 from hydra_engine.front.front import Call, Front
 from hydra_engine.front.handle import Handle
 from hydra_engine.front.progress import BatchProgress, LoadProgress
@@ -49,7 +49,7 @@ class Engine:
     def __init__(
         self, model: str | Path = DEMO_MODEL, *, progress: bool | None = None, processes: bool = False, **options: Any
     ) -> None:
-        self._prepare(make_config(str(model), options), processes=processes)
+        self._prepare(config_from_options(str(model), options), processes=processes)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="hydra-engine", daemon=True)
         self._thread.start()
@@ -365,25 +365,6 @@ class Engine:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
-
-
-def make_config(model: str, options: dict[str, Any]) -> EngineConfig:
-    """An EngineConfig from flat options: fields of the config itself and of its parts. Raises ConfigError by name."""
-    media = options.pop("media", MediaConfig(local_files=True))
-    config = EngineConfig(
-        model=model,
-        scheduler=options.pop("scheduler", SchedulerConfig()),
-        cache=options.pop("cache", CacheConfig()),
-        media=media,
-    )
-    for part in ("", "scheduler", "cache", "media"):
-        target = getattr(config, part) if part else config
-        chosen = {f.name: options.pop(f.name) for f in fields(target) if f.name in options}
-        if chosen:
-            config = replace(config, **({part: replace(target, **chosen)} if part else chosen))
-    if options:
-        raise ConfigError(f"unknown option {next(iter(options))!r}; see `hydra-engine serve --help`")
-    return config
 
 
 def _call(

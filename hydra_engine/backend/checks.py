@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,48 +53,66 @@ def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:
     return shape[0]
 
 
-def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """[T, H, D] with dense heads: only the stride of the first dimension is free."""
-    if rows.shape != shape or rows.dtype is not dtype or not dense_rows(rows):
-        raise ValueError(f"{name}: expected {list(shape)} {dtype} with dense [H, D] rows, got {described(rows)}")
+def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """[T, H, D] where each rows[t] is one piece of memory: only the first stride is free, and returned."""
+    if rows.shape == shape and rows.dtype is dtype:
+        _, heads, dim = shape
+        stride, stride_h, stride_d = rows.stride()
+        if (stride_d == 1 or dim <= 1) and (stride_h == dim or heads <= 1):
+            return stride
+    raise ValueError(f"{name}: expected {list(shape)} {dtype} with dense [H, D] rows, got {described(rows)}")
 
 
-def dense_rows(rows: Tensor) -> bool:
-    """Whether each rows[t] of [T, H, D] is one contiguous piece of memory."""
-    _, heads, dim = rows.shape
-    _, stride_h, stride_d = rows.stride()
-    return (stride_d == 1 or dim <= 1) and (stride_h == dim or heads <= 1)
+_ROW_NAMES = ("rows[0]", "rows[1]")
 
 
-def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> int:
-    """Returns T."""
-    shape = cache.data.shape
-    check_cache(cache, layer, num_tensors=len(rows))
-    tokens = check_indices("slots", slots)
-    for x, source in enumerate(rows):
-        check_heads(f"rows[{x}]", source, (tokens, shape[4], shape[5]), cache.data.dtype)
-    return tokens
+def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> tuple[int, list[int]]:
+    """Returns T and the row stride of each source."""
+    data = cache.data
+    _, num_layers, num_tensors, _, heads, dim = data.shape
+    if num_tensors != len(rows) or not 0 <= layer < num_layers:
+        check_cache(cache, layer, num_tensors=len(rows))
+    tokens, dtype = check_indices("slots", slots), data.dtype
+    shape = (tokens, heads, dim)
+    return tokens, [check_heads(name, source, shape, dtype) for name, source in zip(_ROW_NAMES, rows, strict=False)]
+
+
+class RopeStrides(NamedTuple):
+    """Between tokens, in elements."""
+
+    q: int
+    k: int
+    v: int
+    cos: int
+    sin: int
 
 
 def check_rope(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
-) -> None:
-    check_cache(cache, layer, num_tensors=2)
-    num_kv_heads, dim = cache.data.shape[4:]
-    dtype = cache.data.dtype
+) -> RopeStrides:
+    data = cache.data
+    _, num_layers, num_tensors, _, num_kv_heads, dim = data.shape
+    if num_tensors != 2 or not 0 <= layer < num_layers:
+        check_cache(cache, layer, num_tensors=2)
     if dim % 2:
         raise ValueError(f"cache: expected an even head dim for rotation, got {dim}")
-    tokens = check_indices("slots", slots)
-    check_heads("q", q, (tokens, q.shape[1] if q.dim() == 3 else 0, dim), dtype)
-    check_heads("k", k, (tokens, num_kv_heads, dim), dtype)
-    check_heads("v", v, (tokens, num_kv_heads, dim), dtype)
-    for name, angle in (("cos", cos), ("sin", sin)):
-        if angle.shape != (tokens, dim // 2) or angle.dtype is not torch.float32 or not _dense_last(angle):
-            raise ValueError(f"{name}: expected [{tokens}, {dim // 2}] torch.float32, got {described(angle)}")
+    tokens, dtype = check_indices("slots", slots), data.dtype
+    kv_shape = (tokens, num_kv_heads, dim)
+    return RopeStrides(
+        check_heads("q", q, (tokens, q.shape[1] if q.dim() == 3 else 0, dim), dtype),
+        check_heads("k", k, kv_shape, dtype),
+        check_heads("v", v, kv_shape, dtype),
+        _check_angles("cos", cos, (tokens, dim // 2)),
+        _check_angles("sin", sin, (tokens, dim // 2)),
+    )
 
 
-def _dense_last(x: Tensor) -> bool:
-    return x.stride(-1) == 1 or x.shape[-1] <= 1
+def _check_angles(name: str, angles: Tensor, shape: tuple[int, int]) -> int:
+    if angles.shape == shape and angles.dtype is torch.float32:
+        stride, stride_last = angles.stride()
+        if stride_last == 1 or shape[1] <= 1:
+            return stride
+    raise ValueError(f"{name}: expected {list(shape)} torch.float32, got {described(angles)}")
 
 
 def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int) -> int:
@@ -148,18 +167,22 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
     return max_q, max(context, default=0)
 
 
-def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> None:
-    shape = cache.data.shape
-    check_cache(cache, layer, num_tensors=2)
-    num_heads = q.shape[1] if q.dim() == 3 else 0
-    if num_heads == 0 or num_heads % shape[4]:
-        raise ValueError(f"q: expected [T, Hq, D] with Hq a multiple of {shape[4]} KV heads, got {described(q)}")
-    check_heads("q", q, (q.shape[0], num_heads, shape[5]), cache.data.dtype)
-    if max_blocks * shape[3] < max_context:
+def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:
+    """Returns T, Hq and q's stride between tokens."""
+    data = cache.data
+    _, num_layers, num_tensors, block_size, num_kv_heads, dim = data.shape
+    if num_tensors != 2 or not 0 <= layer < num_layers:
+        check_cache(cache, layer, num_tensors=2)
+    tokens, num_heads = q.shape[:2] if q.dim() == 3 else (0, 0)
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"q: expected [T, Hq, D] with Hq a multiple of {num_kv_heads} KV heads, got {described(q)}")
+    stride = check_heads("q", q, (tokens, num_heads, dim), data.dtype)
+    if max_blocks * block_size < max_context:
         raise ValueError(
-            f"block_tables: expected at least {-(-max_context // shape[3])} blocks of {shape[3]} slots "
+            f"block_tables: expected at least {-(-max_context // block_size)} blocks of {block_size} slots "
             f"for {max_context} context tokens, got {max_blocks}"
         )
+    return tokens, num_heads, stride
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> None:

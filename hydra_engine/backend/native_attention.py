@@ -28,10 +28,10 @@ def plan_attention(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> A
 def attention_paged(
     desc: _C.CacheDesc, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
-    tokens, num_heads, _ = shape = q.shape
-    out = torch.empty(shape, dtype=q.dtype)
-    _C.attention_paged(plan.native, desc, layer, q.data_ptr(), q.stride(0), num_heads, tokens, out.data_ptr(), scale)
+    max_blocks = plan.block_tables.shape[1]
+    tokens, num_heads, stride = checks.check_paged(q, cache, layer, max_blocks, plan.max_context)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _C.attention_paged(plan.native, desc, layer, q.data_ptr(), stride, num_heads, tokens, out.data_ptr(), scale)
     return out
 
 

@@ -50,21 +50,12 @@ class CacheDescs:
 
 
 def write_cache(desc: _C.CacheDesc, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
-    tokens = checks.check_write(cache, layer, rows, slots)
-    first = rows[0]
+    tokens, strides = checks.check_write(cache, layer, rows, slots)
+    first = rows[0].data_ptr()
     if len(rows) == 1:
-        desc.write(layer, first.data_ptr(), first.stride(0), _NO_ADDRESS, 0, slots.data_ptr(), tokens)
+        desc.write(layer, first, strides[0], _NO_ADDRESS, 0, slots.data_ptr(), tokens)
     else:
-        second = rows[1]
-        desc.write(
-            layer,
-            first.data_ptr(),
-            first.stride(0),
-            second.data_ptr(),
-            second.stride(0),
-            slots.data_ptr(),
-            tokens,
-        )
+        desc.write(layer, first, strides[0], rows[1].data_ptr(), strides[1], slots.data_ptr(), tokens)
 
 
 def rope_and_write(
@@ -78,22 +69,22 @@ def rope_and_write(
     layer: int,
     slots: Tensor,
 ) -> Tensor:
-    checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+    strides = checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
     tokens, num_heads, _ = shape = q.shape
     out = torch.empty(shape, dtype=q.dtype)
     desc.rope_and_write(
         layer,
         q.data_ptr(),
-        q.stride(0),
+        strides.q,
         num_heads,
         k.data_ptr(),
-        k.stride(0),
+        strides.k,
         v.data_ptr(),
-        v.stride(0),
+        strides.v,
         cos.data_ptr(),
-        cos.stride(0),
+        strides.cos,
         sin.data_ptr(),
-        sin.stride(0),
+        strides.sin,
         slots.data_ptr(),
         tokens,
         out.data_ptr(),

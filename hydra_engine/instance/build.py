@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend, resolve_dtype
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.clock import MonotonicClock
@@ -110,31 +111,45 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         clock=clock,
         arm_fault=faults.arm if faults.enabled else None,
     )
-    summary = InstanceSummary(
+    notes = (dtype_reason, *plan.reasons)
+    summary = _summary(name, resolved, spec, backend, model.weights_bytes, plan, notes, time.monotonic() - began)
+    return Assembled(instance, worker, summary)
+
+
+def _summary(
+    name: str,
+    config: EngineConfig,
+    spec: ModelSpec,
+    backend: Backend,
+    weights_bytes: int,
+    plan: CachePlan,
+    notes: tuple[str, ...],
+    load_s: float,
+) -> InstanceSummary:
+    return InstanceSummary(
         name=name,
         role=EPD.letters,
         model=config.model_name,
         family=spec.family,
         device=backend.device.name,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(backend.dtype).removeprefix("torch."),
         backend=backend.ops.name,
         deterministic=backend.ops.deterministic,
         threads=backend.threads,
-        weights_bytes=model.weights_bytes,
-        kv_cache_bytes=kv_cache.nbytes,
-        image_cache_bytes=image_cache.nbytes if image_cache is not None else 0,
+        weights_bytes=weights_bytes,
+        kv_cache_bytes=plan.kv_bytes,
+        image_cache_bytes=plan.image_bytes,
         num_kv_blocks=plan.num_kv_blocks,
         num_image_blocks=plan.num_image_blocks,
-        kv_block_size=resolved.cache.block_size,
-        image_block_size=resolved.cache.image_block_size,
+        kv_block_size=config.cache.block_size,
+        image_block_size=config.cache.image_block_size,
         max_model_len=plan.max_model_len,
-        token_budget=resolved.scheduler.token_budget,
-        image_budget=resolved.scheduler.image_budget,
-        load_s=time.monotonic() - began,
+        token_budget=config.scheduler.token_budget,
+        image_budget=config.scheduler.image_budget,
+        load_s=load_s,
         ops=tuple((c.op, c.implementation, c.reason) for c in backend.ops.choices()),
-        notes=(dtype_reason, *plan.reasons),
+        notes=notes,
     )
-    return Assembled(instance, worker, summary)
 
 
 def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> EngineConfig:
