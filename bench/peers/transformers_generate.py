@@ -5,25 +5,16 @@ Run by `bench/compare.py` with the project's environment. TTFT is the time of a 
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import resource
 import time
 
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from bench.workload import QUESTION, pictures, point
+from bench.workload import QUESTION, batch_points, peer_arguments, print_report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = peer_arguments().parse_args()
     torch.set_num_threads(arguments.threads)
     began = time.perf_counter()
     processor = AutoProcessor.from_pretrained(arguments.model)
@@ -40,23 +31,8 @@ def main() -> None:
             model.generate(**inputs, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, eos_token_id=None)
         return time.perf_counter() - start
 
-    run(pictures(1, seed=99), 4)
-    points = []
-    for level in map(int, arguments.concurrency.split(",")):
-        images = pictures(level, seed=100 * level)
-        first_s, wall_s = run(images, 1), run(images, arguments.tokens)
-        tpot_s = (wall_s - first_s) / (arguments.tokens - 1)
-        points.append(point(level, wall_s, [first_s], [tpot_s], level * arguments.tokens))
-    print(
-        json.dumps(
-            {
-                "system": "transformers generate",
-                "ready_s": round(ready_s, 2),
-                "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-                "points": [dataclasses.asdict(p) for p in points],
-            }
-        )
-    )
+    points = batch_points(run, arguments.concurrency, arguments.tokens)
+    print_report("transformers generate", ready_s, points)
 
 
 if __name__ == "__main__":

