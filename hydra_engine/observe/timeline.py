@@ -11,6 +11,12 @@ from dataclasses import replace
 
 from hydra_engine.core.outputs import RequestMetrics, StageSpan
 
+# The order in which a request meets them; a wait is drawn even when it took no time.
+_ORDER = (
+    *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "prefill_wait", "prefill"),
+    *("preempted", "decode_wait", "decode"),
+)
+_ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
 _WAITS = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
 
 
@@ -57,7 +63,9 @@ def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
         return []
     end = max(max(s.end_s for s in timeline), 1e-9)
     lines = []
-    for stage in dict.fromkeys(s.stage for s in timeline):
+    present = {s.stage for s in timeline}
+    shown = present | {wait for run, wait in _ALWAYS.items() if run in present}
+    for stage in (stage for stage in _ORDER if stage in shown):
         spans = [s for s in timeline if s.stage == stage]
         cells = [" "] * width
         for span in spans:
@@ -70,6 +78,8 @@ def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
 
 
 def _detail(spans: Sequence[StageSpan]) -> str:
+    if not spans:
+        return ""
     parts = [spans[0].lane] if spans[0].lane != "front" else []
     tokens = sum(s.tokens for s in spans)
     if tokens:
