@@ -20,7 +20,7 @@ def summary_lines(summary: InstanceSummary) -> list[str]:
         f"({kv_tokens} tokens), image cache {_bytes(summary.image_cache_bytes)} ({image_rows} rows)",
         f"  limits       {summary.max_model_len} tokens a request, {summary.token_budget} tokens a language step, "
         f"{summary.image_budget} patches a vision step",
-        f"  ready after  {summary.load_s:.1f} s",
+        f"  loaded in    {summary.load_s:.1f} s",
     ]
     if slower and summary.backend.startswith("native"):
         lines.append(f"  in torch     {', '.join(slower)}")

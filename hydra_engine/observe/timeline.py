@@ -69,8 +69,8 @@ def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
         spans = [s for s in timeline if s.stage == stage]
         cells = [" "] * width
         for span in spans:
-            first = min(int(span.start_s / end * width), width - 1)
-            last = min(max(int(span.end_s / end * width), first + 1), width)
+            first = min(round(span.start_s / end * width), width - 1)
+            last = min(max(round(span.end_s / end * width), first + 1), width)
             cells[first:last] = ("░" if stage in _WAITS else "█") * (last - first)
         total_ms = sum(s.end_s - s.start_s for s in spans) * 1e3
         lines.append(f"{stage:12} |{''.join(cells)}| {total_ms:8.1f} ms  {_detail(spans)}".rstrip())
