@@ -177,28 +177,35 @@ class Engine:
         """Text in, `Result` out; a list in, a list out in the same order. For a list, `images` is a list with one
         entry per prompt (None, one image or a list). See `SamplingParams` for keywords; `on_error="return"` puts the
         error of a failed request into its Result, "raise" (default) raises the first one after all have ended."""
-        return self._wait_batch(self._generate(prompts, images, options))
+        partial: list[Result | None] = []
+        return self._wait_batch(self._generate(prompts, images, options, partial), partial)
 
     async def agenerate(self, prompts: Any, images: Any = None, **options: Any) -> Any:
-        return await self._await(self._generate(prompts, images, options))
+        return await self._await(self._generate(prompts, images, options, []))
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """One conversation (a list of messages) or a list of conversations; otherwise as `generate`."""
-        return self._wait_batch(self._chat(messages, options))
+        partial: list[Result | None] = []
+        return self._wait_batch(self._chat(messages, options, partial), partial)
 
     async def achat(self, messages: Any, **options: Any) -> Any:
-        return await self._await(self._chat(messages, options))
+        return await self._await(self._chat(messages, options, []))
 
-    def _wait_batch(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _wait_batch(self, coroutine: Coroutine[Any, Any, T], partial: list[Result | None]) -> T:
+        """An interrupt cancels what still runs and carries what had ended, None for the others, as `.results`."""
         if self._thread is threading.current_thread():
             coroutine.close()
             raise RuntimeError("blocking calls cannot run on the engine's own loop; use the async form")
         if self._closed:
             coroutine.close()
             raise EngineClosed("the engine is closed; make a new Engine")
-        return self._wait(coroutine)
+        try:
+            return self._wait(coroutine)
+        except KeyboardInterrupt as interrupt:
+            interrupt.results = list(partial)  # type: ignore[attr-defined]
+            raise
 
-    async def _generate(self, prompts: Any, images: Any, options: dict[str, Any]) -> Any:
+    async def _generate(self, prompts: Any, images: Any, options: dict[str, Any], partial: list[Result | None]) -> Any:
         single = isinstance(prompts, str) or _is_token_ids(prompts)
         items = [prompts] if single else list(prompts)
         if single:
@@ -209,18 +216,19 @@ class Engine:
             pictures = list(images)
             if len(pictures) != len(items):
                 raise InvalidRequest(f"{len(items)} prompts but {len(pictures)} entries in images", param="images")
-        return await self._batch(items, pictures, single, **options)
+        return await self._batch(items, pictures, single, partial, **options)
 
-    async def _chat(self, messages: Any, options: dict[str, Any]) -> Any:
+    async def _chat(self, messages: Any, options: dict[str, Any], partial: list[Result | None]) -> Any:
         single = bool(messages) and isinstance(messages[0], dict)
         items = [messages] if single else list(messages)
-        return await self._batch(items, [None] * len(items), single, **options)
+        return await self._batch(items, [None] * len(items), single, partial, **options)
 
     async def _batch(
         self,
         items: list[Any],
         pictures: list[Any],
         single: bool,
+        partial: list[Result | None],
         *,
         sampling: SamplingParams | None = None,
         raw: bool = False,
@@ -235,10 +243,11 @@ class Engine:
         ]
         # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
         limits = self.config.scheduler
+        partial.extend([None] * len(calls))
         window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2)))
         with BatchProgress(len(calls), _wanted(progress) and len(calls) > 1, front.stats) as bar:
 
-            async def run(call: Call) -> Result:
+            async def run(index: int, call: Call) -> Result:
                 async with window:
                     number, handle = front.open_handle()
                     try:
@@ -248,10 +257,11 @@ class Engine:
                         result = _failed(handle.id, error)
                     finally:
                         handle.cancel()
+                    partial[index] = result
                     bar.add(result)
                     return result
 
-            results = await asyncio.gather(*(run(call) for call in calls))
+            results = await asyncio.gather(*(run(index, call) for index, call in enumerate(calls)))
         if on_error == "raise":
             for index, result in enumerate(results):
                 if result.error is not None:

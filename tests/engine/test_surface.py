@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -205,3 +207,26 @@ def test_unknown_options_and_missing_models_are_named(tmp_path: Path) -> None:
 def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFactory) -> None:
     with pytest.raises(InvalidRequest, match="not both"):
         make_engine().generate("Hello", sampling=SamplingParams(), temperature=0)
+
+
+def test_an_interrupt_cancels_the_batch_and_keeps_what_had_ended(make_engine: EngineFactory) -> None:
+    engine = make_engine(max_num_seqs=1)  # one after the other
+    ended = threading.Event()
+    engine.add_observer(lambda result: ended.set())
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        ended.wait(30)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.generate(["Hello"] * 8, temperature=0, max_tokens=200, ignore_eos=True)
+    thread.join()
+    results = caught.value.results  # type: ignore[attr-defined]
+    assert len(results) == 8 and None in results
+    assert any(r is not None and len(r.token_ids) == 200 for r in results)
+    assert_at_rest(engine)
+    assert len(engine.generate("Hello", **SHORT).token_ids) == 4
