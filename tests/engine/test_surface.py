@@ -211,13 +211,14 @@ def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFact
 
 def test_an_interrupt_cancels_the_batch_and_keeps_what_had_ended(make_engine: EngineFactory) -> None:
     engine = make_engine(max_num_seqs=1)  # one after the other
-    ended = threading.Event()
-    engine.add_observer(lambda result: ended.set())
+    ended = threading.Semaphore(0)
+    engine.add_observer(lambda result: ended.release())
     main = threading.main_thread().ident
     assert main is not None
 
     def interrupt() -> None:
-        ended.wait(30)
+        for _ in range(2):  # by the second end the first has surely been noted
+            ended.acquire(timeout=30)
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
