@@ -46,12 +46,10 @@ def test_steady_prefills_do_not_postpone_an_encode(make_engine: EngineFactory) -
     engine.front.set_fault("eng.before_step", "delay", "seconds=0.05")
     prefills = [engine.submit("a long prompt " * 20, temperature=0, max_tokens=1) for _ in range(12)]
     pictured = engine.submit("What?", picture(1), temperature=0, max_tokens=1, ignore_eos=True)
+    last_prefill = max(handle.result(120).metrics.e2e_s for handle in prefills)
     result = pictured.result(120)
     encode_end = max(s.end_s for s in result.timeline if s.stage == "encode")
-    language_step_s = 0.05
-    assert encode_end < 20 * language_step_s, "the encode waited for prefills that took many steps"
-    for handle in prefills:
-        handle.result(120)
+    assert encode_end < last_prefill / 4, "the encode waited for prefills that took many steps"
 
 
 def test_pictures_of_several_requests_share_a_vision_step(make_engine: EngineFactory) -> None:
