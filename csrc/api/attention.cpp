@@ -33,8 +33,8 @@ struct Plan {
                   " slots, got ", max_blocks);
       for (int64_t i = 0; i < used; ++i) {
         const int32_t id = block_tables[row * max_blocks + i];
-        HYDRA_CHECK(id >= 0 && id < cache.num_blocks, "block_tables: expected 0 to ", cache.num_blocks - 1, ", got ", id,
-                    " at [", row, ", ", i, "]");
+        HYDRA_CHECK(id >= 0 && id < cache.num_blocks, "block_tables: expected 0 to ", cache.num_blocks - 1, ", got ",
+                    id, " at [", row, ", ", i, "]");
       }
     }
     checked_blocks = cache.num_blocks;
@@ -47,7 +47,8 @@ Plan make_plan(Address cu_q, Address num_context, Address block_tables, int64_t 
 }
 
 void check_heads(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float scale) {
-  HYDRA_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim, "q: expected a head dim of 1 to ", kMaxHeadDim, ", got ", head_dim);
+  HYDRA_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim, "q: expected a head dim of 1 to ", kMaxHeadDim, ", got ",
+              head_dim);
   HYDRA_CHECK(num_heads >= 1 && num_heads % num_kv_heads == 0, "q: expected a multiple of ", num_kv_heads,
               " heads, got ", num_heads);
   HYDRA_CHECK(scale > 0, "scale: expected a positive number, got ", scale);
@@ -57,7 +58,8 @@ void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t
            int64_t tokens, Address out, float scale) {
   HYDRA_CHECK(layer >= 0 && layer < cache.num_layers, "layer: expected 0 to ", cache.num_layers - 1, ", got ", layer);
   HYDRA_CHECK(cache.num_tensors == 2, "cache: expected 2 tensors per layer, got ", cache.num_tensors);
-  HYDRA_CHECK(tokens == plan.cu_q[plan.batch], "q: expected ", plan.cu_q[plan.batch], " tokens as cu_q says, got ", tokens);
+  HYDRA_CHECK(tokens == plan.cu_q[plan.batch], "q: expected ", plan.cu_q[plan.batch], " tokens as cu_q says, got ",
+              tokens);
   check_heads(num_heads, cache.num_heads, cache.head_dim, scale);
   plan.check(cache);
   std::vector<Sequence> sequences(static_cast<size_t>(plan.batch));
@@ -98,8 +100,8 @@ void packed(Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
   std::vector<Sequence> sequences(cu_seqlens.size() - 1);
   for (size_t i = 0; i < sequences.size(); ++i) {
     Sequence& sequence = sequences[i];
-    HYDRA_CHECK(cu_seqlens[i + 1] >= cu_seqlens[i], "cu_seqlens: expected rising bounds, got ", cu_seqlens[i], " before ",
-                cu_seqlens[i + 1]);
+    HYDRA_CHECK(cu_seqlens[i + 1] >= cu_seqlens[i], "cu_seqlens: expected rising bounds, got ", cu_seqlens[i],
+                " before ", cu_seqlens[i + 1]);
     sequence.query_begin = cu_seqlens[i];
     sequence.num_queries = sequence.num_keys = cu_seqlens[i + 1] - cu_seqlens[i];
     sequence.k_row_bytes = k_stride * size;
@@ -125,8 +127,8 @@ void register_attention(py::module_& m) {
   py::class_<Plan>(m, "AttentionPlan")
       .def(py::init(&make_plan), py::arg("cu_q"), py::arg("num_context"), py::arg("block_tables"), py::arg("batch"),
            py::arg("max_blocks"));
-  m.def("attention_paged", &paged, py::arg("plan"), py::arg("cache"), py::arg("layer"), py::arg("q"), py::arg("q_stride"),
-        py::arg("num_heads"), py::arg("tokens"), py::arg("out"), py::arg("scale"), ReleaseGil());
+  m.def("attention_paged", &paged, py::arg("plan"), py::arg("cache"), py::arg("layer"), py::arg("q"),
+        py::arg("q_stride"), py::arg("num_heads"), py::arg("tokens"), py::arg("out"), py::arg("scale"), ReleaseGil());
   m.def("attention_packed", &packed, py::arg("q"), py::arg("q_stride"), py::arg("k"), py::arg("k_stride"), py::arg("v"),
         py::arg("v_stride"), py::arg("out"), py::arg("cu_seqlens"), py::arg("num_heads"), py::arg("head_dim"),
         py::arg("scale"), py::arg("dtype"), ReleaseGil());

@@ -24,11 +24,12 @@ void run(int64_t bytes, Fn&& fn) {
 void check_range(const char* name, const int64_t* values, int64_t count, int64_t least, int64_t size) {
   // One unsigned comparison per value, and a loop without an exit that the compiler can vectorise.
   uint64_t bad = 0;
-  for (int64_t i = 0; i < count; ++i) bad |= static_cast<uint64_t>(values[i] - least) >= static_cast<uint64_t>(size - least);
+  const uint64_t range = static_cast<uint64_t>(size - least);
+  for (int64_t i = 0; i < count; ++i) bad |= static_cast<uint64_t>(values[i] - least) >= range;
   if (!bad) return;
   for (int64_t i = 0; i < count; ++i) {
-    HYDRA_CHECK(values[i] >= least && values[i] < size, name, ": expected ", least, " to ", size - 1, ", got ", values[i],
-                " at index ", i);
+    HYDRA_CHECK(values[i] >= least && values[i] < size, name, ": expected ", least, " to ", size - 1, ", got ",
+                values[i], " at index ", i);
   }
 }
 
@@ -52,7 +53,8 @@ void write(const CacheView& cache, int64_t layer, Address first, int64_t first_s
   check_layer(cache, layer);
   check_range("slots", pointer<int64_t>(slots), rows, -1, cache.num_slots());
   const int64_t size = element_size(cache.dtype);
-  const RowSource sources[2] = {{pointer<char>(first), first_stride * size}, {pointer<char>(second), second_stride * size}};
+  const RowSource sources[2] = {{pointer<char>(first), first_stride * size},
+                                {pointer<char>(second), second_stride * size}};
   run(rows * cache.row_bytes() * cache.num_tensors,
       [&] { write_rows(cache, layer, sources, pointer<int64_t>(slots), rows); });
 }
@@ -62,7 +64,8 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
           int64_t sin_stride, Address slots, int64_t tokens, Address out) {
   check_layer(cache, layer);
   HYDRA_CHECK(cache.num_tensors == 2 && cache.head_dim % 2 == 0,
-              "cache: expected 2 tensors per layer and an even head dim, got ", cache.num_tensors, " and ", cache.head_dim);
+              "cache: expected 2 tensors per layer and an even head dim, got ", cache.num_tensors, " and ",
+              cache.head_dim);
   check_range("slots", pointer<int64_t>(slots), tokens, -1, cache.num_slots());
   RopeCall call;
   call.q = pointer<void>(q);
@@ -87,7 +90,8 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
 
 void gather(const CacheView& cache, int64_t layer, int64_t tensor, Address slots, int64_t rows, Address out) {
   check_layer(cache, layer);
-  HYDRA_CHECK(tensor >= 0 && tensor < cache.num_tensors, "index: expected 0 to ", cache.num_tensors - 1, ", got ", tensor);
+  HYDRA_CHECK(tensor >= 0 && tensor < cache.num_tensors, "index: expected 0 to ", cache.num_tensors - 1, ", got ",
+              tensor);
   check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
   run(rows * cache.row_bytes(),
       [&] { gather_rows(cache, layer, tensor, pointer<int64_t>(slots), rows, pointer<char>(out)); });

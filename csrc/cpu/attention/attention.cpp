@@ -58,10 +58,11 @@ void add_short(const AttentionCall& call, const Sequence& sequence, int64_t piec
 void add_long(const AttentionCall& call, const Sequence& sequence, std::vector<AttentionTask>& tasks) {
   const int64_t most = std::max<int64_t>(1, kTaskColumns / call.group());
   const int64_t blocks = (sequence.num_queries + most - 1) / most;
-  for (int64_t block = blocks - 1; block >= 0; --block) {
+  // Whole column tiles for any group: no half-filled tile but the sequence's last.
+  const int64_t tokens = ((sequence.num_queries + blocks - 1) / blocks + kColumnTile - 1) / kColumnTile * kColumnTile;
+  for (int64_t begin = (sequence.num_queries - 1) / tokens * tokens; begin >= 0; begin -= tokens) {
     for (int64_t head = 0; head < call.num_kv_heads; ++head) {
-      tasks.push_back({&sequence, sequence.num_queries * block / blocks, sequence.num_queries * (block + 1) / blocks,
-                       head, head + 1});
+      tasks.push_back({&sequence, begin, std::min(begin + tokens, sequence.num_queries), head, head + 1});
     }
   }
 }

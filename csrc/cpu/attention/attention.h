@@ -2,8 +2,8 @@
 //
 // The numerical contract: a query's result is a function of the query, its sequence's keys and values and its position,
 // bit for bit, whatever else is in the call. Keys are visited in tiles of kKeyTile aligned to position 0, with a running
-// softmax; a tile that a query does not see (or the part of it) has weights of exactly 0 and leaves the query's sums as
-// they are; products of one query with one tile take the same operations in the same order in every shape of call.
+// softmax. What a query does not see has weights of exactly 0 and leaves its sums as they are, and the products of one
+// query with one tile take the same operations in the same order in every shape of call.
 //
 // Knows addresses and sizes; knows no Python. Arguments were checked by the caller (csrc/api/attention.cpp).
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace hydra {
 
-constexpr int kKeyTile = 64;    // keys per step of the running softmax
+constexpr int kKeyTile = 64;     // keys per step of the running softmax
 constexpr int kColumnTile = 16;  // (query, head) pairs that share the products with a key tile
 constexpr int64_t kMaxHeadDim = 256;
 

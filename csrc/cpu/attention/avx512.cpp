@@ -85,7 +85,8 @@ struct Bf16Math : Bf16Tiles {
   }
 
   template <int R>
-  HYDRA_INLINE static void sum_rows(const bf16_t* weights, const bf16_t* values, int count, int64_t width, float* sums) {
+  HYDRA_INLINE static void sum_rows(const bf16_t* weights, const bf16_t* values, int count, int64_t width,
+                                    float* sums) {
     int64_t d = 0;
     for (; d + 4 * kLanes <= width; d += 4 * kLanes) {
       sum_block<R, 4>(weights, values + d * kKeyTile, count, width, sums + d);

@@ -12,6 +12,7 @@ namespace hydra::HYDRA_LEVEL {
 struct Bf16Tiles {
   using Stored = bf16_t;
   using Element = bf16_t;
+  using Keys = const bf16_t*;
   static constexpr bool kFine = false;
   static constexpr int kChunk = 32;  // dimensions per vector
 
@@ -23,11 +24,12 @@ struct Bf16Tiles {
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << (dim - d)) - 1), row + d);
   }
 
-  HYDRA_INLINE static void pack_query(const bf16_t* row, int64_t dim, bf16_t* packed) {
-    std::memcpy(packed, row, static_cast<size_t>(dim) * 2);
+  HYDRA_INLINE static void pack_query(const bf16_t* row, int64_t dim, int64_t column, bf16_t* packed) {
+    std::memcpy(packed + column * query_width(dim), row, static_cast<size_t>(dim) * 2);
   }
 
-  HYDRA_TARGET static void pack_keys(const bf16_t* const* rows, int count, int64_t dim, bf16_t* packed) {
+  HYDRA_TARGET static Keys pack_keys(const bf16_t* const* rows, int count, int64_t dim, bf16_t* memory) {
+    bf16_t* packed = memory;
     for (int first = 0; first < count; first += kLanes) {
       for (int64_t d = 0; d < dim; d += kChunk, packed += kLanes * kChunk) {
         vf block[kLanes];  // moved only: no lane is ever computed with
@@ -38,12 +40,16 @@ struct Bf16Tiles {
         for (int i = 0; i < kLanes; ++i) _mm512_storeu_ps(packed + i * kChunk, (__m512)block[i]);
       }
     }
+    return memory;
   }
 
-  HYDRA_TARGET static void pack_values(const bf16_t* const* rows, int count, int64_t dim, bf16_t* packed) {
+  HYDRA_TARGET static void pack_values(const bf16_t* const* rows, int count, int64_t dim, bf16_t* packed,
+                                       Prefetcher& next) {
     constexpr int64_t kGroup = kKeyTile * kLanes;  // elements of 16 columns
+    const int64_t lines = next.lines() * 3 / 4 / (kKeyTile / 2 * ((dim + kChunk - 1) / kChunk));
     for (int64_t d = 0; d < dim; d += kChunk, packed += 2 * kGroup) {
       for (int j = 0; j < count; j += 2) {
+        next.lines(lines);
         const __m512i even = load_at(rows[j], d, dim), odd = load_at(rows[j + 1], d, dim);
         _mm512_storeu_si512(packed + j * kLanes, _mm512_unpacklo_epi16(even, odd));
         _mm512_storeu_si512(packed + kGroup + j * kLanes, _mm512_unpackhi_epi16(even, odd));

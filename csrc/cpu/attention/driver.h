@@ -12,6 +12,42 @@
 
 namespace hydra::HYDRA_LEVEL {
 
+// Asks for memory ahead of its use, a few cache lines at a time between the steps of a computation: in a burst they
+// would wait for each other, and the computation for them.
+class Prefetcher {
+ public:
+  // Bytes [first, end) of `count` rows of keys and of values, in turn.
+  HYDRA_INLINE Prefetcher(const char* const* keys, const char* const* values, int64_t count, int64_t first, int64_t end)
+      : keys_(keys), values_(values), pieces_(2 * count), first_(first), end_(end) {}
+
+  // How many lines are left at the start.
+  HYDRA_INLINE int64_t lines() const { return pieces_ * ((end_ - first_ + kLine - 1) / kLine); }
+
+  HYDRA_INLINE void lines(int64_t count) {
+    for (; count > 0; --count) {
+      if (at_ >= stop_) {
+        if (piece_ == pieces_) return;
+        const char* row = (piece_ & 1 ? values_ : keys_)[piece_ / 2];
+        ++piece_;
+        at_ = row + first_;
+        stop_ = row + end_;
+      }
+      __builtin_prefetch(at_, 0, 2);
+      at_ += kLine;
+    }
+  }
+
+  HYDRA_INLINE void rest() { lines(lines()); }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* const* keys_;
+  const char* const* values_;
+  int64_t pieces_, first_, end_, piece_ = 0;
+  const char* at_ = nullptr;
+  const char* stop_ = nullptr;
+};
+
 // The columns of one KV head, padded to whole tiles.
 template <class Math>
 struct HeadState {
@@ -19,6 +55,7 @@ struct HeadState {
   ColumnState columns;
 };
 
+// One task on one thread.
 template <class Math>
 struct Driver {
   using Element = typename Math::Element;  // of packed queries, keys, values and weights
@@ -36,8 +73,10 @@ struct Driver {
   float* scores[2];
   Element* weights;
   const Stored* zeros;
-  const char* k_rows[2][kKeyTile];  // this tile's and the next one's
+  const char* k_rows[2][kKeyTile];  // head 0 of the rows of this tile and of the next one, in turn
   const char* v_rows[2][kKeyTile];
+  int next_slot = 0;
+  int64_t next_count = 0;  // rows of the next tile
 
   HYDRA_TARGET Driver(const AttentionCall& c, const AttentionTask& t) : call(c), task(t), sequence(*t.sequence) {
     dim = call.head_dim;
@@ -53,17 +92,18 @@ struct Driver {
   HYDRA_TARGET void run() {
     Math::begin(static_cast<int>(std::min<int64_t>(columns, kColumnTile)));
     set_limits();
-    for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(head);
     const int64_t num_keys = limits[columns - 1];
     find_rows(0, num_keys, 0);
+    next_count = std::min<int64_t>(kKeyTile, num_keys);
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) share_of(head).rest();
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(head);
     for (int64_t tile = 0, begin = 0; begin < num_keys; ++tile, begin += kKeyTile) {
       const int current = static_cast<int>(tile & 1);
-      if (begin + kKeyTile < num_keys) find_rows(begin + kKeyTile, num_keys, current ^ 1);
+      next_slot = current ^ 1;
+      next_count = std::max<int64_t>(0, std::min<int64_t>(kKeyTile, num_keys - begin - kKeyTile));
+      if (next_count) find_rows(begin + kKeyTile, num_keys, next_slot);
       const int count = static_cast<int>(std::min<int64_t>(kKeyTile, num_keys - begin));
-      for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-        if (begin + kKeyTile < num_keys) prefetch(head, num_keys - begin - kKeyTile, current ^ 1);
-        visit(head, begin, count, current);
-      }
+      for (int64_t head = task.head_begin; head < task.head_end; ++head) visit(head, begin, count, current);
     }
     for (int64_t head = task.head_begin; head < task.head_end; ++head) write_result(head);
     Math::end();
@@ -83,9 +123,9 @@ struct Driver {
     const int64_t limits_bytes = aligned(columns * 8);
     const int64_t heads_bytes = aligned(num_heads * static_cast<int64_t>(sizeof(HeadState<Math>)));
     const int64_t tile_bytes = kColumnTile * kKeyTile * 4;
-    char* memory = static_cast<char*>(
-        scratch.reserve(limits_bytes + heads_bytes + num_heads * (q_bytes + sums_bytes + top_bytes + total_bytes) + keys_bytes +
-                        values_bytes + zero_bytes + 3 * tile_bytes));
+    const int64_t head_bytes = q_bytes + sums_bytes + top_bytes + total_bytes;
+    char* memory = static_cast<char*>(scratch.reserve(limits_bytes + heads_bytes + num_heads * head_bytes + keys_bytes +
+                                                      values_bytes + zero_bytes + 3 * tile_bytes));
     const auto take = [&memory](int64_t bytes) {
       char* piece = memory;
       memory += bytes;
@@ -128,7 +168,7 @@ struct Driver {
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t token = sequence.query_begin + task.token_begin + c / group;
       const Stored* row = static_cast<const Stored*>(call.q) + token * call.q_stride + (head * group + c % group) * dim;
-      Math::pack_query(row, dim, state.q + c * query_width);
+      Math::pack_query(row, dim, c, state.q);
     }
   }
 
@@ -154,49 +194,51 @@ struct Driver {
     }
   }
 
-  // Asks for this head's share of the next tile: whole rows of all the task's heads, so memory is read in long pieces.
-  HYDRA_INLINE void prefetch(int64_t head, int64_t num_left, int slot) const {
+  // This head's share of the next tile: the heads share its rows among them, a row being all the task's heads side by
+  // side, so that memory is read in long pieces.
+  HYDRA_INLINE Prefetcher share_of(int64_t head) const {
     const int64_t num_heads = task.head_end - task.head_begin, index = head - task.head_begin;
-    const int64_t count = std::min<int64_t>(kKeyTile, num_left);
-    const int64_t first = task.head_begin * dim * static_cast<int64_t>(sizeof(Stored));
-    const int64_t bytes = num_heads * dim * static_cast<int64_t>(sizeof(Stored));
-    for (int64_t j = count * index / num_heads; j < count * (index + 1) / num_heads; ++j) {
-      for (int64_t at = first; at < first + bytes; at += 64) {
-        __builtin_prefetch(k_rows[slot][j] + at, 0, 2);
-        __builtin_prefetch(v_rows[slot][j] + at, 0, 2);
-      }
-    }
+    const int64_t first_row = next_count * index / num_heads, end_row = next_count * (index + 1) / num_heads;
+    const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Stored));
+    return Prefetcher(k_rows[next_slot] + first_row, v_rows[next_slot] + first_row, end_row - first_row,
+                      task.head_begin * head_bytes, task.head_end * head_bytes);
   }
 
   // One key tile of one head for all its columns.
   HYDRA_TARGET void visit(int64_t head, int64_t begin, int count, int slot) {
     const Stored* k[kKeyTile];
     const Stored* v[kKeyTile];
-    const int used = (count + kKeyTile / 2 - 1) / (kKeyTile / 2) * (kKeyTile / 2);
+    const int used = count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;  // half tiles save work at the end of a context
     for (int j = 0; j < used; ++j) {
       // A slot behind the last key may hold anything, NaN included, which a weight of 0 would not silence.
       k[j] = j < count ? reinterpret_cast<const Stored*>(k_rows[slot][j]) + head * dim : zeros;
       v[j] = j < count ? reinterpret_cast<const Stored*>(v_rows[slot][j]) + head * dim : zeros;
     }
-    Math::pack_keys(k, used, dim, keys);
-    Math::pack_values(v, used, dim, values);
+    Prefetcher next = share_of(head);
+    const int64_t some = next.lines() / 8;
+    const typename Math::Keys key_tile = Math::pack_keys(k, used, dim, keys);
+    next.lines(some);
+    Math::pack_values(v, used, dim, values, next);
     HeadState<Math>& state = heads[head - task.head_begin];
     int64_t first = 0;
     while (limits[std::min(first + kColumnTile, columns) - 1] <= begin) first += kColumnTile;
     // The next columns' scores are on their way while these are weighed.
-    score(state, first, used, scores[0]);
+    score(state, key_tile, first, used, scores[0]);
+    next.lines(some);
     for (int parity = 0; first < columns; first += kColumnTile, parity ^= 1) {
-      if (first + kColumnTile < columns) score(state, first + kColumnTile, used, scores[parity ^ 1]);
+      if (first + kColumnTile < columns) score(state, key_tile, first + kColumnTile, used, scores[parity ^ 1]);
       add_values(state, first, begin, used, scores[parity]);
     }
+    next.rest();
   }
 
   HYDRA_INLINE int rows_from(int64_t first) const {
     return static_cast<int>(std::min<int64_t>(kColumnTile, columns - first));
   }
 
-  HYDRA_INLINE void score(const HeadState<Math>& state, int64_t first, int used, float* target) const {
-    Math::multiply_keys(state.q + first * query_width, rows_from(first), keys, used, dim, target);
+  HYDRA_INLINE void score(const HeadState<Math>& state, const typename Math::Keys& key_tile, int64_t first, int used,
+                          float* target) const {
+    Math::multiply_keys(state.q + first * query_width, rows_from(first), key_tile, used, dim, target);
   }
 
   // Columns [first, first + rows) with the tile's keys [begin, begin + used).

@@ -24,6 +24,7 @@ template <class T>
 struct FloatMath {
   using Stored = T;
   using Element = float;
+  using Keys = const float*;
   static constexpr bool kFine = std::is_same_v<T, float>;
   static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block
   static constexpr int kRows = 4;
@@ -38,11 +39,13 @@ struct FloatMath {
     return d + kLanes <= dim ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
   }
 
-  HYDRA_INLINE static void pack_query(const T* row, int64_t dim, float* packed) {
+  HYDRA_INLINE static void pack_query(const T* row, int64_t dim, int64_t column, float* packed) {
+    packed += column * query_width(dim);
     for (int64_t d = 0; d < dim; d += kLanes) store(packed + d, load_at(row, d, dim));
   }
 
-  HYDRA_TARGET static void pack_keys(const T* const* rows, int count, int64_t dim, float* packed) {
+  HYDRA_TARGET static Keys pack_keys(const T* const* rows, int count, int64_t dim, float* memory) {
+    float* packed = memory;
     for (int first = 0; first < count; first += kLanes, packed += dim * kLanes) {
       for (int64_t d = 0; d < dim; d += kLanes) {
         vf block[kLanes];
@@ -53,10 +56,13 @@ struct FloatMath {
         for (int i = 0; i < some; ++i) store(packed + (d + i) * kLanes, block[i]);
       }
     }
+    return memory;
   }
 
-  HYDRA_TARGET static void pack_values(const T* const* rows, int count, int64_t dim, float* packed) {
+  HYDRA_TARGET static void pack_values(const T* const* rows, int count, int64_t dim, float* packed, Prefetcher& next) {
+    const int64_t lines = next.lines() / kKeyTile;
     for (int j = 0; j < count; ++j, packed += sums_width(dim)) {
+      next.lines(lines);
       for (int64_t d = 0; d < dim; d += kLanes) store(packed + d, load_at(rows[j], d, dim));
     }
   }

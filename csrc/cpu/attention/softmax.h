@@ -110,7 +110,7 @@ HYDRA_INLINE bool any(vi lanes) {
 #endif
 }
 
-// Exchanges between rows whose numbers differ in `kBit`: afterwards the lane's bit has taken the place of the row's bit.
+// Exchanges between rows whose numbers differ in `kBit`: afterwards the lane's bit has taken the place of the row's.
 // The index vectors must be constants, from which the compiler picks unpack and permute instructions.
 template <int kBit, int... kLane>
 HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {

@@ -39,8 +39,8 @@ HYDRA_TARGET void rope_typed(const RopeCall& call, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const float* cos = call.cos + t * call.cos_stride;
     const float* sin = call.sin + t * call.sin_stride;
-    rotate_heads(static_cast<const T*>(call.q) + t * call.q_stride, static_cast<T*>(call.out) + t * call.num_q_heads * dim,
-                 call.num_q_heads, dim, cos, sin);
+    rotate_heads(static_cast<const T*>(call.q) + t * call.q_stride,
+                 static_cast<T*>(call.out) + t * call.num_q_heads * dim, call.num_q_heads, dim, cos, sin);
     const int64_t slot = call.slots[t];
     if (slot < 0) continue;
     rotate_heads(static_cast<const T*>(call.k) + t * call.k_stride, reinterpret_cast<T*>(cache.row(k_plane, slot)),

@@ -1,0 +1,230 @@
+"""Attention against torch's scaled_dot_product_attention and, for decodes, against a plain read of the same bytes.
+
+Decodes rotate through the layers of a cache larger than the processor's caches; the bound is the read bandwidth, and
+torch has to gather the blocks before it can compute. Prompts and vision towers are bound by arithmetic. Every result is
+checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.common import Times, card, emit, interleaved
+from hydra_engine import _C
+from hydra_engine.backend.base import AttentionPlan, PagedCache
+from hydra_engine.backend.native import NativeOps
+
+BLOCK_SIZE = 16
+COLD_BYTES = 96 << 20
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+# (requests, context, query heads, KV heads, head dim)
+DECODES = [
+    (1, 640, 16, 16, 64),
+    (8, 640, 16, 16, 64),
+    (1, 16384, 16, 16, 64),
+    (16, 2048, 14, 2, 64),
+    (8, 2048, 32, 8, 128),
+]
+QUICK_DECODES = [(1, 640, 16, 16, 64), (8, 640, 16, 16, 64)]
+# (prompt tokens, query heads, KV heads, head dim)
+PREFILLS = [(64, 16, 16, 64), (600, 16, 16, 64), (600, 14, 2, 64), (600, 16, 4, 128), (2048, 16, 16, 64)]
+QUICK_PREFILLS = [(600, 16, 16, 64)]
+# (segments, rows of each, heads, head dim)
+TOWERS = [(1, 577, 16, 64), (4, 577, 16, 64), (1, 729, 16, 72), (2, 1024, 16, 80)]
+QUICK_TOWERS = [(1, 577, 16, 64)]
+
+
+class Paged:
+    """Random requests over a cache with shuffled blocks, several layers of it."""
+
+    def __init__(self, requests: int, queries: int, context: int, heads: tuple[int, int, int], dtype: torch.dtype):
+        self.num_heads, num_kv_heads, dim = heads
+        blocks = -(-context // BLOCK_SIZE)
+        layer_bytes = requests * blocks * BLOCK_SIZE * 2 * num_kv_heads * dim * dtype.itemsize
+        self.layers = max(1, min(64, COLD_BYTES // layer_bytes)) if queries == 1 else 1
+        self.bytes_read = requests * context * 2 * num_kv_heads * dim * dtype.itemsize
+        shape = (requests * blocks, self.layers, 2, BLOCK_SIZE, num_kv_heads, dim)
+        self.cache = PagedCache(torch.randn(shape).to(dtype))
+        self.tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
+        self.q = torch.randn(requests * queries, self.num_heads, dim).to(dtype)
+        self.context, self.queries, self.scale = context, queries, dim**-0.5
+
+    def plan(self, ops: NativeOps) -> AttentionPlan:
+        cu_q = torch.arange(0, len(self.q) + 1, self.queries, dtype=torch.int32)
+        return ops.plan_attention(cu_q, torch.full((len(self.tables),), self.context, dtype=torch.int32), self.tables)
+
+    def gathered(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [B, Hkv, context, D], as torch wants them."""
+        rows = self.cache.data[self.tables.long(), layer].movedim(2, 0).flatten(2, 3)[:, :, : self.context]
+        return rows[0].transpose(1, 2), rows[1].transpose(1, 2)
+
+    def sdpa(self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.q.dtype
+        q = self.q.to(dtype).unflatten(0, (len(self.tables), self.queries)).transpose(1, 2)
+        causal = self.queries > 1
+        out = F.scaled_dot_product_attention(
+            q, keys.to(dtype), values.to(dtype), is_causal=causal, scale=self.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def check(what: str, result: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """The error may be at most twice torch's own (and a float32 rounding)."""
+    error, allowed = (result - exact).abs().max(), 2 * (plain - exact).abs().max() + 2e-6
+    if error > allowed:
+        raise SystemExit(f"wrong result of {what}: {error:.3g} > {allowed:.3g}")
+
+
+def clock() -> Callable[[], float]:
+    return time.perf_counter if _C.num_threads() > 1 else time.thread_time
+
+
+def in_turn(run: Callable[[int], object], count: int) -> Callable[[], object]:
+    turn = itertools.cycle(range(count))
+    return lambda: run(next(turn))
+
+
+def report(name: str, times: dict[str, Times], gflop: float) -> dict[str, Any]:
+    """The last candidate of `times` but "read" is what a user of torch would call."""
+    native = times["native"]
+    row: dict[str, Any] = {"case": name, "us": native.median * 1e6, "us_best": native.best * 1e6}
+    row["gflops"] = gflop / native.best
+    for other in times.keys() - {"native"}:
+        row[f"{other}_ratio"] = times[other].median / native.median
+        row[f"{other}_ratio_best"] = times[other].best / native.best
+    return row
+
+
+def measure_decode(ops: NativeOps, case: tuple[int, ...], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    requests, context, num_heads, num_kv_heads, dim = case
+    step = Paged(requests, 1, context, (num_heads, num_kv_heads, dim), dtype)
+    plan = step.plan(ops)
+    contiguous = [tuple(x.contiguous() for x in step.gathered(layer)) for layer in range(step.layers)]
+    result = ops.attention_paged(step.q, step.cache, 0, plan, step.scale)
+    check(f"decode {case}", result, step.sdpa(*contiguous[0]), step.sdpa(*contiguous[0], dtype=torch.float64))
+    words = torch.ones(step.bytes_read * step.layers // 4)
+    times = interleaved(
+        {
+            "native": in_turn(lambda i: ops.attention_paged(step.q, step.cache, i, plan, step.scale), step.layers),
+            "sdpa": in_turn(lambda i: step.sdpa(*contiguous[i]), step.layers),
+            "gather_sdpa": in_turn(lambda i: step.sdpa(*step.gathered(i)), step.layers),
+            "read": in_turn(lambda i: words.view(step.layers, -1)[i].sum(), step.layers),
+        },
+        repeats,
+        clock=clock(),
+    )
+    name = f"decode {requests} x {context}, {num_heads}:{num_kv_heads} heads of {dim}"
+    row = report(name, times, 4e-9 * requests * context * num_heads * dim)
+    row["gbytes_per_s"] = step.bytes_read / times["native"].best / 1e9
+    row["read_gbytes_per_s"] = step.bytes_read / times["read"].best / 1e9
+    return row
+
+
+def measure_prefill(ops: NativeOps, case: tuple[int, ...], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    tokens, num_heads, num_kv_heads, dim = case
+    step = Paged(1, tokens, tokens, (num_heads, num_kv_heads, dim), dtype)
+    plan = step.plan(ops)
+    keys, values = (x.contiguous() for x in step.gathered(0))
+    result = ops.attention_paged(step.q, step.cache, 0, plan, step.scale)
+    check(f"prefill {case}", result, step.sdpa(keys, values), step.sdpa(keys, values, dtype=torch.float64))
+    times = interleaved(
+        {
+            "native": lambda: ops.attention_paged(step.q, step.cache, 0, plan, step.scale),
+            "sdpa": lambda: step.sdpa(keys, values),
+        },
+        repeats,
+        clock=clock(),
+    )
+    return report(
+        f"prefill {tokens}, {num_heads}:{num_kv_heads} heads of {dim}", times, 2e-9 * tokens**2 * num_heads * dim
+    )
+
+
+def measure_tower(ops: NativeOps, case: tuple[int, ...], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    segments, rows, num_heads, dim = case
+    fused = torch.randn(segments * rows, 3 * num_heads, dim).to(dtype)
+    q, k, v = fused.split(num_heads, dim=1)
+    bounds = list(range(0, segments * rows + 1, rows))
+    scale = dim**-0.5
+
+    def sdpa(dtype: torch.dtype) -> Tensor:
+        parts = (x.to(dtype).unflatten(0, (segments, rows)).transpose(1, 2) for x in (q, k, v))
+        query, key, value = parts
+        return F.scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2).flatten(0, 1)
+
+    result = ops.attention_packed(q, k, v, bounds, scale)
+    check(f"tower {case}", result, sdpa(dtype), sdpa(torch.float64))
+    times = interleaved(
+        {"native": lambda: ops.attention_packed(q, k, v, bounds, scale), "sdpa": lambda: sdpa(dtype)},
+        repeats,
+        clock=clock(),
+    )
+    return report(
+        f"tower {segments} x {rows}, {num_heads} heads of {dim}", times, 4e-9 * segments * rows**2 * num_heads * dim
+    )
+
+
+def show(row: dict[str, Any]) -> None:
+    def ratio(name: str) -> str:
+        if f"{name}_ratio" not in row:
+            return f"{'-':>13}"
+        return f"{row[f'{name}_ratio_best']:5.2f} [{row[f'{name}_ratio']:5.2f}]"
+
+    gbytes = f"{row['gbytes_per_s']:6.1f}" if "gbytes_per_s" in row else f"{'-':>6}"
+    print(
+        f"{row['case']:42} {row['us_best']:9.1f} {row['gflops']:8.0f} {gbytes}"
+        f"  {ratio('sdpa')}  {ratio('gather_sdpa')}  {ratio('read')}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="four cases, a few seconds")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--isa", help="force a lower instruction-set level")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(arguments.threads)
+    _C.set_num_threads(arguments.threads)
+    if arguments.isa:
+        _C.force_isa(arguments.isa)
+    quick, dtype, ops = arguments.quick, DTYPES[arguments.dtype], NativeOps()
+    repeats = 7 if quick else 11
+    print(
+        f"{arguments.dtype}, {arguments.threads} thread(s), {_C.isa()}; ratios: other / native, best of many [median]"
+    )
+    titles = f"{'us':>9} {'GFLOP/s':>8} {'GB/s':>6}  {'to sdpa':>13}  {'gather + sdpa':>13}  {'plain read':>13}"
+    print(f"{'':42} {titles}")
+    results = []
+    for measure, cases in (
+        (measure_decode, QUICK_DECODES if quick else DECODES),
+        (measure_prefill, QUICK_PREFILLS if quick else PREFILLS),
+        (measure_tower, QUICK_TOWERS if quick else TOWERS),
+    ):
+        for case in cases:
+            results.append(measure(ops, case, dtype, repeats))
+            show(results[-1])
+    emit(
+        {
+            "bench": "ops.attention",
+            "threads": arguments.threads,
+            "dtype": arguments.dtype,
+            "results": results,
+            "card": card(),
+        }
+    )
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

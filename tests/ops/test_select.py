@@ -1,0 +1,130 @@
+"""The choice of the backend: what "auto" takes, what is refused by name, and what it says when something is missing."""
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from hydra_engine import _C
+from hydra_engine.backend.reference import ALL_OPS
+from hydra_engine.backend.select import create_backend, describe_cpu, resolve_dtype
+from hydra_engine.errors import BackendError, ConfigError
+
+
+@pytest.fixture
+def without_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where nothing was built: None in sys.modules makes an import fail."""
+    monkeypatch.setitem(sys.modules, "hydra_engine._C", None)
+
+
+@pytest.fixture(autouse=True)
+def restored_threads() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    _C.set_num_threads(1)
+
+
+def test_auto_takes_the_native_extension() -> None:
+    backend = create_backend("auto", torch.bfloat16, threads=1)
+    assert (backend.ops.name, backend.ops.deterministic) == ("native", True)
+    assert (backend.device.name, backend.dtype, backend.threads) == ("cpu", torch.bfloat16, 1)
+    choices = backend.ops.choices()
+    assert tuple(choice.op for choice in choices) == ALL_OPS
+    assert all(choice.implementation.startswith("native") and choice.reason for choice in choices)
+
+
+def test_the_table_follows_the_level(isa: str) -> None:
+    linear = next(choice for choice in create_backend("cpu", torch.float32).ops.choices() if choice.op == "linear")
+    assert linear.implementation == f"native-{isa}"
+
+
+def test_threads_are_set_for_the_calling_thread_and_default_to_all_cores() -> None:
+    assert create_backend("cpu", torch.float32, threads=2).threads == 2
+    assert (torch.get_num_threads(), _C.num_threads()) == (2, 2)
+    assert create_backend("cpu", torch.float32).threads >= 1
+
+
+def test_auto_without_the_extension_says_what_is_missing_and_how_to_build_it(
+    without_extension: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="hydra_engine.backend.select"):
+        backend = create_backend("auto", torch.float32)
+    assert backend.ops.name == "reference"
+    for words in ("hydra_engine._C is not built", "make build", "reference"):
+        assert words in caplog.text
+    assert "make build" in backend.ops.choices()[0].reason
+
+
+def test_native_by_name_without_the_extension_is_refused(without_extension: None) -> None:
+    with pytest.raises(BackendError, match=r"not built.*make build"):
+        create_backend("cpu", torch.float32, backend="native")
+
+
+def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> object:
+        raise ImportError("undefined symbol: oops")
+
+    monkeypatch.setattr("hydra_engine.backend.select.importlib.import_module", fail)
+    with pytest.raises(BackendError, match=r"does not load .undefined symbol"):
+        create_backend("cpu", torch.float32, backend="native")
+
+
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_other_implementations_are_taken_by_name(name: str) -> None:
+    backend = create_backend("cpu", torch.float32, backend=name, deterministic=name == "reference")
+    assert backend.ops.name == name
+
+
+def test_deterministic_and_torch_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="deterministic"):
+        create_backend("cpu", torch.float32, backend="torch")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_cuda_is_not_part_of_this_build(device: str) -> None:
+    with pytest.raises(BackendError, match="CUDA backend is not part of this build"):
+        create_backend(device, torch.float32)
+    assert not torch.cuda.is_initialized()
+
+
+def test_unknown_names_are_configuration_errors() -> None:
+    with pytest.raises(ConfigError, match="device must be"):
+        create_backend("tpu", torch.float32)
+    with pytest.raises(ConfigError, match="backend must be"):
+        create_backend("cpu", torch.float32, backend="fast")
+    with pytest.raises(ConfigError, match="dtype must be"):
+        resolve_dtype("int8", "bfloat16")
+
+
+def test_the_dtype_follows_checkpoint_and_processor(isa: str) -> None:
+    expected = torch.bfloat16 if isa in ("amx", "avx512bf16") else torch.float32
+    for stored in ("bfloat16", "float16"):
+        dtype, reason = resolve_dtype("auto", stored)
+        assert dtype == expected and str(dtype).removeprefix("torch.") in reason
+    assert resolve_dtype("auto", "float32")[0] == torch.float32
+    assert resolve_dtype("auto", "bfloat16", "reference")[0] == torch.float32
+    assert resolve_dtype("float16", "bfloat16") == (torch.float16, "dtype float16: as asked")
+
+
+def test_the_dtype_without_the_extension_is_float32(without_extension: None) -> None:
+    dtype, reason = resolve_dtype("auto", "bfloat16")
+    assert dtype == torch.float32 and "not built" in reason
+
+
+def test_memory_is_what_the_machine_has() -> None:
+    free, total = create_backend("cpu", torch.float32).device.memory()
+    assert 0 < free <= total
+
+
+def test_doctor_learns_level_features_and_where_the_extension_is() -> None:
+    found = describe_cpu()
+    assert found["isa"] == _C.isa() and found["extension"] == _C.__file__ and found["extension_problem"] is None
+    assert found["cores"] >= 1 and isinstance(found["features"], list)
+
+
+def test_doctor_without_the_extension(without_extension: None) -> None:
+    found = describe_cpu()
+    assert (found["extension"], found["isa"], found["features"]) == (None, None, [])
+    assert "not built" in found["extension_problem"]
