@@ -20,7 +20,17 @@ class PackedWeight:
     def __init__(self, data: int, bias: int, num_out: int, num_in: int, dtype: int) -> None: ...
     def pack(self, weight: int, weight_stride: int) -> None: ...
 
-def linear(weight: PackedWeight, x: int, x_stride: int, rows: int, out: int, act: int, out_dtype: int) -> None: ...
+def linear(
+    weight: PackedWeight,
+    x: int,
+    x_stride: int,
+    rows: int,
+    out: int,
+    act: int,
+    out_dtype: int,
+    residual: int = 0,
+    residual_stride: int = 0,
+) -> None: ...
 
 # ---- norms and gated activations
 def rms_norm(x: int, x_stride: int, weight: int, out: int, rows: int, columns: int, eps: float, dtype: int) -> None: ...

@@ -3,6 +3,9 @@
 Decodes rotate through the layers of a cache larger than the processor's caches; the bound is the read bandwidth, and
 torch has to gather the blocks before it can compute. Prompts and vision towers are bound by arithmetic. Every result is
 checked before it is timed.
+
+With several threads set OMP_WAIT_POLICY=PASSIVE, as the engine does for its instances: torch's idle threads otherwise
+spin for a while after each of its turns, on the core that the next candidate needs.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Every operation moves `2 * bytes` (each is read and written), and so does the copy it is held against. Large cases walk
 through memory beyond the processor's caches; small ones show what a call costs. Results are checked before they are
 timed.
+
+With several threads set OMP_WAIT_POLICY=PASSIVE, as the engine does for its instances: torch's idle threads otherwise
+spin for a while after each of its turns, on the core that the next candidate needs.
 """
 
 from __future__ import annotations

@@ -29,13 +29,15 @@ void pack(const PackedWeight& packed, Address weight, int64_t weight_stride) {
 }
 
 void run_linear(const PackedWeight& weight, Address x, int64_t x_stride, int64_t rows, Address out, int act,
-                int out_dtype) {
+                int out_dtype, Address residual, int64_t residual_stride) {
   LinearCall call;
   call.weight = weight;
   call.x = pointer<void>(x);
   call.x_stride = x_stride;
   call.out = pointer<void>(out);
   call.out_stride = weight.num_out;
+  call.residual = pointer<void>(residual);
+  call.residual_stride = residual_stride;
   call.rows = rows;
   call.act = activation_from_int(act);
   call.out_dtype = dtype_from_int(out_dtype);
@@ -54,7 +56,7 @@ void register_linear(py::module_& m) {
            py::arg("dtype"))
       .def("pack", &pack, py::arg("weight"), py::arg("weight_stride"), ReleaseGil());
   m.def("linear", &run_linear, py::arg("weight"), py::arg("x"), py::arg("x_stride"), py::arg("rows"), py::arg("out"),
-        py::arg("act"), py::arg("out_dtype"), ReleaseGil());
+        py::arg("act"), py::arg("out_dtype"), py::arg("residual") = 0, py::arg("residual_stride") = 0, ReleaseGil());
 }
 
 }  // namespace hydra

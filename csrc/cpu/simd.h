@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/isa.h"
 #include "dtype.h"
@@ -38,7 +39,11 @@ HYDRA_INLINE vf splat(float value) { return value - vf{}; }
 HYDRA_INLINE vf load(const float* source) { return *reinterpret_cast<const vf_memory*>(source); }
 
 HYDRA_INLINE vf load(const bf16_t* source) {
+#if HYDRA_LANES == 16  // what the compiler makes of a conversion takes five instructions
+  return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))) << 16);
+#else
   return (vf)(__builtin_convertvector(*reinterpret_cast<const vh_memory*>(source), vu) << 16);
+#endif
 }
 
 HYDRA_INLINE vf load(const f16_t* source) {
@@ -77,6 +82,19 @@ HYDRA_INLINE void store(f16_t* target, vf value) {
 #else
   for (int i = 0; i < kLanes; ++i) target[i] = from_float<f16_t>(value[i]);
 #endif
+}
+
+// Two vectors to neighbouring places.
+template <class T>
+HYDRA_INLINE void store_pair(T* target, vf first, vf second) {
+#if HYDRA_LANES == 16
+  if constexpr (std::is_same_v<T, bf16_t>) {  // a whole cache line at once; rounds as `store` does
+    _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+    return;
+  }
+#endif
+  store(target, first);
+  store(target + kLanes, second);
 }
 
 // The first `count` lanes only; memory behind them is neither read nor written.

@@ -99,9 +99,16 @@ class Ops(Protocol):
         ...
 
     def linear(
-        self, x: Tensor, weight: PackedLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        *,
+        act: Activation = "none",
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """act(x @ W^T + bias): x [T, K] -> [T, num_out]. Bias and activation are applied to the float32 sums."""
+        """act(x @ W^T + bias) + residual: x [T, K] -> [T, num_out]. Bias, activation and residual ([T, num_out] of the
+        result's dtype) are applied to the float32 sums, which are rounded once."""
         ...
 
     # ---- element-wise and norms
@@ -182,6 +189,10 @@ class Device(Protocol):
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of this device's memory."""
+        ...
+
+    def trim(self) -> None:
+        """Gives host memory that was freed back to the system; called while weights are loaded."""
         ...
 
 

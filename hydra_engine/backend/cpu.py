@@ -5,6 +5,7 @@ Does not know which ops run on it; `select.py` puts the two together.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hydra_engine.backend.lanes import ThreadLane, set_torch_threads
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
 
 
 # Which lane steps back when both have work and cores are few. Measured in docs/benchmarks.md.
@@ -58,6 +60,11 @@ class CpuDevice:
             free = min(free, max(limit - used + _inactive_file_bytes(), 0))
             total = min(total, limit)
         return free, total
+
+    def trim(self) -> None:
+        """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""
+        if _LIBC is not None:
+            _LIBC.malloc_trim(0)
 
 
 def usable_cores() -> int:

@@ -45,10 +45,16 @@ class NativeOps:
         return native_linear.pack_linear(weight, bias)
 
     def linear(
-        self, x: Tensor, weight: PackedLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        *,
+        act: Activation = "none",
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         assert isinstance(weight, native_linear.NativeLinear)
-        return native_linear.linear(x, weight, act=act, out_dtype=out_dtype)
+        return native_linear.linear(x, weight, act=act, residual=residual, out_dtype=out_dtype)
 
     # ---- caches
 

@@ -53,16 +53,37 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
 
 
 def linear(
-    x: Tensor, weight: NativeLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: NativeLinear,
+    *,
+    act: Activation = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """act(x @ W^T + bias): x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
+    """act(x @ W^T + bias) + residual: x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
     rows, stride = _check_rows("x", x, weight.num_in, weight.dtype)
     if out_dtype is None:
         out_dtype = x.dtype
     elif out_dtype is not torch.float32 and out_dtype is not x.dtype:
         raise ValueError(f"out_dtype: expected {x.dtype} or torch.float32, got {out_dtype}")
+    address, residual_stride = 0, 0
+    if residual is not None:
+        residual_rows, residual_stride = _check_rows("residual", residual, weight.num_out, out_dtype)
+        if residual_rows != rows:
+            raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
+        address = residual.data_ptr()
     out = torch.empty((rows, weight.num_out), dtype=out_dtype)
-    _C.linear(weight.handle, x.data_ptr(), stride, rows, out.data_ptr(), _activation_code(act), DTYPE_CODES[out_dtype])
+    _C.linear(
+        weight.handle,
+        x.data_ptr(),
+        stride,
+        rows,
+        out.data_ptr(),
+        _activation_code(act),
+        DTYPE_CODES[out_dtype],
+        address,
+        residual_stride,
+    )
     return out
 
 

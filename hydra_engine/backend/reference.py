@@ -75,17 +75,26 @@ class ReferenceOps:
         return ReferenceLinear(weight, bias)
 
     def linear(
-        self, x: Tensor, weight: PackedLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        *,
+        act: Activation = "none",
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """act(x @ W^T + bias), 32 rows at a time."""
+        """act(x @ W^T + bias) + residual, 32 rows at a time."""
         assert isinstance(weight, ReferenceLinear)
         _check_rows("x", x, weight.num_in)
         out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
+        if residual is not None:
+            _check_rows("residual", residual, weight.num_out, out.dtype, rows=x.shape[0])
         for begin, end in _tiles(x.shape[0], _LINEAR_ROWS):
             product = _padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
             if weight.bias is not None:
                 product += weight.bias
-            out[begin:end] = activation(product, act)[: end - begin]
+            result = activation(product, act)[: end - begin]
+            out[begin:end] = result if residual is None else result + residual[begin:end]
         return out
 
     # ---- element-wise and norms

@@ -32,7 +32,7 @@ class TorchLinear:
 
 
 class TorchOps(ReferenceOps):
-    """`Ops` of backend/base.py, except that activations of a linear act on the rounded sums."""
+    """`Ops` of backend/base.py, except that activation and residual of a linear act on the rounded sums."""
 
     name = "torch"
     deterministic = False
@@ -48,7 +48,13 @@ class TorchOps(ReferenceOps):
         return TorchLinear(weight, bias)
 
     def linear(
-        self, x: Tensor, weight: PackedLinear, *, act: Activation = "none", out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        *,
+        act: Activation = "none",
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         assert isinstance(weight, TorchLinear)
         if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype is not weight.weight.dtype:
@@ -56,6 +62,11 @@ class TorchOps(ReferenceOps):
         product = F.linear(x, weight.weight, weight.bias)
         if act != "none":
             product = activation(product.float(), act)
+        if residual is not None:
+            if residual.shape != product.shape or residual.dtype is not (out_dtype or x.dtype):
+                wanted = f"{list(product.shape)} {out_dtype or x.dtype}"
+                raise ValueError(f"residual: expected {wanted}, got {checks.described(residual)}")
+            product = product.float() + residual
         return product.to(out_dtype or x.dtype)
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:

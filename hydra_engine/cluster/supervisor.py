@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[Loading], None]
 _EXIT_GRACE_S = 5.0
+# An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
+_OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @dataclass(slots=True)
@@ -148,6 +150,7 @@ def _resolve(future: asyncio.Future[InstanceSummary], outcome: InstanceSummary |
 
 
 def _run_local(config: EngineConfig, name: str, end: LocalInstanceEnd) -> None:
+    os.environ.setdefault(*_OPENMP_IDLE)  # has an effect unless the caller loaded torch before
     # The one place where the front's code may load torch: the instance runs in this process.
     build = import_module("hydra_engine.instance.build")
     try:
@@ -160,8 +163,7 @@ def _spawn_process(theirs: socket.socket) -> subprocess.Popen[bytes]:
     package_parent = str(Path(__file__).resolve().parents[2])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
-    # An idle OpenMP team that spins would steal the cores from the other lane.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault(*_OPENMP_IDLE)
     command = [sys.executable, "-m", "hydra_engine.cluster.process", "--fd", str(theirs.fileno())]
     return subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
 

@@ -59,7 +59,8 @@ class PackedAttention:
         self._qkv = Linear(scope, parts, num_channels, bias=True)
         self._out = Linear(scope, {"out_proj": num_channels}, num_channels, bias=True)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+        """attention(x) + residual, both [P, C]"""
         q, k, v = self._qkv(x).view(self._split).unbind(1)  # each [P, H, D]
         mixed = self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)
-        return self._out(mixed.view(-1, self._num_channels))
+        return self._out(mixed.view(-1, self._num_channels), residual=residual)

@@ -16,7 +16,7 @@ from hydra_engine.models.parameters import Scope
 
 
 class Linear:
-    """act(x @ W^T + bias). `parts` maps checkpoint names to their numbers of outputs, stacked in that order."""
+    """act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs, stacked in order."""
 
     packed: PackedLinear
 
@@ -31,8 +31,8 @@ class Linear:
                 scope.want(f"{name}.bias", (num_out,), partial(self._fill, f"{name}.bias"))
         scope.hold(self)
 
-    def __call__(self, x: Tensor, act: Activation = "none") -> Tensor:
-        return self._ops.linear(x, self.packed, act=act)
+    def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
+        return self._ops.linear(x, self.packed, act=act, residual=residual)
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,8 @@ from hydra_engine.specs.llava import LlavaVisionSpec
 
 _CPU = torch.device("cpu")
 
+_TRIM_BYTES = 64 << 20  # of weights read between two trims: bounds what loading holds beyond the weights
+
 
 def build_model(
     spec: ModelSpec, ops: Ops, dtype: torch.dtype, role: Role, *, device: torch.device = _CPU
@@ -57,7 +59,17 @@ def load_model(
 ) -> VisionLanguageModel:
     """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit."""
     device = backend.device.torch_device
+    trimmed = 0
+
+    def advance(done: int, total: int) -> None:
+        nonlocal trimmed
+        if done - trimmed >= _TRIM_BYTES or done == total:
+            trimmed = done
+            backend.device.trim()
+        if progress is not None:
+            progress(done, total)
+
     model = build_model(spec, backend.ops, backend.dtype, role, device=device)
     with Checkpoint(model_dir, nested=spec.vision is not None) as checkpoint, torch.inference_mode():
-        fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress, check_finite=check_finite)
+        fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)
     return model

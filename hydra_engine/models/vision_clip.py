@@ -111,5 +111,5 @@ class ClipLayer:
 
     def __call__(self, x: Tensor, cu_seqlens: range) -> Tensor:
         """Returns new memory; `x` may be a state that is still wanted."""
-        x = self._attention(self._norm1(x), cu_seqlens).add_(x)
-        return self._fc2(self._fc1(self._norm2(x), self._act)).add_(x)
+        x = self._attention(self._norm1(x), x, cu_seqlens)
+        return self._fc2(self._fc1(self._norm2(x), self._act), residual=x)

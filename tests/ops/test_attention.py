@@ -15,8 +15,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GARBAGE = 2**31 - 1
 # (query heads, KV heads, head dim, block size)
 HEADS = [(4, 2, 16, 4), (2, 2, 32, 16), (3, 1, 20, 5), (7, 1, 64, 16), (2, 2, 80, 8), (2, 1, 128, 7), (1, 1, 33, 1)]
+HEADS += [(2, 1, 48, 64), (1, 1, 256, 16)]
 # (queries, context) of each row; a row without queries reads nothing
-BATCHES = [[(1, 1)], [(5, 5)], [(1, 130), (3, 67), (0, 9), (64, 64), (20, 200)], [(0, 0), (1, 64), (1, 65)]]
+BATCHES = [
+    [(1, 1)],
+    [(5, 5)],
+    [(1, 130), (3, 67), (0, 9), (64, 64), (20, 200)],
+    [(0, 0), (1, 64), (1, 65)],
+    [(1, 32), (2, 96)],
+]
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,39 @@ def test_bias_and_activation_apply_to_the_float32_sums(isa: str, dtype: torch.dt
     assert_as_good_as(result, ACTIVATIONS[act](F.linear(x, weight, bias)), exact(x, weight, bias, act))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("act", ["none", "quick_gelu"])
+def test_the_residual_is_added_to_the_float32_result(
+    isa: str, dtype: torch.dtype, size: tuple[int, int, int], act: str
+) -> None:
+    x, weight, bias = case(*size, dtype)
+    packed = pack_linear(weight, bias)
+    around = torch.full((size[0] + 2, size[1] + 7), float("nan"), dtype=dtype)
+    residual = around[1:-1, 3 : 3 + size[1]]
+    residual.copy_(torch.randn(size[:2], generator=torch.Generator().manual_seed(3)))
+    plain = linear(x, packed, act=act, out_dtype=torch.float32)  # type: ignore[arg-type]
+    before = residual.clone()
+    result = linear(x, packed, act=act, residual=residual)  # type: ignore[arg-type]
+    assert torch.equal(result, (plain + before.float()).to(dtype))
+    assert torch.equal(residual, before)
+    single = linear(x, packed, act=act, residual=before.float(), out_dtype=torch.float32)  # type: ignore[arg-type]
+    assert torch.equal(single, plain + before.float())
+    alone = [linear(x[i : i + 1], packed, act=act, residual=residual[i : i + 1]) for i in range(size[0])]  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(alone), result)
+
+
+@pytest.mark.parametrize("num_in", [64, 1500])
+def test_many_rows_are_cut_without_changing_them(isa: str, threads: int, num_in: int) -> None:
+    x, weight, bias = case(1100, 530, num_in, torch.bfloat16)
+    residual = torch.randn(1100, 530, generator=torch.Generator().manual_seed(4)).bfloat16()
+    packed = pack_linear(weight, bias)
+    result = linear(x, packed, act="quick_gelu", residual=residual)
+    for begin, end in ((0, 1), (511, 513), (540, 580), (1099, 1100)):
+        part = linear(x[begin:end], packed, act="quick_gelu", residual=residual[begin:end])
+        assert torch.equal(part, result[begin:end]), (begin, end)
+
+
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations_hold_over_the_whole_range_and_keep_nan(isa: str, act: str) -> None:
     x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([float("nan"), 1e30, -1e30, 0.0])])[:, None]
@@ -140,7 +173,9 @@ def test_infinities_and_nan_stay_in_their_row(isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_empty_batch_gives_an_empty_result(isa: str, dtype: torch.dtype) -> None:
     _, weight, bias = case(1, 9, 4, dtype)
-    assert linear(torch.empty(0, 4, dtype=dtype), pack_linear(weight, bias)).shape == (0, 9)
+    empty, packed = torch.empty(0, 4, dtype=dtype), pack_linear(weight, bias)
+    assert linear(empty, packed).shape == (0, 9)
+    assert linear(empty, packed, residual=torch.empty(0, 9, dtype=dtype)).shape == (0, 9)
 
 
 def test_no_inputs_leave_the_bias(isa: str) -> None:
@@ -186,6 +221,12 @@ def test_wrong_arguments_are_named_with_expected_and_actual() -> None:
         linear(x[0], packed)
     with pytest.raises(ValueError, match=r"out_dtype: expected torch.bfloat16 or torch.float32, got torch.float16"):
         linear(x, packed, out_dtype=torch.float16)
+    with pytest.raises(ValueError, match="residual: expected 3 rows as x, got 2"):
+        linear(x, packed, residual=torch.zeros(2, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"residual: expected \[T, 8\].*got \[3, 7\]"):
+        linear(x, packed, residual=torch.zeros(3, 7, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"residual: expected .*float32.*got .*bfloat16"):
+        linear(x, packed, residual=torch.zeros(3, 8, dtype=torch.bfloat16), out_dtype=torch.float32)
     with pytest.raises(ValueError, match=r"act: expected one of none, silu.*got 'relu'"):
         linear(x, packed, act="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"bias: expected \[8\].*got \[7\]"):

@@ -45,6 +45,14 @@ def test_linear(ops: ReferenceOps, dtype: torch.dtype, act: str) -> None:
     assert_rounded(result, truth, roundings=8 if dtype == torch.float32 else 2)
     assert ops.linear(x, packed, act=act, out_dtype=torch.float32).dtype == torch.float32
     assert ops.linear(x[:0], packed).shape == (0, 33)
+    residual = random(ROWS, 33, dtype=dtype, seed=1)
+    added = ops.linear(x, packed, act=act, residual=residual)
+    assert added.dtype == dtype
+    error = (added.double() - (truth + residual)).abs()  # torch rounds what is added, too
+    assert (error <= 8 * EPSILON[dtype] * (truth.abs() + residual.abs() + 0.1)).all()
+    assert ops.linear(x[:0], packed, residual=residual[:0]).shape == (0, 33)
+    with pytest.raises(ValueError, match=r"residual: expected \[70, 33\]"):
+        ops.linear(x, packed, residual=residual[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,9 +1,9 @@
 // Attention of packed queries over the keys and values of their sequences, causal or not, paged or not.
 //
 // The numerical contract: a query's result is a function of the query, its sequence's keys and values and its position,
-// bit for bit, whatever else is in the call. Keys are visited in tiles of kKeyTile aligned to position 0, with a running
-// softmax. What a query does not see has weights of exactly 0 and leaves its sums as they are, and the products of one
-// query with one tile take the same operations in the same order in every shape of call.
+// bit for bit, whatever else is in the call. Keys are visited in tiles of kKeyTile aligned to position 0, with a
+// running softmax. What a query does not see has weights of exactly 0 and leaves its sums as they are, and the products
+// of one query with one tile take the same operations in the same order in every shape of call.
 //
 // Knows addresses and sizes; knows no Python. Arguments were checked by the caller (csrc/api/attention.cpp).
 #pragma once

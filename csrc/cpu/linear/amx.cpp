@@ -20,9 +20,10 @@ constexpr int kBlock = kPanel * kPanel;  // elements of one k block: of a panel'
 constexpr int kRowBlock = 2 * kTile;
 
 // Measured on Sapphire Rapids (48 KiB and 2 MiB of cache per core): k blocks of 32 rows that stay in the first-level
-// cache while weights stream past, k blocks of 8 panels of weights that stay in the second-level cache.
-constexpr int64_t kInnerBlocks = 20;
-constexpr int64_t kOuterBlocks = 40;
+// cache while weights stream past, panels whose weights stay in the second-level cache, and how many k blocks of all
+// rows do so too. Rows with more are cut into inner blocks outside the loop over the rows.
+constexpr int64_t kInnerBlocks = 16;
+constexpr int64_t kMostBlocks = 40;
 constexpr int64_t kPanelsPerChunk = 8;
 // Fewer columns do not repay a copy of x in tile order.
 constexpr int64_t kMinPackedPanels = 16;
@@ -82,16 +83,44 @@ struct TileRows {
   int64_t row_stride, block_step;  // elements
 };
 
-// Weights that a later chunk needs, fetched into the second-level cache a few lines per k block of work.
+// Lines that are needed later, fetched into the second-level cache a few at a time.
 struct Prefetch {
-  const char* next;
-  int lines;  // per k block
+  const char* next = nullptr;
+  int lines = 0;  // per k block
+
+  HYDRA_INLINE void fetch() {
+    for (int line = 0; line < lines; ++line) _mm_prefetch(next + line * 64, _MM_HINT_T1);
+    next += lines * 64;
+  }
+};
+
+// Rows [row, end) of a block whose sums wait for bias, activation and rounding. They are finished a few at a time
+// between the tile instructions for the next panel, so that the vector units work while the tiles do.
+struct Unfinished {
+  const float* sums = nullptr;  // of `row`
+  int64_t panel = 0, row = 0, end = 0;
+
+  HYDRA_INLINE void finish(const LinearCall& call, int64_t most) {
+    if (row == end) return;
+    const int64_t count = std::min(most, end - row);
+    finish_block(call, sums, kPanel, row, static_cast<int>(count), panel);
+    sums += count * kPanel;
+    row += count;
+  }
+};
+
+// What happens beside the products of one panel, a little per k block.
+struct Beside {
+  Prefetch weights, rows;
+  Unfinished before;
+  int64_t finish_rows = 0;  // per k block
 };
 
 // Adds `blocks` blocks of k for one row block and one panel. The streaming loads keep the rows, which the next panel
 // needs again, in the first-level cache, and let the weights pass.
 template <bool kTwoRowTiles>
-HYDRA_INLINE void add_blocks(const TileRows& rows, const bf16_t* w, int64_t blocks, Prefetch& ahead) {
+HYDRA_INLINE void add_blocks(const LinearCall& call, const TileRows& rows, const bf16_t* w, int64_t blocks,
+                             Beside& beside) {
   const bf16_t* x = rows.base;
   const int64_t stride = rows.row_stride * 2, lower = rows.row_stride * kTile;
   for (int64_t block = 0; block < blocks; ++block) {
@@ -105,8 +134,9 @@ HYDRA_INLINE void add_blocks(const TileRows& rows, const bf16_t* w, int64_t bloc
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    for (int line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.next + line * 64, _MM_HINT_T1);
-    ahead.next += ahead.lines * 64;
+    beside.weights.fetch();
+    beside.rows.fetch();
+    beside.before.finish(call, beside.finish_rows);
     x += rows.block_step;
     w += kBlock;
   }
@@ -165,19 +195,13 @@ HYDRA_TARGET void multiply_few(const LinearCall& call, const LinearPart& part) {
   }
   if (panel < part.panel_end) {
     zero_sums();
-    Prefetch none{};
-    add_blocks<false>({x, call.x_stride, kPanel}, w, blocks, none);
-    if (tails) add_blocks<false>({tails, kPanel, kBlock}, w + blocks * kBlock, 1, none);
+    Beside nothing;
+    add_blocks<false>(call, {x, call.x_stride, kPanel}, w, blocks, nothing);
+    if (tails) add_blocks<false>(call, {tails, kPanel, kBlock}, w + blocks * kBlock, 1, nothing);
     store_sums<false>(sums);
     finish_block(call, sums, kPanel, part.row_begin, count, panel);
   }
 }
-
-// A finished block whose sums still wait for bias, activation and rounding.
-struct Unfinished {
-  const float* sums = nullptr;
-  int64_t panel = 0;
-};
 
 // The next chunk of weights lies `distance` bytes behind the current one; a row block fetches `lines` cache lines per
 // k block, after the `skip` bytes per k block of the row blocks before it, so that all of them together fetch it once.
@@ -187,17 +211,21 @@ struct Ahead {
 };
 
 // One row block x panels [panel_begin, panel_end) x k blocks [begin, end). sums: one [32][32] per panel, which hold the
-// sums of the blocks before `begin`. A panel's epilogue runs while the tiles work on the next panel.
+// sums of the blocks before `begin`.
 template <bool kTwoRowTiles>
 HYDRA_TARGET void multiply_row_block(const LinearCall& call, const TileRows& rows, int64_t row, int count,
                                      int64_t panel_begin, int64_t panel_end, int64_t begin, int64_t end, float* sums,
                                      const Ahead& ahead) {
-  const int64_t stride = call.weight.panel_elements(), half = (end - begin) / 2;
+  const int64_t stride = call.weight.panel_elements(), blocks = end - begin;
   const bool first = begin == 0, last = end == stride / kBlock;
   const TileRows x{rows.base + begin * rows.block_step, rows.row_stride, rows.block_step};
-  const TileRows x_half{x.base + half * rows.block_step, rows.row_stride, rows.block_step};
   const bf16_t* w = static_cast<const bf16_t*>(call.weight.data) + panel_begin * stride + begin * kBlock;
-  Unfinished before;
+  Beside beside;
+  beside.finish_rows = ceil_div(count, blocks);
+  if (call.packed_x) {  // the next row block's piece; behind the last one, prefetches that nobody needs are harmless
+    beside.rows.next = reinterpret_cast<const char*>(x.base + stride);
+    beside.rows.lines = static_cast<int>(ceil_div(kBlock * 2 / 64, panel_end - panel_begin));
+  }
   for (int64_t panel = panel_begin; panel < panel_end; ++panel, w += stride) {
     // Sums that need not be kept alternate between two places, which stay in the first-level cache.
     const int64_t place = first && last ? panel % 2 : panel - panel_begin;
@@ -207,14 +235,12 @@ HYDRA_TARGET void multiply_row_block(const LinearCall& call, const TileRows& row
     } else {
       load_sums<kTwoRowTiles>(panel_sums);
     }
-    Prefetch prefetch{reinterpret_cast<const char*>(w) + ahead.distance + ahead.skip * (end - begin), ahead.lines};
-    add_blocks<kTwoRowTiles>(x, w, half, prefetch);
-    if (before.sums) finish_block(call, before.sums, kPanel, row, count, before.panel);
-    add_blocks<kTwoRowTiles>(x_half, w + half * kBlock, end - begin - half, prefetch);
+    beside.weights = {reinterpret_cast<const char*>(w) + ahead.distance + ahead.skip * blocks, ahead.lines};
+    add_blocks<kTwoRowTiles>(call, x, w, blocks, beside);
     store_sums<kTwoRowTiles>(panel_sums);
-    if (last) before = {panel_sums, panel};
+    if (last) beside.before = {panel_sums, panel, row, row + count};
   }
-  if (before.sums) finish_block(call, before.sums, kPanel, row, count, before.panel);
+  beside.before.finish(call, count);
 }
 
 // `total` cut into equal pieces of at most `most`: the size of a piece.
@@ -226,7 +252,7 @@ HYDRA_TARGET void multiply_many(const LinearCall& call, const LinearPart& part) 
   static thread_local Scratch scratch;
   const int64_t blocks = call.weight.padded_in() / kPanel,
                 row_blocks = ceil_div(part.row_end - part.row_begin, kRowBlock);
-  const int64_t outer = even_piece(blocks, kOuterBlocks), inner = even_piece(outer, kInnerBlocks);
+  const int64_t inner = even_piece(blocks, kInnerBlocks), outer = blocks > kMostBlocks ? inner : blocks;
   const int64_t sums_step = outer < blocks ? kPanelsPerChunk * kBlock : 0;  // kept per row block if k is cut outside
   const int64_t sums_size = (sums_step ? row_blocks : 1) * kPanelsPerChunk * kBlock;
   float* sums = static_cast<float*>(scratch.reserve(sums_size * 4));

@@ -70,13 +70,19 @@ void linear_parts(const LinearCall& call) {
 // Copies the rows into tile order, a bounded number at a time, before the threads multiply them.
 void linear_packed_rows(const LinearCall& call) {
   static thread_local Scratch scratch;
-  constexpr int64_t kRowsAtOnce = 512, kElementsPerThread = 1 << 17;
+  constexpr int64_t kMostRows = 1024, kElementsPerThread = 1 << 17;
   const int64_t grain = ceil_div(kElementsPerThread, std::max<int64_t>(1, call.weight.num_in));
-  for (int64_t begin = 0; begin < call.rows; begin += kRowsAtOnce) {
+  // Equal chunks: every one reads all weights, which a few left-over rows would not repay.
+  const int64_t most = ceil_div(ceil_div(call.rows, ceil_div(call.rows, kMostRows)), kPanel) * kPanel;
+  const int64_t out_size = element_size(call.out_dtype);
+  for (int64_t begin = 0; begin < call.rows; begin += most) {
     LinearCall chunk = call;
-    chunk.rows = std::min(kRowsAtOnce, call.rows - begin);
+    chunk.rows = std::min(most, call.rows - begin);
     chunk.x = static_cast<const uint16_t*>(call.x) + begin * call.x_stride;
-    chunk.out = static_cast<char*>(call.out) + begin * call.out_stride * element_size(call.out_dtype);
+    chunk.out = static_cast<char*>(call.out) + begin * call.out_stride * out_size;
+    if (call.residual) {
+      chunk.residual = static_cast<const char*>(call.residual) + begin * call.residual_stride * out_size;
+    }
     void* packed = scratch.reserve(amx::packed_rows_bytes(chunk));
     parallel_for(chunk.rows, grain, [&](int64_t first, int64_t last) { amx::pack_rows(chunk, first, last, packed); });
     chunk.packed_x = packed;

@@ -1,4 +1,4 @@
-// Matrix products with packed weights: act(x W^T + bias) with float32 sums. This header knows the packed layouts and
+// Matrix products with packed weights: act(x W^T + bias) + residual with float32 sums. This header knows the packed layouts and
 // who computes what; the products themselves are in one file per instruction-set level.
 //
 // Every row of the result is computed by the same sequence of operations over k = 0, 1, ... whatever the number of
@@ -41,6 +41,8 @@ struct LinearCall {
   int64_t x_stride = 0;     // elements between rows
   void* out = nullptr;      // [rows, num_out] of out_dtype
   int64_t out_stride = 0;
+  const void* residual = nullptr;  // [rows, num_out] of out_dtype, not the memory of `out`; or null
+  int64_t residual_stride = 0;
   int64_t rows = 0;
   const void* packed_x = nullptr;  // the rows in tile order, or null; see amx::pack_rows
   Activation act = Activation::none;
