@@ -10,7 +10,7 @@ namespace hydra::HYDRA_LEVEL {
 // Where one panel of the result and what is added to it are: the first row, and elements between rows.
 template <class Out>
 struct PanelRows {
-  const float* bias;  // of this panel, or null
+  const float* bias;    // of this panel, or null
   const Out* residual;  // or null
   int64_t residual_stride;
   Out* out;
