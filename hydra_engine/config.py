@@ -2,7 +2,7 @@
 
 `resolve()` (in `instance/build.py`, where the model is known) turns "auto" into values in a new object; nothing
 mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`.
-Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_LOG_LEVEL, HYDRA_API_KEY.
+Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY.
 """
 
 from __future__ import annotations
@@ -156,8 +156,3 @@ def _positive(group: object, *names: str) -> None:
     for name in names:
         if getattr(group, name) <= 0:
             raise ConfigError(f"{name} must be positive", param=name)
-
-
-def option_fields(cls: type) -> list[tuple[str, Any, str, dict[str, Any]]]:
-    """(name, default, help, metadata) of the plain fields of a config class, for the command line."""
-    return [(f.name, f.default, f.metadata["help"], dict(f.metadata)) for f in fields(cls) if "help" in f.metadata]

@@ -1,14 +1,12 @@
-"""What a model family's processor does to a picture, as values: how to fit it, how to normalise it, what names it.
+"""What a model family's processor does to a picture, as values: how to fit it and what names it.
 
-The pixels stay uint8; `scale_and_shift` is the normalisation, which the device does. Does not know tensors or files.
+The pixels stay uint8; the tower normalises them on its device. Does not know tensors or files.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from hydra_engine.core.ids import ImageDigest
@@ -32,12 +30,6 @@ def process(image: Image.Image, spec: PreprocessSpec, geometry: ImageGeometry) -
 def payload_of(pixels: bytes, spec: PreprocessSpec, geometry: ImageGeometry) -> PixelPayload:
     width, height = geometry.width, geometry.height
     return PixelPayload(image_digest(spec.identity, width, height, pixels), width, height, pixels)
-
-
-def scale_and_shift(spec: PreprocessSpec) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Rescale and normalise in one step, per channel: x = uint8 * scale + shift."""
-    mean, std = np.asarray(spec.mean, np.float64), np.asarray(spec.std, np.float64)
-    return (spec.rescale / std).astype(np.float32), (-mean / std).astype(np.float32)
 
 
 def image_digest(identity: str, width: int, height: int, pixels: bytes) -> ImageDigest:

@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from hydra_engine.config import ServerConfig
+from hydra_engine.core.outputs import Result
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
 from hydra_engine.server.app import build_app
 from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
@@ -25,6 +26,7 @@ from hydra_engine.server.errors import error_response
 from hydra_engine.server.port import EnginePort
 
 logger = logging.getLogger(__name__)
+request_log = logging.getLogger("hydra_engine.requests")
 
 _IDLE_S = 75.0  # an idle connection, or one whose headers do not come, is closed after this
 _LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
@@ -149,6 +151,9 @@ async def _run(
     if not await _load(start, signals):
         return 0
     engine.add_observer(app[METRICS].observe)
+    if config.enable_log_requests:
+        request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest
+        engine.add_observer(_log_request)
     logger.info("ready on %s", listening.url)
     if ready is not None:
         ready(listening.url)
@@ -157,6 +162,21 @@ async def _run(
         await asyncio.sleep(_CLOSE_S)  # clients are told, and health says it once more
         return 1
     return await _drain(app[LIFECYCLE], config.shutdown_timeout_s, signals)
+
+
+def _log_request(result: Result) -> None:
+    """Sizes and times only: neither the prompt nor the answer."""
+    usage, metrics = result.usage, result.metrics
+    request_log.info(
+        "%s %s: %d prompt tokens (%d of images), %d tokens out, first after %s s, %.3f s in all",
+        result.request_id,
+        result.finish_reason.value,
+        usage.prompt_tokens,
+        usage.image_tokens,
+        usage.completion_tokens,
+        "-" if metrics.ttft_s is None else f"{metrics.ttft_s:.3f}",
+        metrics.e2e_s,
+    )
 
 
 async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool:

@@ -1,6 +1,7 @@
 """The demo model's requests against transformers' own processor: the same ids, the same pixels."""
 
 import numpy as np
+import torch
 from PIL import Image
 from transformers import AutoProcessor
 
@@ -8,8 +9,8 @@ from hydra_engine.config import EngineConfig, MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.intake.intake import Intake
-from hydra_engine.intake.preprocess import scale_and_shift
 from hydra_engine.intake.tokenizer import load_tokenizer
+from hydra_engine.models.vision_clip import PixelNormaliser
 from hydra_engine.specs.registry import load_spec
 
 
@@ -17,7 +18,7 @@ async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
     folder = EngineConfig().model_path
     spec, tokenizer, oracle = load_spec(folder), load_tokenizer(folder), AutoProcessor.from_pretrained(folder)
     assert spec.vision is not None
-    scale, shift = scale_and_shift(spec.vision.preprocess)
+    normaliser = PixelNormaliser(spec.vision.preprocess, torch.device("cpu"))
     intake = Intake(spec=spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
     generator = np.random.default_rng(0)
     for sizes in ([(100, 60)], [(84, 84), (300, 200)], [(7, 9), (50, 333), (640, 480)]):
@@ -33,6 +34,6 @@ async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
         )
         assert list(prepared.request.prompt_token_ids) == expected["input_ids"][0].tolist()
         pixels = [np.frombuffer(p.data, np.uint8).reshape(p.height, p.width, 3) for p in prepared.pixels]
-        normalised = (np.stack(pixels) * scale + shift).transpose(0, 3, 1, 2)
+        normalised = normaliser(torch.from_numpy(np.stack(pixels))).numpy().transpose(0, 3, 1, 2)
         assert np.abs(normalised - expected["pixel_values"]).max() < 1e-5
     await intake.close()

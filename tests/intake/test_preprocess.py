@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from hydra_engine.intake.preprocess import image_digest, process, scale_and_shift
+from hydra_engine.intake.preprocess import image_digest, process
 from hydra_engine.specs.base import ImageGeometry, PreprocessSpec
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -42,14 +42,11 @@ def test_pixels_equal_those_of_transformers(
     oracle = CLIPImageProcessorPil(
         size={"shortest_edge": shortest}, crop_size={"height": crop_height, "width": crop_width}
     )
-    scale, shift = scale_and_shift(spec)
     for width, height in sizes():
         image = picture(width, height, seed=width)
         mine = pixels_of(image, spec)
         plain = oracle(image, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
         assert np.array_equal(mine.transpose(2, 0, 1), plain), (width, height)
-        normalised = oracle(image, return_tensors="np")["pixel_values"][0]
-        assert np.abs((mine * scale + shift).transpose(2, 0, 1) - normalised).max() < 1e-5
 
 
 @pytest.mark.parametrize("resample", ["bilinear", "lanczos", "nearest"])

@@ -60,9 +60,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served()
+    server = Served("--enable-log-requests")
     yield server
     server.end()
+    # One line a request, with sizes and times and without what was said.
+    lines = [line for line in server.log if "hydra_engine.requests" in line]
+    assert len(lines) >= 8 and all("prompt tokens" in line for line in lines)
+    assert not any("Two plus three" in line for line in server.log)
     assert server.process.returncode == 0
 
 
