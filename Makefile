@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test check bench build clean help
+.PHONY: demo serve test check support bench build clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
 	@echo "make test    the whole test suite"
 	@echo "make check   format, lint, types, architecture"
+	@echo "make support the README's table of model families, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine"
 	@echo "make build   the environment and the native extension only"
 
@@ -44,6 +45,12 @@ check: build
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+# The README's table of model families, from the results of the tests that gate them.
+SUPPORT_TESTS := tests/models tests/server/test_families.py tests/engine/test_generic.py
+support: build
+	@$(BIN)/python -m pytest -q -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)
+	@$(BIN)/python -m tests.support_table build/support.xml
 
 bench: build
 	@$(BIN)/python -m bench.ops.linear --quick

@@ -25,8 +25,10 @@ from hydra_engine.models.registry import load_model
 from hydra_engine.specs.base import DTYPE_BYTES, ModelSpec
 from hydra_engine.specs.registry import load_spec
 from hydra_engine.worker.batches import language_input
+from hydra_engine.worker.positions import PromptPositions
 
 BLOCK = 16
+PICTURE = (640, 480)
 
 
 def parse() -> argparse.Namespace:
@@ -42,9 +44,9 @@ def parse() -> argparse.Namespace:
 
 
 class Stages:
-    """One loaded model with caches that hold `max_rows` requests of `max_tokens`."""
+    """One loaded model with caches that hold `max_rows` requests of `max_tokens`, and `max_images` pictures."""
 
-    def __init__(self, model_dir: Path, threads: int, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, model_dir: Path, threads: int, max_rows: int, max_tokens: int, max_images: int) -> None:
         self.spec: ModelSpec = load_spec(model_dir)
         self.backend = create_backend("cpu", torch.bfloat16, threads=threads)
         self.model = load_model(model_dir, self.spec, self.backend, EPD)
@@ -56,14 +58,16 @@ class Stages:
         self.kv = PagedCache(
             torch.zeros((max_rows * self.blocks, language.num_layers, 2, BLOCK, heads, dim), dtype=torch.bfloat16)
         )
-        rows = 64 * vision.max_tokens_per_image
-        self.images = PagedCache(torch.zeros((rows // 64, 1, 1, 64, 1, vision.feature_size), dtype=torch.bfloat16))
+        num_blocks = -(-max_images * vision.plan_image(*PICTURE).num_tokens // 64)
+        shape = (num_blocks, vision.num_planes, 1, 64, 1, vision.feature_size)
+        self.images = PagedCache(torch.zeros(shape, dtype=torch.bfloat16))
 
     def encode(self, count: int) -> Callable[[], object]:
-        geometry = self.vision.geometry(640, 480)
-        pixels = torch.randint(0, 256, (count, geometry.height, geometry.width, 3), dtype=torch.uint8)
-        slots = torch.arange(count * geometry.num_tokens)
-        inputs = VisionInput(pixels, (geometry.grid,) * count, slots)
+        items = [item for _ in range(count) for item in self.vision.plan_image(*PICTURE).items]
+        shapes = [(item.num_pictures, item.height, item.width, 3) for item in items]
+        pixels = tuple(torch.randint(0, 256, shape, dtype=torch.uint8) for shape in shapes)
+        slots = torch.arange(sum(item.num_tokens for item in items))
+        inputs = VisionInput(pixels, (PICTURE,) * len(items), tuple(item.grid for item in items), slots)
         return lambda: self.model.encode(inputs, self.images)
 
     def language(self, count: int, new: int, start: int) -> Callable[[], object]:
@@ -73,7 +77,7 @@ class Stages:
         rows = [
             LanguageRow(
                 request_id=RequestId(i),
-                token_ids=tuple(int(t) for t in rng.integers(10, 1000, new)),
+                token_ids=tuple(int(t) for t in rng.integers(10, min(1000, self.spec.language.vocab_size), new)),
                 start=start,
                 block_ids=order[i * self.blocks : (i + 1) * self.blocks],
                 num_blocks=self.blocks,
@@ -84,9 +88,14 @@ class Stages:
             for i in range(count)
         ]
         device = torch.device("cpu")
+        places = np.arange(start + new, dtype=np.int64)
+        text = PromptPositions(np.broadcast_to(places, (3, start + new)), 0)
+        rope = None if self.spec.language.rope_sections is None else [text] * count
 
         def run() -> object:
-            inputs = language_input(rows, self.backend.ops, block_size=BLOCK, image_block_size=64, device=device)
+            inputs = language_input(
+                rows, self.backend.ops, block_size=BLOCK, image_block_size=64, device=device, rope=rope
+            )
             return self.model.forward(inputs, self.kv, self.images)
 
         return run
@@ -107,7 +116,11 @@ def main() -> None:
     batches = [int(n) for n in arguments.batches.split(",")]
     with torch.inference_mode():
         stages = Stages(
-            Path(arguments.model), arguments.threads, max(batches), max(*prompts, arguments.context) + BLOCK
+            Path(arguments.model),
+            arguments.threads,
+            max(batches),
+            max(*prompts, arguments.context) + BLOCK,
+            max(images),
         )
         flops_per_s, bytes_per_s = ceilings(arguments.repeats)
         print(f"ceilings here: {flops_per_s / 1e9:.0f} GFLOP/s bf16, {bytes_per_s / 1e9:.1f} GB/s read")
@@ -126,7 +139,7 @@ def main() -> None:
             figures.append({"stage": stage, "size": size, "ms": times.median * 1e3, "floor_ms": floor_s * 1e3})
 
         for count in images:
-            patches = stages.vision.geometry(640, 480).num_patches
+            patches = stages.vision.plan_image(*PICTURE).num_patches
             report("encode", count, stages.encode(count), count * stages.vision.flops(patches) / flops_per_s)
         for tokens in prompts:
             flops = tokens * language.flops_per_token(tokens // 2) + 2 * language.vocab_size * language.hidden_size

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_elementwise(m);
   hydra::register_cache(m);
   hydra::register_attention(m);
+  hydra::register_image(m);
 }

@@ -32,8 +32,19 @@ def linear(
     residual_stride: int = 0,
 ) -> None: ...
 
-# ---- norms and gated activations
-def rms_norm(x: int, x_stride: int, weight: int, out: int, rows: int, columns: int, eps: float, dtype: int) -> None: ...
+# ---- norms, gated activations, rotation
+def rms_norm(
+    x: int,
+    x_stride: int,
+    weight: int,
+    out: int,
+    rows: int,
+    columns: int,
+    eps: float,
+    dtype: int,
+    heads: int = 1,
+    head_stride: int = 0,
+) -> None: ...
 def add_rms_norm(
     x: int,
     x_stride: int,
@@ -51,6 +62,20 @@ def layer_norm(
     x: int, x_stride: int, weight: int, bias: int, out: int, rows: int, columns: int, eps: float, dtype: int
 ) -> None: ...
 def act_and_mul(gate_up: int, stride: int, out: int, rows: int, columns: int, act: int, dtype: int) -> None: ...
+def rotate(
+    x: int,
+    x_stride: int,
+    heads: int,
+    head_stride: int,
+    cos: int,
+    cos_stride: int,
+    sin: int,
+    sin_stride: int,
+    out: int,
+    tokens: int,
+    columns: int,
+    dtype: int,
+) -> None: ...
 
 # ---- paged caches, [N, L, X, S, H, D] contiguous; slots and rows are int64
 class CacheDesc:
@@ -85,9 +110,21 @@ class CacheDesc:
         slots: int,
         tokens: int,
         out: int,
+        q_norm: int = 0,
+        k_norm: int = 0,
+        eps: float = 0.0,
     ) -> None: ...
     def gather(self, layer: int, index: int, slots: int, rows: int, out: int) -> None: ...
-    def merge(self, layer: int, slots: int, targets: int, rows: int, hidden: int, hidden_rows: int) -> None: ...
+    def merge(
+        self,
+        layer: int,
+        slots: int,
+        targets: int,
+        rows: int,
+        hidden: int,
+        hidden_rows: int,
+        accumulate: bool = False,
+    ) -> None: ...
     def copy_to(self, target: CacheDesc, pairs: int, count: int) -> None: ...
 
 # ---- attention; the plan's tensors are int32 and must outlive it
@@ -119,3 +156,22 @@ def attention_packed(
     scale: float,
     dtype: int,
 ) -> None: ...
+
+# ---- pictures: uint8 RGB, strides in bytes; filter: 0 nearest, 1 box, 2 bilinear, 3 bicubic, 4 lanczos
+def resize_rgb(
+    source: int,
+    source_stride: int,
+    source_width: int,
+    source_height: int,
+    width: int,
+    height: int,
+    left: int,
+    top: int,
+    columns: int,
+    rows: int,
+    out: int,
+    out_stride: int,
+    filter: int,
+    down_first: bool,
+) -> None:
+    """The window of `columns` x `rows` at (left, top) of the source resized to `width` x `height`, into `out`."""

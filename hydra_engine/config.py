@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 
@@ -27,7 +28,7 @@ class SchedulerConfig:
     """Budgets of the stage batcher; later derived from latency limits, given here for now."""
 
     token_budget: int = _opt(512, "most tokens of one language step (decodes and prefill chunks together)")
-    image_budget: int = _opt(0, "most patches of one vision step; 0: two images of the largest size")
+    image_budget: int = _opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
     max_num_seqs: int = _opt(64, "most requests that hold KV blocks at once")
     max_queue: int = _opt(512, "most requests accepted and not finished; beyond it 503")
     encode_patience_ms: int = _opt(
@@ -44,6 +45,7 @@ class CacheConfig:
     image_block_size: int = _opt(64, "feature rows per image-cache block")
     num_kv_blocks: int | None = _opt(None, "number of KV blocks, instead of kv_cache_gib (tests)")
     num_image_blocks: int | None = _opt(None, "number of image blocks, instead of image_cache_gib (tests)")
+    prefix_caching: bool = _opt(True, "reuse KV of equal beginnings of prompts, and features of equal pictures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,19 @@ class MediaConfig:
     max_image_bytes: int = _opt(20 << 20, "most bytes of one encoded image")
     max_image_pixels: int = _opt(40_000_000, "most pixels of one image, known from its header")
     max_aspect_ratio: float = _opt(200.0, "longest side over shortest side of an image")
+    max_videos: int = _opt(1, "most videos of one request; 0: none")
+    max_video_bytes: int = _opt(64 << 20, "most bytes of one encoded video")
+    max_video_frames: int = _opt(7200, "most frames of one video, all those that its file has")
+    max_video_pixels: int = _opt(4_000_000_000, "most pixels of all frames of one video together")
     fetch_timeout_s: float = _opt(10.0, "total time to fetch one image by URL")
     allow_private_media: bool = _opt(False, "fetch images from private network addresses too")
     allowed_media_domains: tuple[str, ...] = _opt((), "fetch images from these hosts only")
     allowed_media_path: str | None = _opt(None, "folder below which file:// images may be read by the server")
     local_files: bool = _opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
     decode_workers: int = _opt(2, "threads that decode and resize images")
+    pixel_cache_mib: int = _opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: none")
+    min_pixels: int | None = _opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
+    max_pixels: int | None = _opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +88,15 @@ class EngineConfig:
         choices=("throughput", "balanced", "latency"),
     )
     deterministic: bool = _opt(True, "batch-invariant ops: a request's tokens do not depend on its neighbours")
+    model_impl: str = _opt(
+        "auto",
+        "auto or native: the engine's own models; transformers: its modules inside our stages (slower, any "
+        "image-text-to-text model that it can load)",
+        choices=("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = _opt(
+        False, "with --model-impl transformers: run the Python code that comes with the model"
+    )
     backend: str = _opt("auto", "auto, native, torch or reference: which CPU implementation of the ops to take")
     seed: int = _opt(0, "seeds the draws of requests that bring no seed of their own")
     chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
@@ -92,6 +110,15 @@ class EngineConfig:
         _positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
         _positive(self.cache, "block_size", "image_block_size")
         _positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
+        _positive(self.media, "max_video_bytes", "max_video_frames", "max_video_pixels")
+        low, high = self.media.min_pixels, self.media.max_pixels
+        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
+            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
+        if self.trust_remote_code and self.model_impl != "transformers":
+            raise ConfigError(
+                "trust_remote_code needs model_impl transformers; the native models run no code of a checkpoint",
+                param="trust_remote_code",
+            )
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ConfigError("threads must be between 1 and 1024", param="threads")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -102,6 +129,15 @@ class EngineConfig:
         if self.model == DEMO_MODEL:
             return Path(__file__).parent / "demo" / "model"
         return Path(self.model)
+
+    @property
+    def spec_options(self) -> SpecOptions:
+        return SpecOptions(
+            model_impl=self.model_impl,
+            trust_remote_code=self.trust_remote_code,
+            min_pixels=self.media.min_pixels,
+            max_pixels=self.media.max_pixels,
+        )
 
     @property
     def model_name(self) -> str:

@@ -125,12 +125,13 @@ class Engine:
         raw: bool = False,
         request_id: str | None = None,
         slo: Slo | None = None,
+        cache_salt: str = "",
         **parameters: Any,
     ) -> Handle:
         """Starts a request and returns at once; what is wrong with it is raised to the handle's readers. `prompt` is
         text, token ids or chat messages."""
         front = self.front
-        call = _call(prompt, images, sampling, parameters, raw, slo)
+        call = _call(prompt, images, sampling, parameters, raw, slo, cache_salt)
         number, handle = front.open_handle(request_id)
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(front.submit_detached(number, handle, call), self._loop)
@@ -146,11 +147,13 @@ class Engine:
         request_id: str | None = None,
         raw: bool = False,
         slo: Slo | None = None,
+        cache_salt: str = "",
         **parameters: Any,
     ) -> Handle:
         """Starts a request and returns when it is admitted; raises its RequestError here if it is refused."""
         front = self.front
-        call = _call(messages if messages is not None else prompt, images, sampling, parameters, raw, slo)
+        what = messages if messages is not None else prompt
+        call = _call(what, images, sampling, parameters, raw, slo, cache_salt)
         number, handle = front.open_handle(request_id)
         await self._await(front.submit(number, handle, call))
         return handle
@@ -233,13 +236,15 @@ class Engine:
         sampling: SamplingParams | None = None,
         raw: bool = False,
         slo: Slo | None = None,
+        cache_salt: str = "",
         on_error: OnError = "raise",
         progress: bool | None = None,
         **parameters: Any,
     ) -> Any:
         front = self.front
         calls = [
-            _call(item, images, sampling, parameters, raw, slo) for item, images in zip(items, pictures, strict=True)
+            _call(item, images, sampling, parameters, raw, slo, cache_salt)
+            for item, images in zip(items, pictures, strict=True)
         ]
         # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
         limits = self.config.scheduler
@@ -384,6 +389,7 @@ def _call(
     parameters: dict[str, Any],
     raw: bool,
     slo: Slo | None,
+    cache_salt: str,
 ) -> Call:
     if sampling is not None and parameters:
         raise InvalidRequest(f"give either sampling= or keywords, not both ({next(iter(parameters))})")
@@ -394,8 +400,8 @@ def _call(
     chosen = sampling or SamplingParams(**parameters)
     is_chat = bool(what) and not isinstance(what, str) and isinstance(what[0], dict)
     if is_chat:
-        return Call(chosen, messages=what, images=images, raw=raw, slo=slo or Slo())
-    return Call(chosen, prompt=what, images=images, raw=raw, slo=slo or Slo())
+        return Call(chosen, messages=what, images=images, raw=raw, slo=slo or Slo(), cache_salt=cache_salt)
+    return Call(chosen, prompt=what, images=images, raw=raw, slo=slo or Slo(), cache_salt=cache_salt)
 
 
 def _failed(request_id: str, error: HydraError) -> Result:

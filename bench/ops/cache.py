@@ -1,4 +1,4 @@
-"""Paged-cache operations against torch's indexing and against a plain copy of the same bytes.
+"""Paged-cache operations, and rotation on its own, against torch's indexing and against a plain copy of the same bytes.
 
 Every operation moves `2 * bytes` (each is read and written), and so does the copy it is held against. Large cases walk
 through memory beyond the processor's caches; small ones show what a call costs. Results are checked before they are
@@ -27,6 +27,7 @@ from hydra_engine.backend.reference import ReferenceOps
 
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
+EPS = 1e-6
 COLD_BYTES = 96 << 20
 # (tokens, query heads, KV heads, head dim)
 STEPS = [(1, 16, 16, 64), (16, 16, 16, 64), (16, 14, 2, 64), (600, 16, 16, 64), (600, 14, 2, 64), (600, 32, 8, 128)]
@@ -34,6 +35,9 @@ QUICK_STEPS = [(1, 16, 16, 64), (600, 16, 16, 64)]
 # (rows, width) of image features
 IMAGES = [(576, 1024), (576, 4096)]
 QUICK_IMAGES = [(576, 1024)]
+# (rows, heads, head dim) of the queries and keys of a vision tower
+TOWERS = [(1024, 32, 80), (4096, 32, 80)]
+QUICK_TOWERS = [(1024, 32, 80)]
 
 Candidates = dict[str, Callable[[], object]]
 
@@ -84,6 +88,11 @@ def require(ok: bool, what: str) -> None:
         raise SystemExit(f"wrong result of {what}")
 
 
+def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight
+
+
 def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, int, Candidates]]:
     """(operation, bytes moved one way, candidates) of a step that writes keys and values."""
     t = Target(*case)
@@ -96,10 +105,19 @@ def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, in
     expected = plain.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, other, 0, t.slots)
     require(torch.allclose(rotated.float(), expected.float(), rtol=2**-7, atol=1e-2), "rope_and_write")
     require(torch.equal(ops.gather_cache(t.cache, 0, 1, t.slots), t.v[0]), "gather_cache")
+    weight = torch.rand(case[3]).to(DTYPE)
+    norms: dict[str, Any] = {"q_norm": weight, "k_norm": weight, "eps": EPS}
+    rotated = ops.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, t.cache, 0, t.slots, **norms)
+    expected = plain.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, other, 0, t.slots, **norms)
+    require(torch.allclose(rotated.float(), expected.float(), rtol=2**-7, atol=1e-2), "rope_and_write with norms")
 
     def torch_rope(i: int) -> Tensor:
         torch_write(t.cache, i, torch_rotate(t.k[i], t.cos, t.sin), t.v[i], t.slots)
         return torch_rotate(t.q[i], t.cos, t.sin)
+
+    def torch_norm_rope(i: int) -> Tensor:
+        torch_write(t.cache, i, torch_rotate(torch_norm(t.k[i], weight), t.cos, t.sin), t.v[i], t.slots)
+        return torch_rotate(torch_norm(t.q[i], weight), t.cos, t.sin)
 
     def torch_gather(i: int) -> Tensor:
         return t.cache.data[t.slots // BLOCK_SIZE, i, 0, t.slots % BLOCK_SIZE]
@@ -126,6 +144,17 @@ def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, in
             },
         ),
         (
+            "norms, rope_and_write",
+            t.kv_bytes + t.q_bytes,
+            {
+                "native": t.in_turn(
+                    lambda i: ops.rope_and_write(t.q[i], t.k[i], t.v[i], t.cos, t.sin, t.cache, i, t.slots, **norms)
+                ),
+                "torch": t.in_turn(torch_norm_rope),
+                "copy": t.copy(t.kv_bytes + t.q_bytes),
+            },
+        ),
+        (
             "gather_cache",
             t.kv_bytes // 2,
             {
@@ -135,6 +164,19 @@ def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, in
             },
         ),
     ]
+
+
+def tower_candidates(ops: NativeOps, rows: int, heads: int, dim: int) -> list[tuple[str, int, Candidates]]:
+    x = torch.randn(rows, heads + heads // 2, dim).to(DTYPE)[:, :heads]
+    cos, sin = torch.rand(2, rows, dim // 2)
+    rotated, exact = ops.rotate(x, cos, sin), torch_rotate(x.double(), cos.double(), sin.double())
+    require(torch.allclose(rotated.double(), exact, rtol=2**-7, atol=1e-2), "rotate")
+    candidates: Candidates = {
+        "native": lambda: ops.rotate(x, cos, sin),
+        "torch": lambda: torch_rotate(x, cos, sin),
+        "copy": x.contiguous,
+    }
+    return [("rotate", rotated.nbytes, candidates)]
 
 
 def image_candidates(ops: NativeOps, rows: int, width: int) -> list[tuple[str, int, Candidates]]:
@@ -229,20 +271,22 @@ def main() -> None:
         _C.force_isa(arguments.isa)
     ops, quick = NativeOps(), arguments.quick
     print(f"bf16, {arguments.threads} thread(s), {_C.isa()}; ratios: other / native, best of many [median]")
-    print(f"{'':48} {'us':>9} {'GB/s':>6}  {'to torch':>15}  {'plain copy':>13}")
+    print(f"{'':49} {'us':>9} {'GB/s':>6}  {'to torch':>15}  {'plain copy':>13}")
     results = []
     groups = [
         *((f"{t} tokens, {h}:{kv} heads of {d}", step_candidates(ops, (t, h, kv, d)))
           for t, h, kv, d in (QUICK_STEPS if quick else STEPS)),
         *((f"{rows} rows of {width}", image_candidates(ops, rows, width))
           for rows, width in (QUICK_IMAGES if quick else IMAGES)),
+        *((f"{rows} rows, {heads} heads of {dim}", tower_candidates(ops, rows, heads, dim))
+          for rows, heads, dim in (QUICK_TOWERS if quick else TOWERS)),
     ]  # fmt: skip
     for case, operations in groups:
         for operation, num_bytes, candidates in operations:
             row = measure(case, operation, num_bytes, candidates, 7 if quick else 15)
             results.append(row)
             print(
-                f"{operation:20} {case:27} {row['us_best']:9.1f} {row['gbytes_per_s']:6.1f}"
+                f"{operation:21} {case:27} {row['us_best']:9.1f} {row['gbytes_per_s']:6.1f}"
                 f"  {row['torch_ratio_best']:6.2f} [{row['torch_ratio']:6.2f}]"
                 f"  {row['copy_ratio_best']:5.2f} [{row['copy_ratio']:5.2f}]",
                 flush=True,

@@ -21,5 +21,6 @@ void register_linear(pybind11::module_& m);
 void register_elementwise(pybind11::module_& m);
 void register_cache(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
+void register_image(pybind11::module_& m);
 
 }  // namespace hydra

@@ -61,7 +61,7 @@ void write(const CacheView& cache, int64_t layer, Address first, int64_t first_s
 
 void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_q_heads, Address k,
           int64_t k_stride, Address v, int64_t v_stride, Address cos, int64_t cos_stride, Address sin,
-          int64_t sin_stride, Address slots, int64_t tokens, Address out) {
+          int64_t sin_stride, Address slots, int64_t tokens, Address out, Address q_norm, Address k_norm, float eps) {
   check_layer(cache, layer);
   HYDRA_CHECK(cache.num_tensors == 2 && cache.head_dim % 2 == 0,
               "cache: expected 2 tensors per layer and an even head dim, got ", cache.num_tensors, " and ",
@@ -78,6 +78,9 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
   call.sin = pointer<float>(sin);
   call.cos_stride = cos_stride;
   call.sin_stride = sin_stride;
+  call.q_norm = pointer<void>(q_norm);
+  call.k_norm = pointer<void>(k_norm);
+  call.eps = eps;
   call.out = pointer<void>(out);
   call.num_q_heads = num_q_heads;
   call.cache = cache;
@@ -98,13 +101,19 @@ void gather(const CacheView& cache, int64_t layer, int64_t tensor, Address slots
 }
 
 void merge(const CacheView& cache, int64_t layer, Address slots, Address targets, int64_t rows, Address hidden,
-           int64_t hidden_rows) {
+           int64_t hidden_rows, bool accumulate) {
   check_layer(cache, layer);
   check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
   check_range("rows", pointer<int64_t>(targets), rows, 0, hidden_rows);
-  run(rows * cache.row_bytes(), [&] {
-    merge_rows(cache, layer, pointer<int64_t>(slots), pointer<int64_t>(targets), rows, pointer<char>(hidden));
-  });
+  MergeCall call;
+  call.cache = cache;
+  call.layer = layer;
+  call.slots = pointer<int64_t>(slots);
+  call.targets = pointer<int64_t>(targets);
+  call.rows = rows;
+  call.hidden = pointer<void>(hidden);
+  call.accumulate = accumulate;
+  run(rows * cache.row_bytes(), [&] { merge_rows(call); });
 }
 
 void copy_to(const CacheView& source, const CacheView& target, Address pairs, int64_t count) {
@@ -128,10 +137,11 @@ void register_cache(py::module_& m) {
            py::arg("second_stride"), py::arg("slots"), py::arg("rows"))
       .def("rope_and_write", &rope, py::arg("layer"), py::arg("q"), py::arg("q_stride"), py::arg("num_q_heads"),
            py::arg("k"), py::arg("k_stride"), py::arg("v"), py::arg("v_stride"), py::arg("cos"), py::arg("cos_stride"),
-           py::arg("sin"), py::arg("sin_stride"), py::arg("slots"), py::arg("tokens"), py::arg("out"))
+           py::arg("sin"), py::arg("sin_stride"), py::arg("slots"), py::arg("tokens"), py::arg("out"),
+           py::arg("q_norm") = 0, py::arg("k_norm") = 0, py::arg("eps") = 0.0f)
       .def("gather", &gather, py::arg("layer"), py::arg("index"), py::arg("slots"), py::arg("rows"), py::arg("out"))
       .def("merge", &merge, py::arg("layer"), py::arg("slots"), py::arg("targets"), py::arg("rows"), py::arg("hidden"),
-           py::arg("hidden_rows"))
+           py::arg("hidden_rows"), py::arg("accumulate") = false)
       .def("copy_to", &copy_to, py::arg("target"), py::arg("pairs"), py::arg("count"));
 }
 

@@ -1,4 +1,4 @@
-// Entry points of the norms and gated activations. Outputs are contiguous, inputs may have any row stride.
+// Entry points of the norms, gated activations and rotations. Outputs are contiguous, inputs may have any row stride.
 #include "cpu/elementwise/elementwise.h"
 
 #include "api/api.h"
@@ -21,9 +21,18 @@ RowsCall make_call(Address x, int64_t x_stride, Address out, int64_t rows, int64
   return call;
 }
 
+// Every token of x has `heads` rows, head_stride elements apart.
+void set_heads(RowsCall& call, int64_t heads, int64_t head_stride) {
+  HYDRA_CHECK(heads >= 0, "heads: expected at least 0, got ", heads);
+  call.rows *= heads;
+  call.heads = heads > 0 ? heads : 1;
+  call.head_stride = head_stride;
+}
+
 void rms_norm(Address x, int64_t x_stride, Address weight, Address out, int64_t rows, int64_t columns, float eps,
-              int dtype) {
+              int dtype, int64_t heads, int64_t head_stride) {
   RowsCall call = make_call(x, x_stride, out, rows, columns, dtype);
+  set_heads(call, heads, head_stride);
   call.weight = pointer<void>(weight);
   call.eps = eps;
   run_rows(RowsOp::rms_norm, call);
@@ -55,11 +64,24 @@ void act_and_mul(Address gate_up, int64_t stride, Address out, int64_t rows, int
   run_rows(RowsOp::act_and_mul, call);
 }
 
+void rotate(Address x, int64_t x_stride, int64_t heads, int64_t head_stride, Address cos, int64_t cos_stride,
+            Address sin, int64_t sin_stride, Address out, int64_t tokens, int64_t columns, int dtype) {
+  HYDRA_CHECK(columns % 2 == 0, "columns: expected an even head dim, got ", columns);
+  RowsCall call = make_call(x, x_stride, out, tokens, columns, dtype);
+  set_heads(call, heads, head_stride);
+  call.cos = pointer<float>(cos);
+  call.sin = pointer<float>(sin);
+  call.cos_stride = cos_stride;
+  call.sin_stride = sin_stride;
+  run_rows(RowsOp::rotate, call);
+}
+
 }  // namespace
 
 void register_elementwise(py::module_& m) {
   m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("weight"), py::arg("out"), py::arg("rows"),
-        py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
+        py::arg("columns"), py::arg("eps"), py::arg("dtype"), py::arg("heads") = 1, py::arg("head_stride") = 0,
+        ReleaseGil());
   m.def("add_rms_norm", &add_rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("residual"),
         py::arg("residual_stride"), py::arg("weight"), py::arg("out"), py::arg("sum"), py::arg("rows"),
         py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
@@ -67,6 +89,9 @@ void register_elementwise(py::module_& m) {
         py::arg("out"), py::arg("rows"), py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
   m.def("act_and_mul", &act_and_mul, py::arg("gate_up"), py::arg("stride"), py::arg("out"), py::arg("rows"),
         py::arg("columns"), py::arg("act"), py::arg("dtype"), ReleaseGil());
+  m.def("rotate", &rotate, py::arg("x"), py::arg("x_stride"), py::arg("heads"), py::arg("head_stride"), py::arg("cos"),
+        py::arg("cos_stride"), py::arg("sin"), py::arg("sin_stride"), py::arg("out"), py::arg("tokens"),
+        py::arg("columns"), py::arg("dtype"), ReleaseGil());
 }
 
 }  // namespace hydra

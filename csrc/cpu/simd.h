@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/isa.h"
 #include "dtype.h"
@@ -97,7 +98,34 @@ HYDRA_INLINE void store_pair(T* target, vf first, vf second) {
   store(target + kLanes, second);
 }
 
-// The first `count` lanes only; memory behind them is neither read nor written.
+// The first `count` lanes only; memory behind them is neither read nor written. Other lanes load as zero.
+#if HYDRA_LANES == 16
+HYDRA_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+
+HYDRA_INLINE vf load_part(const float* source, int count) {
+  return (vf)_mm512_maskz_loadu_ps(first_lanes(count), source);
+}
+
+HYDRA_INLINE vf load_part(const bf16_t* source, int count) {
+  return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), source)) << 16);
+}
+
+HYDRA_INLINE vf load_part(const f16_t* source, int count) {
+  return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_maskz_loadu_epi16(first_lanes(count), source));
+}
+
+HYDRA_INLINE void store_part(float* target, vf value, int count) {
+  _mm512_mask_storeu_ps(target, first_lanes(count), (__m512)value);
+}
+
+template <class T>
+HYDRA_INLINE void store_part(T* target, vf value, int count) {
+  T buffer[kLanes];
+  store(buffer, value);
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(buffer));
+  _mm256_mask_storeu_epi16(target, first_lanes(count), half);
+}
+#else
 template <class T>
 HYDRA_INLINE vf load_part(const T* source, int count) {
   T buffer[kLanes] = {};
@@ -110,6 +138,17 @@ HYDRA_INLINE void store_part(T* target, vf value, int count) {
   T buffer[kLanes];
   store(buffer, value);
   std::memcpy(target, buffer, count * sizeof(T));
+}
+#endif
+
+HYDRA_INLINE vf fused_multiply_add(vf a, vf b, vf c) {
+#if HYDRA_LANES == 16
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif HYDRA_LANES == 8
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
 }
 
 // Rounds to the storage type and back.
@@ -125,14 +164,28 @@ HYDRA_INLINE vf rounded<float>(vf value) {
   return value;
 }
 
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+// Lanes from `count` on become zero.
+template <int... kLane>
+HYDRA_INLINE vf clear_behind(vf value, int count, std::integer_sequence<int, kLane...>) {
+  const vi number = {kLane...};
+  return number < (vi{} + count) ? value : vf{};
+}
+
+// In every lane the sum of itself and its partner, `kDistance` away.
+template <int kDistance, int... kLane>
+HYDRA_INLINE vf sum_of_pairs(vf value, std::integer_sequence<int, kLane...>) {
+  const vi partner = {(kLane ^ kDistance)...};
+  return value + __builtin_shuffle(value, partner);
+}
+
 // Sum of the lanes, in a fixed order.
 HYDRA_INLINE float sum(vf value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+  if constexpr (kLanes > 8) value = sum_of_pairs<8>(value, Lanes());
+  if constexpr (kLanes > 4) value = sum_of_pairs<4>(value, Lanes());
+  value = sum_of_pairs<2>(value, Lanes());
+  return sum_of_pairs<1>(value, Lanes())[0];
 }
 
 }  // namespace hydra::HYDRA_LEVEL

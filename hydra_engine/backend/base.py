@@ -80,7 +80,7 @@ class PackedLinear(Protocol):
 
 
 class Ops(Protocol):
-    """Thirteen operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
+    """Fourteen operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
     new contiguous tensors of the input's dtype (the compute dtype: float32, bfloat16 or float16), accumulation is
     float32, empty inputs (T = 0, B = 0) are legal, and a wrong shape or dtype raises ValueError naming the argument
     with expected and actual.
@@ -113,7 +113,8 @@ class Ops(Protocol):
 
     # ---- element-wise and norms
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x * rsqrt(mean(x^2, -1) + eps) rounded to the dtype, times weight: [T, C] (as transformers' LlamaRMSNorm)."""
+        """x * rsqrt(mean(x^2, -1) + eps) rounded to the dtype, times weight: [T, C] (as transformers' LlamaRMSNorm), or
+        [T, H, D] with one weight [D] for all heads; tokens and heads at any stride."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -126,6 +127,12 @@ class Ops(Protocol):
         """gate_up [T, 2 * F] -> act(gate) * up [T, F], gate first."""
         ...
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding: pairs (i, i + D/2) of x [T, H, D] turned by the angles of their token, cos, sin [T, D/2]
+        float32. Tokens and heads may have any stride, so queries and keys of a fused projection take one call. The
+        arithmetic is float32, rounded once."""
+        ...
+
     # ---- caches
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         """The paged write: rows[x][t] ([T, H, D], any row stride) -> cache slot slots[t], tensor x. slots [T] int64;
@@ -133,16 +140,37 @@ class Ops(Protocol):
         ...
 
     def rope_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
         """Rotates q [T, Hq, D] and k [T, Hkv, D] (half-split pairs (i, i + D/2), as Llama), writes rotated k and v
-        to `slots` (-1 skips), returns rotated q [T, Hq, D]. cos, sin [T, D/2] float32 (sections already resolved)."""
+        to `slots` (-1 skips), returns rotated q [T, Hq, D]. cos, sin [T, D/2] float32 (sections already resolved).
+        With q_norm or k_norm [D] it first does to that tensor what rms_norm with that weight and `eps` does."""
         ...
 
     def merge_image_tokens(
-        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        plane: int = 0,
+        *,
+        accumulate: bool = False,
     ) -> None:
-        """hidden[rows[m]] = cache feature at slots[m], in place. hidden [T, C] contiguous; rows, slots [M] int64."""
+        """hidden[rows[m]] = cache feature at slots[m], in place; with `accumulate` it is added, in float32 and rounded
+        once. hidden [T, C] contiguous; rows (none twice), slots [M] int64."""
         ...
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:

@@ -63,6 +63,20 @@ def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: tor
     raise ValueError(f"{name}: expected {list(shape)} {dtype} with dense [H, D] rows, got {described(rows)}")
 
 
+def check_strided_heads(name: str, x: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> tuple[int, int]:
+    """[T, H, D] with only the last dimension dense; `dim` and `dtype` where they are given. Returns the strides between
+    tokens and between heads."""
+    if (
+        x.dim() == 3
+        and (dim is None or x.shape[2] == dim)
+        and (x.dtype in COMPUTE_DTYPES if dtype is None else x.dtype is dtype)
+        and (x.stride(2) == 1 or x.shape[2] <= 1)
+    ):
+        return x.stride(0), x.stride(1)
+    wanted = f"[T, H, {'D' if dim is None else dim}] {dtype or 'of float32, bfloat16 or float16'}"
+    raise ValueError(f"{name}: expected {wanted} with a dense last dimension, got {described(x)}")
+
+
 _ROW_NAMES = ("rows[0]", "rows[1]")
 
 
@@ -105,6 +119,31 @@ def check_rope(
         _check_angles("cos", cos, (tokens, dim // 2)),
         _check_angles("sin", sin, (tokens, dim // 2)),
     )
+
+
+class RotateStrides(NamedTuple):
+    """Between tokens, for x also between heads, in elements."""
+
+    x: int
+    x_head: int
+    cos: int
+    sin: int
+
+
+def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> RotateStrides:
+    strides = check_strided_heads("x", x, None)
+    tokens, _, dim = x.shape
+    if dim % 2 or dim == 0:
+        raise ValueError(f"x: expected an even head dim for rotation, got {dim}")
+    angles = (tokens, dim // 2)
+    return RotateStrides(*strides, _check_angles("cos", cos, angles), _check_angles("sin", sin, angles))
+
+
+def check_head_norms(q_norm: Tensor | None, k_norm: Tensor | None, dim: int, dtype: torch.dtype) -> None:
+    """Weights of the norms before a rotation: [D] of the cache's dtype where they are given."""
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and (weight.shape != (dim,) or weight.dtype is not dtype or not weight.is_contiguous()):
+            raise ValueError(f"{name}: expected contiguous [{dim}] {dtype}, got {described(weight)}")
 
 
 def _check_angles(name: str, angles: Tensor, shape: tuple[int, int]) -> int:

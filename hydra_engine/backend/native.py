@@ -30,6 +30,7 @@ class NativeOps:
     add_rms_norm = staticmethod(native_linear.add_rms_norm)
     layer_norm = staticmethod(native_linear.layer_norm)
     act_and_mul = staticmethod(native_linear.act_and_mul)
+    rotate = staticmethod(native_linear.rotate)
     plan_attention = staticmethod(native_attention.plan_attention)
     attention_packed = staticmethod(native_attention.attention_packed)
 
@@ -62,14 +63,34 @@ class NativeOps:
         native_cache.write_cache(self._descs.of(cache), cache, layer, rows, slots)
 
     def rope_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        return native_cache.rope_and_write(self._descs.of(cache), q, k, v, cos, sin, cache, layer, slots)
+        desc = self._descs.of(cache)
+        return native_cache.rope_and_write(desc, q, k, v, cos, sin, cache, layer, slots, q_norm, k_norm, eps)
 
     def merge_image_tokens(
-        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        plane: int = 0,
+        *,
+        accumulate: bool = False,
     ) -> None:
-        native_cache.merge_image_tokens(self._descs.of(cache), hidden, rows, cache, slots, plane)
+        native_cache.merge_image_tokens(self._descs.of(cache), hidden, rows, cache, slots, plane, accumulate)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         return native_cache.gather_cache(self._descs.of(cache), cache, layer, index, slots)

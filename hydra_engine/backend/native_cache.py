@@ -68,9 +68,14 @@ def rope_and_write(
     cache: PagedCache,
     layer: int,
     slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
 ) -> Tensor:
     strides = checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
-    tokens, num_heads, _ = shape = q.shape
+    tokens, num_heads, dim = shape = q.shape
+    if q_norm is not None or k_norm is not None:
+        checks.check_head_norms(q_norm, k_norm, dim, q.dtype)
     out = torch.empty(shape, dtype=q.dtype)
     desc.rope_and_write(
         layer,
@@ -88,15 +93,18 @@ def rope_and_write(
         slots.data_ptr(),
         tokens,
         out.data_ptr(),
+        _NO_ADDRESS if q_norm is None else q_norm.data_ptr(),
+        _NO_ADDRESS if k_norm is None else k_norm.data_ptr(),
+        eps,
     )
     return out
 
 
 def merge_image_tokens(
-    desc: _C.CacheDesc, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+    desc: _C.CacheDesc, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int, accumulate: bool
 ) -> None:
     count = checks.check_merge(hidden, rows, cache, slots, plane)
-    desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0])
+    desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], accumulate)
 
 
 def gather_cache(desc: _C.CacheDesc, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matrix products, norms and gated activations of the native extension: the part of the native CPU ops that computes.
+"""Matrix products, norms, gates and rotations of the native extension: the part of the native CPU ops that computes.
 
 Knows tensors: allocates outputs and packed weights (so memory is accounted here), checks shapes and dtypes, and passes
 addresses. Does not know instruction sets, threads or layouts; those are in csrc/cpu.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
+from hydra_engine.backend import checks
 from hydra_engine.backend.base import Activation
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -88,12 +89,24 @@ def linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: [T, C]."""
+    """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: [T, C] or, head by head, [T, H, D]."""
+    if x.dim() == 3:
+        return _rms_norm_heads(x, weight, eps)
     columns = x.shape[-1]
     rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
     _check_vector("weight", weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, columns, eps, DTYPE_CODES[x.dtype])
+    return out
+
+
+def _rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
+    _check_vector("weight", weight, x)
+    tokens, heads, dim = x.shape
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    dtype = DTYPE_CODES[x.dtype]
+    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), tokens, dim, eps, dtype, heads, head_stride)
     return out
 
 
@@ -163,6 +176,28 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
     return out
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D], pairs (i, i + D/2) turned by cos, sin [T, D/2] float32 of their token."""
+    strides = checks.check_rotate(x, cos, sin)
+    tokens, heads, dim = x.shape
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    _C.rotate(
+        x.data_ptr(),
+        strides.x,
+        heads,
+        strides.x_head,
+        cos.data_ptr(),
+        strides.cos,
+        sin.data_ptr(),
+        strides.sin,
+        out.data_ptr(),
+        tokens,
+        dim,
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
 def _aligned(num_bytes: int) -> Tensor:
     """Uninitialised bytes at a cache line's start."""
     memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
@@ -196,7 +231,7 @@ def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype) -> tuple
 
 
 def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
-    columns = x.shape[1]
+    columns = x.shape[-1]
     if vector.shape != (columns,) or vector.dtype is not x.dtype or not vector.is_contiguous() or columns == 0:
         raise ValueError(f"{name}: expected contiguous [{max(columns, 1)}] {x.dtype}, got {_described(vector)}")
 

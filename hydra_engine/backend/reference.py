@@ -24,6 +24,7 @@ ALL_OPS = (
     "add_rms_norm",
     "layer_norm",
     "act_and_mul",
+    "rotate",
     "write_cache",
     "rope_and_write",
     "merge_image_tokens",
@@ -101,6 +102,9 @@ class ReferenceOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """round(x / sqrt(mean(x^2) + eps)) * weight, the mean over the last dimension."""
+        if x.dim() == 3:
+            checks.check_strided_heads("x", x, weight.shape[0], weight.dtype)
+            return self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
         _check_rows("x", x, weight.shape[0], weight.dtype)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -125,6 +129,11 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate.float(), act).to(gate_up.dtype) * up
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[x1 * cos - x2 * sin | x2 * cos + x1 * sin] with halves x = [x1 | x2], rounded once."""
+        checks.check_rotate(x, cos, sin)
+        return _rotated(x, cos, sin)
+
     # ---- caches
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
@@ -137,22 +146,47 @@ class ReferenceOps:
             cache.data[block, layer, x, offset] = source[kept]
 
     def rope_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        """rotate(a) = [a1 * cos - a2 * sin | a2 * cos + a1 * sin] with halves a = [a1 | a2]; writes rotate(k) and v."""
+        """Writes rotate(rms_norm(k)) and v, returns rotate(rms_norm(q)); a norm without a weight is left out."""
         checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+        checks.check_head_norms(q_norm, k_norm, q.shape[2], q.dtype)
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, eps)
         self.write_cache(cache, layer, (_rotated(k, cos, sin), v), slots)
         return _rotated(q, cos, sin)
 
     def merge_image_tokens(
-        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        plane: int = 0,
+        *,
+        accumulate: bool = False,
     ) -> None:
-        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m]."""
+        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m], or += that."""
         checks.check_merge(hidden, rows, cache, slots, plane)
         _check_slots("slots", slots, cache)
         _check_range("rows", rows, hidden.shape[0])
         block, offset = _split(slots, cache)
-        hidden[rows] = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
+        features = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
+        hidden[rows] = hidden[rows] + features if accumulate else features
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         """data[slot / S, layer, index, slot % S] for every slot."""

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import RequestId
 
-ImageKey = tuple[RequestId, int]  # (request, index of the image in its prompt)
 MAX_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerSnapshot:
-    """What is held right now; at rest every count but the totals is zero and there are no problems."""
+    """What is held right now; at rest every count but the totals is zero and there are no problems. Blocks that nobody
+    holds are free, also while their content can still be reused."""
 
     num_requests: int
     kv_blocks_held: int
@@ -29,17 +30,21 @@ class LedgerSnapshot:
 
 
 class Ledger:
-    def __init__(self, kv: CacheManager[RequestId], images: CacheManager[ImageKey]) -> None:
+    def __init__(self, kv: CacheManager[RequestId], features: FeatureCache) -> None:
         self._kv = kv
-        self._images = images
+        self._features = features
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
         """Blocks without a living owner, and broken books; empty when all is well."""
         found = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
-        found += [f"request {r} is gone and holds image {i}" for r, i in self._images.tables if r not in live]
-        for name, manager in (("KV", self._kv), ("image", self._images)):
+        for key, _, _ in self._features.held():
+            users = self._features.users(key)
+            found += [f"request {r} is gone and holds image {i}" for r, i in users if r not in live]
+        books: tuple[tuple[str, CacheManager[RequestId] | FeatureCache], ...]
+        books = (("KV", self._kv), ("image", self._features))
+        for name, book in books:
             try:
-                manager.check()
+                book.check()
             except AssertionError as error:
                 found.append(f"{name} cache: {error}")
         return tuple(found)
@@ -51,15 +56,19 @@ class Ledger:
 
     def snapshot(self, live: Collection[RequestId]) -> LedgerSnapshot:
         lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]
-        lines += [f"request {r} image {i}: {table.num_blocks} blocks" for (r, i), table in self._images.tables.items()]
+        for key, _, num_blocks in self._features.held():
+            users = self._features.users(key)
+            lines += [f"request {r} image {i}: {num_blocks} blocks" for r, i in users]
+            if not users:
+                lines.append(f"an encode that nobody waits for any more: {num_blocks} blocks")
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
         return LedgerSnapshot(
             num_requests=len(live),
             kv_blocks_held=self._kv.num_held,
             kv_blocks_total=self._kv.num_blocks,
-            image_blocks_held=self._images.num_held,
-            image_blocks_total=self._images.num_blocks,
+            image_blocks_held=self._features.num_held,
+            image_blocks_total=self._features.num_blocks,
             holders=tuple(lines),
             problems=self.problems(live),
         )

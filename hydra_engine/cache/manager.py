@@ -1,23 +1,27 @@
 """One token cache's bookkeeping: a block pool and the block tables of those who hold blocks in it.
 
-The KV cache has one holder per request (its id), the image cache one per image: (request id, image index). Growth is
-all or nothing. Ids only; the tensors belong to the worker, and what to do when nothing is free to the scheduler.
+The KV cache has one holder per request (its id), the image cache one per picture (its feature key). Growth is all or
+nothing. Full blocks get the name of their content, and a new holder may begin with blocks that have the names it looks
+for; nobody writes into those. Ids only; the tensors belong to the worker, and what to do when nothing is free to the
+scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from hydra_engine.cache.pool import BlockPool, OutOfBlocks
 from hydra_engine.cache.table import BlockTable
+from hydra_engine.core.ids import BlockHash
 
 Holder = TypeVar("Holder", bound=Hashable)
 
 
 class CacheManager(Generic[Holder]):
-    """Invariant: the blocks held in the pool are exactly those in the tables, each in one table."""
+    """Invariant: a block is held as often as there are tables that list it, and no table lists it twice."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert block_size > 0, "a block has at least one token"
@@ -31,6 +35,7 @@ class CacheManager(Generic[Holder]):
 
     @property
     def num_free(self) -> int:
+        """Blocks that growth could take, those with reusable content included."""
         return self._pool.num_free
 
     @property
@@ -44,6 +49,8 @@ class CacheManager(Generic[Holder]):
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    # ---- holding
 
     def grow(self, holder: Holder, num_tokens: int, *, max_tokens: int) -> bool:
         """Gives the holder room for token positions [0, num_tokens), or changes nothing and returns False.
@@ -72,10 +79,59 @@ class CacheManager(Generic[Holder]):
         self._pool.release(reversed(table.blocks()))
         return table.num_blocks
 
+    # ---- reusing
+
+    def find(self, names: Iterable[BlockHash]) -> list[int]:
+        """The blocks that have the first, second, ... of these names, up to the first name that no block has. Changes
+        nothing."""
+        blocks = []
+        for name in names:
+            block = self._pool.find(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_to_take(self, num_tokens: int, found: Sequence[int]) -> int:
+        """How many of the free blocks a new holder of `num_tokens` takes that begins with the blocks `found`: what
+        others hold costs nothing, what nobody holds counts as free and is taken."""
+        return self.blocks_for(num_tokens) - sum(self._pool.refcount(block) > 0 for block in found)
+
+    def adopt(self, holder: Holder, names: Sequence[BlockHash], *, max_tokens: int) -> None:
+        """Makes the table of a new holder out of the blocks with these names, all of which `find` has just found."""
+        assert holder not in self._tables, "a holder adopts blocks before it grows"
+        blocks = []
+        for name in names:
+            block = self._pool.acquire(name)
+            assert block is not None, "content that was found is gone"
+            blocks.append(block)
+        table = self._tables[holder] = BlockTable(self.blocks_for(max_tokens), self.block_size)
+        table.append(blocks)
+
+    def name(self, holder: Holder, index: int, name: BlockHash) -> None:
+        """Says what the holder's block `index` holds from now on. If another block has that content already, it keeps
+        the name."""
+        self._pool.name(int(self._tables[holder].block_ids[index]), name)
+
+    def forget(self, names: Iterable[BlockHash]) -> None:
+        """Makes content that nobody holds impossible to find; names without a block are ignored."""
+        for name in names:
+            self._pool.forget(name)
+
+    def names(self, holder: Holder) -> list[BlockHash | None]:
+        """What the blocks of a holder can be found by, in order; empty if it holds nothing."""
+        table = self._tables.get(holder)
+        return [] if table is None else [self._pool.name_of(block) for block in table.blocks()]
+
     def check(self) -> None:
         """Raises AssertionError unless pool and tables agree."""
         self._pool.check()
-        blocks = [block for table in self._tables.values() for block in table.blocks()]
-        assert len(blocks) == len(set(blocks)), "a block is in two tables"
-        assert len(blocks) == self._pool.num_held, "the pool holds blocks that no table has"
-        assert all(self._pool.refcount(block) == 1 for block in blocks), "a block in a table is not held once"
+        listed: Counter[int] = Counter()
+        for table in self._tables.values():
+            blocks = table.blocks()
+            assert len(blocks) == len(set(blocks)), "a block is in one table twice"
+            listed.update(blocks)
+        assert len(listed) == self._pool.num_held, "the pool holds blocks that no table has"
+        for block, count in listed.items():
+            held = self._pool.refcount(block)
+            assert held == count, f"block {block} is in {count} tables and held {held} times"

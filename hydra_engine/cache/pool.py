@@ -89,6 +89,9 @@ class BlockPool:
         self._keys[block] = key
         return True
 
+    def name_of(self, block: int) -> BlockHash | None:
+        return self._keys[block]
+
     def find(self, key: BlockHash) -> int | None:
         """The block with this content, held or evictable. Changes nothing."""
         return self._block_of.get(key)
@@ -101,14 +104,28 @@ class BlockPool:
             self._refcounts[block] += 1
         return block
 
+    def forget(self, key: BlockHash) -> bool:
+        """Takes content that nobody holds out of reach, so that its block is plainly free. False if there is none."""
+        block = self._block_of.get(key)
+        if block is None:
+            return False
+        assert self._refcounts[block] == 0, f"block {block} is held"
+        del self._evictable[block]
+        self._unname(block)
+        self._free.append(block)
+        return True
+
     def _evict(self) -> int:
         block = next(iter(self._evictable))
         del self._evictable[block]
+        self._unname(block)
+        return block
+
+    def _unname(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None, f"evictable block {block} has no content"
         del self._block_of[key]
         self._keys[block] = None
-        return block
 
     def check(self) -> None:
         """Raises AssertionError unless every block is in exactly one state and every name leads to its block."""

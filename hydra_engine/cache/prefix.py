@@ -1,8 +1,9 @@
 """Names for cache content: one hash per full block of a prompt, chained, so that equal hashes mean equal KV.
 
 A block's hash covers everything before it (through its parent's hash) and, position by position, the token id or,
-inside an image span, the image's digest and the offset in it: placeholders of different pictures never collide. The
-cache salt sits at the start of the chain. Does not know which blocks exist or who has them.
+inside an image span, the image's digest, its rotary positions and the offset in it: placeholders of different pictures
+never collide. The cache salt sits at the start of the chain. The features of one image have names of their own, one per
+image-cache block, under the same salt. Does not know which blocks exist or who has them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from hashlib import blake2b
 
 import numpy as np
 
-from hydra_engine.core.ids import BlockHash
+from hydra_engine.core.ids import BlockHash, FeatureKey, ImageDigest
 from hydra_engine.core.media import ImageItem
 
 _HASH_BYTES = 32
-# A run is a tag, a count and its content; with fixed widths two different blocks never encode to the same bytes.
+# A run is a tag, a count and its content; the tag says how wide the content is, so two different blocks never encode to
+# the same bytes.
 _TEXT_RUN = struct.Struct("<BI")
-_IMAGE_RUN = struct.Struct("<BII")  # then the digest
-_TEXT, _IMAGE = 0, 1
+_IMAGE_RUN = struct.Struct("<BII")  # then the digest, then the rotary positions if it has some
+_ROPE = struct.Struct("<5q")
+_TEXT, _IMAGE, _IMAGE_WITH_ROPE = 0, 1, 2
+_TOKEN_BYTES = 8
 
 
 def chain_seed(block_size: int, cache_salt: str = "") -> BlockHash:
     """The parent of the first block. Requests with different salts, or caches with different block sizes, share
     nothing."""
-    data = struct.pack("<I", block_size) + cache_salt.encode("utf-8", "surrogatepass")
+    data = struct.pack("<I", block_size) + _salt_bytes(cache_salt)
     return BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-seed").digest())
 
 
@@ -37,33 +41,89 @@ def block_hashes(
 
     `images` are the spans in order; a span may cross blocks and may reach beyond the tokens given.
     """
+    chain: list[BlockHash] = []
+    extend_chain(chain, token_ids, images, block_size=block_size, cache_salt=cache_salt)
+    return tuple(chain)
+
+
+def extend_chain(
+    chain: list[BlockHash],
+    token_ids: Sequence[int],
+    images: Sequence[ImageItem],
+    *,
+    block_size: int,
+    cache_salt: str = "",
+) -> None:
+    """Appends the hashes of the next full blocks to those that a sequence has; `token_ids` are its tokens from position
+    `len(chain) * block_size` on."""
     assert block_size > 0, "a block has at least one token"
-    parent = chain_seed(block_size, cache_salt)
-    found = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+    first = len(chain) * block_size
+    parent = chain[-1] if chain else chain_seed(block_size, cache_salt)
+    # One conversion for all blocks: numpy's overhead would be most of a block's cost.
+    tokens = np.asarray(token_ids, dtype="<i8").tobytes()
+    text_block = _TEXT_RUN.pack(_TEXT, block_size)
+    spans = [image for image in images if image.end > first]
+    for start in range(first, first + len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        while spans and spans[0].end <= start:
+            del spans[0]
         digest = blake2b(parent, digest_size=_HASH_BYTES, person=b"hydra-block")
-        for run in _runs(token_ids, images, start, start + block_size):
-            digest.update(run)
+        if not spans or spans[0].start >= end:
+            digest.update(text_block)
+            digest.update(tokens[(start - first) * _TOKEN_BYTES : (end - first) * _TOKEN_BYTES])
+        else:
+            for run in _runs(tokens, spans, start, end, first):
+                digest.update(run)
         parent = BlockHash(digest.digest())
-        found.append(parent)
-    return tuple(found)
+        chain.append(parent)
 
 
-def _runs(token_ids: Sequence[int], images: Sequence[ImageItem], start: int, end: int) -> Iterator[bytes]:
-    """Positions [start, end) as maximal runs of text and of single images."""
+def _runs(tokens: bytes, images: Sequence[ImageItem], start: int, end: int, first: int) -> Iterator[bytes]:
+    """Positions [start, end) as maximal runs of text and of single images; `tokens` begin at position `first`."""
+
+    def text(position: int, stop: int) -> bytes:
+        ids = tokens[(position - first) * _TOKEN_BYTES : (stop - first) * _TOKEN_BYTES]
+        return _TEXT_RUN.pack(_TEXT, stop - position) + ids
+
     position = start
     for image in images:
-        if image.end <= position or image.start >= end:
-            continue
+        if image.start >= end:
+            break
         if image.start > position:
-            yield _text_run(token_ids[position : image.start])
+            yield text(position, image.start)
             position = image.start
         stop = min(image.end, end)
-        yield _IMAGE_RUN.pack(_IMAGE, stop - position, position - image.start) + image.digest
+        yield _image_run(image, stop - position, position - image.start)
         position = stop
     if position < end:
-        yield _text_run(token_ids[position:end])
+        yield text(position, end)
 
 
-def _text_run(token_ids: Sequence[int]) -> bytes:
-    return _TEXT_RUN.pack(_TEXT, len(token_ids)) + np.asarray(token_ids, dtype="<i8").tobytes()
+def _image_run(image: ImageItem, count: int, offset: int) -> bytes:
+    """KV of a span follows from its features and, where the model has them, from its rotary positions, which also carry
+    the positions of the text behind it."""
+    rope = image.rope
+    if rope is None:
+        return _IMAGE_RUN.pack(_IMAGE, count, offset) + image.digest
+    positions = _ROPE.pack(rope.time, rope.row, rope.column, rope.columns, rope.text_delta)
+    return _IMAGE_RUN.pack(_IMAGE_WITH_ROPE, count, offset) + image.digest + positions
+
+
+# ---- image features
+
+
+def feature_key(digest: ImageDigest, cache_salt: str = "") -> FeatureKey:
+    """What the features of a picture are known by. Requests with different salts share none."""
+    data = digest + _salt_bytes(cache_salt)
+    return FeatureKey(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-image").digest())
+
+
+def feature_names(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
+    """The names of the image-cache blocks that hold the features of one picture, in order."""
+    for index in range(num_blocks):
+        data = key + index.to_bytes(4, "little")
+        yield BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-feature").digest())
+
+
+def _salt_bytes(cache_salt: str) -> bytes:
+    return cache_salt.encode("utf-8", "surrogatepass")

@@ -20,7 +20,10 @@ from hydra_engine import __version__
 from hydra_engine.config import DEMO_MODEL, EngineConfig
 from hydra_engine.errors import HydraError
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow", "aiohttp", "msgspec", "safetensors", "triton")
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av", "aiohttp", "msgspec"),
+    *("safetensors", "triton"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,3 +10,4 @@ StepId = NewType("StepId", int)
 InstanceId = NewType("InstanceId", str)
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, BLAKE2b over the chain of blocks before it
 ImageDigest = NewType("ImageDigest", bytes)  # 32 bytes, BLAKE2b over the processed picture, see intake/preprocess.py
+FeatureKey = NewType("FeatureKey", bytes)  # what the features of an image are known by, see cache/prefix.py

@@ -114,6 +114,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     spans: tuple[StageSpan, ...] = ()  # times absolute, on the monotonic clock
     num_preemptions: int = 0
     cached_tokens: int = 0
+    cached_images: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):

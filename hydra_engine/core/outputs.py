@@ -17,8 +17,8 @@ class FinishReason(StrEnum):
 class StageSpan:
     """One stretch of a request's life, in seconds since the request arrived.
 
-    `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, prefill, decode, decode_wait (a
-    long gap between tokens) and preempted.
+    `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (a moment: KV of `tokens`
+    tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted.
     `lane` is front, vision or language; `batch` how many requests shared the step (0: not a step); `tokens` how many
     tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for.
     """
@@ -35,11 +35,14 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`cached_tokens` of the prompt were found in the KV cache; `cached_images` needed no encode of their own."""
+
     prompt_tokens: int
     completion_tokens: int
     image_tokens: int = 0
     cached_tokens: int = 0
     num_images: int = 0
+    cached_images: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -114,7 +114,8 @@ class Request:
     """Everything an instance needs to know. `prompt_token_ids` holds placeholders where images are.
 
     `arrival_s` is the front's monotonic stamp. `max_new_tokens` is resolved: never None, prompt plus it fits the
-    context. `seed` is resolved too.
+    context. `seed` is resolved too. `rope_delta` is what multimodal rotary positions add to the place of a token behind
+    the prompt; 0 elsewhere.
     """
 
     id: RequestId
@@ -127,10 +128,16 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
+    rope_delta: int = 0
 
     @property
     def num_prompt(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_media(self) -> int:
+        """Pictures and videos, as the user counts them."""
+        return len({image.source for image in self.images})
 
     @property
     def num_image_tokens(self) -> int:

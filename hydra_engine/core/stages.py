@@ -13,8 +13,9 @@ class Stage(StrEnum):
 
 
 # A preempted request goes back to where its missing work is: DECODE -> PREFILL, or ENCODE if features are gone too.
+# ENCODE -> DECODE: somebody else has computed all that it lacked.
 LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
-    Stage.ENCODE: frozenset({Stage.PREFILL, Stage.FINISHED}),
+    Stage.ENCODE: frozenset({Stage.PREFILL, Stage.DECODE, Stage.FINISHED}),
     Stage.PREFILL: frozenset({Stage.ENCODE, Stage.DECODE, Stage.FINISHED}),
     Stage.DECODE: frozenset({Stage.ENCODE, Stage.PREFILL, Stage.FINISHED}),
     Stage.FINISHED: frozenset(),

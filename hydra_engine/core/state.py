@@ -1,7 +1,7 @@
 """The progress of one request inside the engine: a few integers, and what follows from them.
 
-The one mutable record of the deciding rooms; owned by the scheduler of the instance that holds the request. Does not
-know blocks, plans or the clock.
+The one mutable record of the deciding rooms; owned by the scheduler of the instance that holds the request. Keeps the
+names of what it computes, but does not know blocks, plans or the clock.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from hydra_engine.core.ids import BlockHash, FeatureKey
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.core.stages import Stage
@@ -19,9 +20,10 @@ class ImageProgress(IntEnum):
     """Where one image of a request is. Image-cache blocks are held in ENCODING and ENCODED only."""
 
     WAITING = 0  # has no features, needs them
-    ENCODING = 1  # named by a vision plan in flight
+    ENCODING = 1  # named by a vision plan in flight, this one or the same picture elsewhere
     ENCODED = 2  # features are in the image cache
-    CONSUMED = 3  # the KV of its whole span is computed; features are gone
+    CACHED = 3  # needs no features if the KV of its whole span is still found when the request starts
+    CONSUMED = 4  # the KV of its whole span is in the request's blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class RequestState:
 
     `num_tokens` counts the prompt and what was generated. The last generated token has no KV until the next step, so
     a decoding request has `num_computed == num_tokens - 1`. Preemption sets `num_computed` to zero and forgets nothing.
+    A request that starts on blocks found in the cache starts with `num_computed` behind them.
     """
 
     request: Request
@@ -57,6 +60,11 @@ class RequestState:
     plans_in_flight: int = 0
     image_wait_since_s: float = 0.0
     ending: Ending | None = None
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; grows when asked for
+    num_named: int = 0  # blocks that it holds whose content can be found under these hashes
+    image_keys: tuple[FeatureKey, ...] = ()
+    images_planned: set[int] = field(default_factory=set)  # that were in a vision plan for this request
+    cached_tokens: int = 0  # found in the cache when it started first
 
     @classmethod
     def new(cls, request: Request, order: int, now: float) -> RequestState:
@@ -91,6 +99,19 @@ class RequestState:
     def waits_for_images(self) -> bool:
         """Some image that prefill has not passed has no features yet."""
         return any(progress <= ImageProgress.ENCODING for progress in self.images)
+
+    @property
+    def trusts_cache(self) -> bool:
+        """Some image has been found in cached KV and is not encoded for that reason."""
+        return ImageProgress.CACHED in self.images
+
+    @property
+    def cached_images(self) -> int:
+        """Pictures and videos that are done or have features and of which nothing was encoded for this request."""
+        spans = list(zip(self.request.images, self.images, strict=True))
+        late = {image.source for image, progress in spans if progress <= ImageProgress.ENCODING}
+        encoded = {self.request.images[index].source for index in self.images_planned}
+        return len({image.source for image, _ in spans} - late - encoded)
 
     @property
     def stage(self) -> Stage:

@@ -99,7 +99,10 @@ class ActiveRequest:
             token_ids=tuple(self.token_ids),
             finish_reason=reason,
             usage=replace(
-                usage_of(request), completion_tokens=len(self.token_ids), cached_tokens=finished.cached_tokens
+                usage_of(request),
+                completion_tokens=len(self.token_ids),
+                cached_tokens=finished.cached_tokens,
+                cached_images=finished.cached_images,
             ),
             metrics=metrics_of(
                 timeline,
@@ -136,5 +139,5 @@ def usage_of(request: Request) -> Usage:
         prompt_tokens=request.num_prompt,
         completion_tokens=0,
         image_tokens=request.num_image_tokens,
-        num_images=len(request.images),
+        num_images=request.num_media,
     )

@@ -58,6 +58,7 @@ class Call:
     images: Any = None
     raw: bool = False
     slo: Slo = field(default_factory=Slo)
+    cache_salt: str = ""
 
 
 class Front:
@@ -89,7 +90,7 @@ class Front:
     async def start(self, on_progress: OnProgress) -> None:
         """Ready when this returns. The tokenizer loads while the instance reads its weights."""
         loop = asyncio.get_running_loop()
-        spec = await loop.run_in_executor(None, load_spec, self.config.model_path)
+        spec = await loop.run_in_executor(None, load_spec, self.config.model_path, self.config.spec_options)
         tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path)
         try:
             self._links = await self._supervisor.start(on_progress, self._on_messages, self._on_lost)
@@ -148,6 +149,7 @@ class Front:
                 raw=call.raw,
                 slo=call.slo,
                 arrival_s=arrival_s,
+                cache_salt=call.cache_salt,
             )
             self._check_running()
         finally:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,7 @@ from hydra_engine.errors import ConfigError, HydraError
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.ports import Inbox, Outbox
 from hydra_engine.models.registry import load_model
+from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.specs.registry import load_spec
@@ -33,9 +35,13 @@ from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory import CachePlan, plan_memory
 from hydra_engine.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from hydra_engine.models.generic import GenericModel
+
 logger = logging.getLogger(__name__)
 
 _PROGRESS_PERIOD_S = 0.1
+DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution come near it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ def run_instance(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, 
 def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake: threading.Event) -> Assembled:
     began = time.monotonic()
     progress = _Progress(outbox)
-    spec = load_spec(config.model_path)
+    spec = load_spec(config.model_path, config.spec_options)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend)
     backend = create_backend(
         config.device,
@@ -79,6 +85,12 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
     plan = plan_memory(spec, EPD, config, dtype, free_bytes)
     resolved = _resolve(config, spec, plan)
     model = load_model(config.model_path, spec, backend, EPD, progress.callback("weights"))
+    if config.deterministic and not model.deterministic:
+        raise ConfigError(
+            f"{spec.architecture} has matrix products of its own, whose results may depend on the batch; set "
+            "deterministic to false",
+            param="deterministic",
+        )
     faults = FaultPoints(enabled=fault_points_enabled())
     kv_cache = allocate_kv_cache(spec, plan, resolved.cache.block_size, dtype)
     image_cache = allocate_image_cache(spec, plan, resolved.cache.image_block_size, dtype)
@@ -101,6 +113,7 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         CacheManager(plan.num_image_blocks, resolved.cache.image_block_size),
         resolved.scheduler,
         instance=name,
+        reuse=resolved.cache.prefix_caching,
     )
     instance = Instance(
         scheduler=scheduler,
@@ -112,7 +125,7 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         arm_fault=faults.arm if faults.enabled else None,
     )
     notes = (dtype_reason, *plan.reasons)
-    summary = _summary(name, resolved, spec, backend, model.weights_bytes, plan, notes, time.monotonic() - began)
+    summary = _summary(name, resolved, spec, backend, model, plan, notes, time.monotonic() - began)
     return Assembled(instance, worker, summary)
 
 
@@ -121,7 +134,7 @@ def _summary(
     config: EngineConfig,
     spec: ModelSpec,
     backend: Backend,
-    weights_bytes: int,
+    model: VisionLanguageModel | GenericModel,
     plan: CachePlan,
     notes: tuple[str, ...],
     load_s: float,
@@ -134,9 +147,9 @@ def _summary(
         device=backend.device.name,
         dtype=str(backend.dtype).removeprefix("torch."),
         backend=backend.ops.name,
-        deterministic=backend.ops.deterministic,
+        deterministic=backend.ops.deterministic and model.deterministic,
         threads=backend.threads,
-        weights_bytes=weights_bytes,
+        weights_bytes=model.weights_bytes,
         kv_cache_bytes=plan.kv_bytes,
         image_cache_bytes=plan.image_bytes,
         num_kv_blocks=plan.num_kv_blocks,
@@ -158,7 +171,7 @@ def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> EngineCo
         raise ConfigError("the KV cache holds no token; raise kv_cache_gib", param="kv_cache_gib")
     image_budget = config.scheduler.image_budget
     if image_budget <= 0 and spec.vision is not None:
-        image_budget = 2 * spec.vision.max_patches_per_image
+        image_budget = min(2 * spec.vision.max_patches_per_image, DEFAULT_IMAGE_BUDGET)
     scheduler = replace(config.scheduler, image_budget=image_budget)
     return replace(config, scheduler=scheduler, max_model_len=plan.max_model_len)
 

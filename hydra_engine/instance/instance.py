@@ -170,6 +170,8 @@ class Instance:
             error=event.error,
             spans=event.spans,
             num_preemptions=event.num_preemptions,
+            cached_tokens=event.cached_tokens,
+            cached_images=event.cached_images,
         )
 
     def _append_status(self, outgoing: list[ToFront]) -> None:

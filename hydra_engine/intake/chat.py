@@ -1,4 +1,4 @@
-"""Chat messages to the text of a prompt, through the model's own template, and to the pictures they name, in order.
+"""Chat messages to the text of a prompt, through the model's own template, and to the media they name, in order.
 
 Knows OpenAI's message format and its looser relatives. Does not know token ids, and opens nothing: a picture stays
 the reference that the user gave.
@@ -17,8 +17,10 @@ from hydra_engine.intake.tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
+MAX_FPS = 1000
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_PARTS = ("text", "image_url", "image", "video_url", "video")
 _DETAILS = ("auto", "low", "high")
 _PROBE = "hydra9probe"
 # What operations inside a template raise when a conversation is not what it expects.
@@ -26,11 +28,14 @@ _RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithmetic
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRef:
-    """A picture as the user gave it; `param` is where, for error messages."""
+class MediaRef:
+    """A picture or a video as the user gave it; `param` is where, for error messages. `fps` is that of a video given as
+    a list of frames."""
 
     value: Any
     param: str
+    kind: str = "image"  # or "video"
+    fps: float | None = None
 
 
 @dataclass(slots=True)
@@ -38,7 +43,7 @@ class Conversation:
     """Checked messages in the form that templates read. `texts` holds the users' words with their place."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[ImageRef] = field(default_factory=list)
+    media: list[MediaRef] = field(default_factory=list)
     texts: list[tuple[str, str]] = field(default_factory=list)  # (param, text)
 
     @property
@@ -63,11 +68,11 @@ def parse_messages(messages: object) -> Conversation:
     return conversation
 
 
-def user_message(text: str, images: Sequence[ImageRef]) -> Conversation:
-    """One message of a user: pictures first, then the text."""
-    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-    content = parts if images else text
-    return Conversation([{"role": "user", "content": content}], list(images), [("prompt", text)])
+def user_message(text: str, media: Sequence[MediaRef]) -> Conversation:
+    """One message of a user: pictures and videos first, then the text."""
+    parts = [*({"type": ref.kind} for ref in media), {"type": "text", "text": text}]
+    content = parts if media else text
+    return Conversation([{"role": "user", "content": content}], list(media), [("prompt", text)])
 
 
 def _role(message: Mapping[str, Any], path: str) -> str:
@@ -95,45 +100,60 @@ def _content(content: object, role: str, path: str, conversation: Conversation) 
 
 def _part(part: object, path: str, conversation: Conversation) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or kind not in ("text", "image_url", "image"):
-        raise InvalidRequest(f"{path} must be an object of type text, image_url or image", param=path)
+    if not isinstance(part, Mapping) or kind not in _PARTS:
+        raise InvalidRequest(f"{path} must be an object of type {', '.join(_PARTS)}", param=path)
     if kind == "text":
         text = part.get("text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
         conversation.texts.append((f"{path}.text", text))
         return {"type": "text", "text": text}
-    conversation.images.append(_image_url(part, path) if kind == "image_url" else _image(part, path))
-    return {"type": "image"}
+    ref = _url(part, path, kind) if kind.endswith("_url") else _embedded(part, path, kind)
+    conversation.media.append(ref)
+    return {"type": ref.kind}
 
 
-def _image_url(part: Mapping[str, Any], path: str) -> ImageRef:
-    param = f"{path}.image_url"
-    value = part.get("image_url")
+def _url(part: Mapping[str, Any], path: str, name: str) -> MediaRef:
+    """{"type": "image_url" or "video_url", the same: {"url": ...}}"""
+    param, kind = f"{path}.{name}", name.removesuffix("_url")
+    value, fps = part.get(name), None
     if isinstance(value, Mapping):
-        if value.get("detail") not in (None, *_DETAILS):
+        if kind == "image" and value.get("detail") not in (None, *_DETAILS):
             raise InvalidRequest(f"{param}.detail must be one of {', '.join(_DETAILS)}", param=f"{param}.detail")
+        fps = _fps(value, param, kind)
         value, param = value.get("url"), f"{param}.url"
     if not isinstance(value, str):
         raise InvalidRequest(f"{param} must be a string: a URL or a data URL", param=param)
-    return ImageRef(value, param)
+    return MediaRef(value, param, kind, fps)
 
 
-def _image(part: Mapping[str, Any], path: str) -> ImageRef:
-    for name in ("image", "url", "path"):
+def _embedded(part: Mapping[str, Any], path: str, kind: str) -> MediaRef:
+    """{"type": "image" or "video", ...} with a URL, a path or an object of the caller's."""
+    for name in (kind, "url", "path"):
         if part.get(name) is not None:
-            return ImageRef(part[name], f"{path}.{name}")
-    raise InvalidRequest(f"{path}.image is missing", param=f"{path}.image")
+            return MediaRef(part[name], f"{path}.{name}", kind, _fps(part, path, kind))
+    raise InvalidRequest(f"{path}.{kind} is missing", param=f"{path}.{kind}")
+
+
+def _fps(values: Mapping[str, Any], path: str, kind: str) -> float | None:
+    fps = values.get("fps") if kind == "video" else None
+    if fps is None:
+        return None
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
+        raise InvalidRequest(f"{path}.fps must be a number above 0 and up to {MAX_FPS}", param=f"{path}.fps")
+    return float(fps)
 
 
 class ChatTemplate:
     """Renders conversations. Some templates read a message's content as a string, some as a list of parts, some differ
     by role: which of them is found out by rendering a probe once per role."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, image_token: str | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None, image_token: str | None, video_token: str | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._image_token = image_token
+        self._tokens = {"image": image_token, "video": video_token}
         self._reads: dict[tuple[str, type], bool] = {}
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> str:
@@ -143,10 +163,12 @@ class ChatTemplate:
                 "the model has no chat template; use completions (raw prompts) or give one with --chat-template"
             )
         for param, text in conversation.texts:
-            if self._image_token is not None and self._image_token in text:
-                raise InvalidRequest(
-                    "the text holds the model's image placeholder; give images as image parts instead", param=param
-                )
+            for kind, token in self._tokens.items():
+                if token is not None and token in text:
+                    raise InvalidRequest(
+                        f"the text holds the model's {kind} placeholder; give {kind}s as {kind} parts instead",
+                        param=param,
+                    )
         messages = [self._fitting(message) for message in conversation.messages]
         return self._apply(messages, add_generation_prompt=add_generation_prompt)
 
@@ -160,8 +182,8 @@ class ChatTemplate:
                 content = [{"type": "text", "text": content}]
             return {"role": role, "content": content}
         texts = [part["text"] for part in content if part["type"] == "text"]
-        images = [self._image_token or ""] * (len(content) - len(texts))
-        return {"role": role, "content": "\n".join([*images, *texts])}
+        media = [self._tokens[part["type"]] or "" for part in content if part["type"] != "text"]
+        return {"role": role, "content": "\n".join([*media, *texts])}
 
     def _reads_form(self, role: str, form: type) -> bool:
         known = self._reads.get((role, form))

@@ -2,7 +2,7 @@
 
 `classify` decides what a reference is and whether it may be opened, before anything is; `MediaFetcher` reads URLs and
 `read_local` the rest. A host is resolved once, every address must be allowed, and those addresses are the ones dialled.
-Does not know pictures; errors never quote what was fetched.
+Does not know pictures or videos beyond their limits; errors never quote what was fetched.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, 
 from hydra_engine.intake.addresses import is_public, literal
 
 MAX_REDIRECTS = 3
-MAX_FETCHES = 64  # at once; each may hold `max_image_bytes`
+MAX_FETCHES = 64  # at once; each may hold `max_image_bytes` or `max_video_bytes`
 MAX_URL_CHARS = 8192
 
 _CHUNK_BYTES = 1 << 16
 _BASE64_SLICE = 1 << 20  # a multiple of 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "hydra-engine"}
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "hydra-engine"}
 # What reaching a hostile host raises: aiohttp's own errors, the socket's and TLS's (OSError), broken URLs.
 _FETCH_ERRORS = (aiohttp.ClientError, OSError, ValueError, asyncio.IncompleteReadError)
 
@@ -44,19 +44,22 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> addresses
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteImage:
+class RemoteFile:
     url: URL
+    kind: str  # "image" or "video", here and below: which limits hold, and what messages call it
 
 
 @dataclass(frozen=True, slots=True)
 class DataUrl:
     text: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
     path: str
     below: str | None  # the file's real path must lie in this folder
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,48 +67,51 @@ class InMemory:
     value: Any  # bytes, a Pillow image, an array or a tensor
 
 
-Source = RemoteImage | DataUrl | LocalFile | InMemory
+Source = RemoteFile | DataUrl | LocalFile | InMemory
 
 
-def classify(value: Any, config: MediaConfig) -> Source:
+def classify(value: Any, config: MediaConfig, kind: str = "image") -> Source:
     """What a reference is. Cheap and without I/O. Raises MediaForbidden or InvalidRequest."""
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str):
-        return _classify_text(value, config)
+        return _classify_text(value, config, kind)
     if isinstance(value, bytes | bytearray | memoryview):
         return InMemory(bytes(value))
-    if isinstance(value, Image.Image | np.ndarray) or callable(getattr(value, "numpy", None)):
+    is_picture = isinstance(value, Image.Image | np.ndarray) or callable(getattr(value, "numpy", None))
+    if is_picture and kind == "image":
         return InMemory(value)
+    if kind == "video":
+        raise InvalidRequest("a video must be a URL, a data URL, a path, bytes or a list of pictures")
     raise InvalidRequest("an image must be a URL, a data URL, a path, bytes, a Pillow image or an array")
 
 
 def read_local(source: DataUrl | LocalFile | InMemory, config: MediaConfig) -> Any:
-    """Blocking. Bytes of an encoded image, or the object in memory as it is."""
+    """Blocking. Bytes of an encoded image or video, or the object in memory as it is."""
     match source:
         case DataUrl():
-            return _read_data_url(source.text, config)
+            return _read_data_url(source, config)
         case LocalFile():
             return _read_file(source, config)
         case InMemory():
             return source.value
 
 
-def _classify_text(text: str, config: MediaConfig) -> Source:
+def _classify_text(text: str, config: MediaConfig, kind: str) -> Source:
     scheme, colon, _ = text[:8].lower().partition(":")
     scheme = scheme if colon else ""
     if scheme == "data":
-        return DataUrl(text)
+        return DataUrl(text, kind)
     if scheme in ("http", "https"):
-        return RemoteImage(_checked_url(text, config))
+        return RemoteFile(_checked_url(text, config, kind), kind)
     if scheme == "file":
-        return _classify_file_url(text, config)
+        return _classify_file_url(text, config, kind)
     if config.local_files and "://" not in text[:64]:
-        return LocalFile(text, None)
-    raise MediaForbidden("images are accepted as http, https or data URLs")
+        return LocalFile(text, None, kind)
+    raise MediaForbidden(f"{kind}s are accepted as http, https or data URLs")
 
 
-def _classify_file_url(text: str, config: MediaConfig) -> LocalFile:
+def _classify_file_url(text: str, config: MediaConfig, kind: str) -> LocalFile:
     rest = text[5:]
     if rest.startswith("//"):
         host, slash, rest = rest[2:].partition("/")
@@ -113,78 +119,78 @@ def _classify_file_url(text: str, config: MediaConfig) -> LocalFile:
         if host not in ("", "localhost"):
             raise MediaForbidden("file URLs must not name a host")
     if config.local_files:
-        return LocalFile(unquote(rest), None)
+        return LocalFile(unquote(rest), None, kind)
     if config.allowed_media_path is None:
         raise MediaForbidden("file URLs are not allowed; see --allowed-media-path")
-    return LocalFile(unquote(rest), config.allowed_media_path)
+    return LocalFile(unquote(rest), config.allowed_media_path, kind)
 
 
-def _checked_url(text: str, config: MediaConfig) -> URL:
+def _checked_url(text: str, config: MediaConfig, kind: str) -> URL:
     """A URL whose host may be asked for as far as its spelling tells."""
     if len(text) > MAX_URL_CHARS:
-        raise InvalidRequest(f"an image URL may have at most {MAX_URL_CHARS} characters")
+        raise InvalidRequest(f"the {kind} URL may have at most {MAX_URL_CHARS} characters")
     try:
-        return _check_url(URL(text), config)
+        return _check_url(URL(text), config, kind)
     except ValueError as error:
-        raise InvalidRequest("the image URL is malformed") from error
+        raise InvalidRequest(f"the {kind} URL is malformed") from error
 
 
-def _check_url(url: URL, config: MediaConfig) -> URL:
+def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
     host = url.host
     if url.scheme not in ("http", "https") or not host:
-        raise MediaForbidden("images are fetched by http and https only")
+        raise MediaForbidden(f"{kind}s are fetched by http and https only")
     if url.user is not None or url.password is not None:
-        raise MediaForbidden("image URLs must not hold a user name or password")
+        raise MediaForbidden(f"{kind} URLs must not hold a user name or password")
     if config.allowed_media_domains and host.lower().rstrip(".") not in config.allowed_media_domains:
-        raise MediaForbidden("images are not fetched from this host; see --allowed-media-domains")
+        raise MediaForbidden(f"{kind}s are not fetched from this host; see --allowed-media-domains")
     address = literal(host)
     if address is not None and not (config.allow_private_media or is_public(address)):
-        raise _private()
+        raise _private(kind)
     return url
 
 
-def _private() -> MediaForbidden:
-    return MediaForbidden("images are not fetched from private, local or reserved network addresses")
+def _private(kind: str) -> MediaForbidden:
+    return MediaForbidden(f"{kind}s are not fetched from private, local or reserved network addresses")
 
 
 class MediaFetcher:
-    """Reads RemoteImage sources. `resolve` can be replaced in tests."""
+    """Reads RemoteFile sources. `resolve` can be replaced in tests."""
 
     def __init__(self, config: MediaConfig, resolve: Resolve | None = None) -> None:
         self._config = config
         self._resolve = resolve or _system_resolve
         self._slots = asyncio.Semaphore(MAX_FETCHES)
 
-    async def fetch(self, source: RemoteImage) -> bytes:
+    async def fetch(self, source: RemoteFile) -> bytes:
         """The body. Raises MediaForbidden or MediaFetchFailed, after `fetch_timeout_s` at the latest."""
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s), self._slots:
-                return await self._follow(source.url)
+                return await self._follow(source.url, source.kind)
         except TimeoutError as error:
             raise MediaFetchFailed(
-                f"the image could not be fetched within {self._config.fetch_timeout_s:g} seconds"
+                f"the {source.kind} could not be fetched within {self._config.fetch_timeout_s:g} seconds"
             ) from error
         except _FETCH_ERRORS as error:
-            raise MediaFetchFailed("the image could not be fetched: the connection failed") from error
+            raise MediaFetchFailed(f"the {source.kind} could not be fetched: the connection failed") from error
 
-    async def _follow(self, url: URL) -> bytes:
+    async def _follow(self, url: URL, kind: str) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            answer = await self._get(url)
+            answer = await self._get(url, kind)
             if isinstance(answer, bytes):
                 return answer
             url = answer
-        raise MediaFetchFailed(f"the image could not be fetched: more than {MAX_REDIRECTS} redirects")
+        raise MediaFetchFailed(f"the {kind} could not be fetched: more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, url: URL) -> bytes | URL:
+    async def _get(self, url: URL, kind: str) -> bytes | URL:
         """The body, or where a redirect points to. A connection of its own, so no state is shared between hosts."""
         connector = aiohttp.TCPConnector(
-            resolver=_Pinned(await self._addresses(url)), use_dns_cache=False, force_close=True, limit=1
+            resolver=_Pinned(await self._addresses(url, kind)), use_dns_cache=False, force_close=True, limit=1
         )
         async with (
             aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers=_HEADERS,
+                headers=_HEADERS | {"Accept": f"{kind}/*"},
                 auto_decompress=False,
                 trust_env=False,
                 timeout=aiohttp.ClientTimeout(total=None),  # the caller's timeout covers all hops
@@ -193,36 +199,36 @@ class MediaFetcher:
         ):
             location = response.headers.get("Location")
             if response.status in _REDIRECTS and location is not None:
-                return _checked_url(str(url.join(URL(location))), self._config)
+                return _checked_url(str(url.join(URL(location))), self._config, kind)
             if response.status != 200:
-                raise MediaFetchFailed(f"the image's host answered with status {response.status}")
-            return await self._body(response)
+                raise MediaFetchFailed(f"the {kind}'s host answered with status {response.status}")
+            return await self._body(response, kind)
 
-    async def _addresses(self, url: URL) -> list[str]:
+    async def _addresses(self, url: URL, kind: str) -> list[str]:
         assert url.host is not None and url.port is not None
         if literal(url.host) is not None:
             return [url.host]
         try:
             found = await self._resolve(url.host, url.port)
         except (OSError, UnicodeError) as error:
-            raise MediaFetchFailed("the image URL's host name could not be resolved") from error
+            raise MediaFetchFailed(f"the {kind} URL's host name could not be resolved") from error
         if not found:
-            raise MediaFetchFailed("the image URL's host name could not be resolved")
+            raise MediaFetchFailed(f"the {kind} URL's host name could not be resolved")
         if not self._config.allow_private_media and not all(is_public(ipaddress.ip_address(a)) for a in found):
-            raise _private()
+            raise _private(kind)
         return found
 
-    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
-        most = self._config.max_image_bytes
+    async def _body(self, response: aiohttp.ClientResponse, kind: str) -> bytes:
+        most = _max_bytes(self._config, kind)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise MediaFetchFailed("the image's host sent a compressed answer that was not asked for")
+            raise MediaFetchFailed(f"the {kind}'s host sent a compressed answer that was not asked for")
         if (response.content_length or 0) > most:
-            raise MediaFetchFailed(f"the fetched image has more than {most} bytes")
+            raise MediaFetchFailed(f"the fetched {kind} has more than {most} bytes")
         body = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             body += chunk
             if len(body) > most:
-                raise MediaFetchFailed(f"the fetched image has more than {most} bytes")
+                raise MediaFetchFailed(f"the fetched {kind} has more than {most} bytes")
         return bytes(body)
 
 
@@ -256,15 +262,20 @@ async def _system_resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
-def _read_data_url(text: str, config: MediaConfig) -> bytes:
-    head, comma, body = text.partition(",")
+def _max_bytes(config: MediaConfig, kind: str) -> int:
+    return config.max_video_bytes if kind == "video" else config.max_image_bytes
+
+
+def _read_data_url(source: DataUrl, config: MediaConfig) -> bytes:
+    kind, most = source.kind, _max_bytes(config, source.kind)
+    head, comma, body = source.text.partition(",")
     media_type, *parameters = head[5:].split(";")
     if not comma or not parameters or parameters[-1].strip().lower() != "base64":
-        raise InvalidImage("a data URL must have the form data:image/...;base64,...")
-    if media_type and not media_type.lower().startswith(("image/", "application/octet-stream")):
-        raise InvalidImage("the data URL does not hold an image", code="unsupported_image_format")
-    if len(body) // 4 * 3 > config.max_image_bytes + 2:
-        raise InvalidImage(f"the image has more than {config.max_image_bytes} bytes", code="image_too_large")
+        raise InvalidImage(f"a data URL must have the form data:{kind}/...;base64,...")
+    if media_type and not media_type.lower().startswith((f"{kind}/", "application/octet-stream")):
+        raise InvalidImage(f"the data URL does not hold the data of the {kind}", code=f"unsupported_{kind}_format")
+    if len(body) // 4 * 3 > most + 2:
+        raise InvalidImage(f"the {kind} has more than {most} bytes", code=f"{kind}_too_large")
     try:
         return _strict_base64(body)
     except ValueError as error:
@@ -281,6 +292,7 @@ def _strict_base64(text: str) -> bytes:
 
 
 def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
+    kind, most = source.kind, _max_bytes(config, source.kind)
     try:
         path = source.path if source.below is None else os.path.realpath(source.path)
         _check_below(path, source.below)
@@ -289,15 +301,14 @@ def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
             _check_below(os.path.realpath(f"/proc/self/fd/{file.fileno()}"), source.below)
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise MediaFetchFailed("the image file is not a regular file")
-            if status.st_size > config.max_image_bytes:
+                raise MediaFetchFailed(f"the {kind} file is not a regular file")
+            if status.st_size > most:
                 raise InvalidImage(
-                    f"the image has {status.st_size} bytes; at most {config.max_image_bytes} are allowed",
-                    code="image_too_large",
+                    f"the {kind} has {status.st_size} bytes; at most {most} are allowed", code=f"{kind}_too_large"
                 )
-            return file.read(config.max_image_bytes + 1)
+            return file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise MediaFetchFailed("the image file cannot be opened") from error
+        raise MediaFetchFailed(f"the {kind} file cannot be opened") from error
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -310,4 +321,4 @@ def _check_below(path: str, folder: str | None) -> None:
         return
     root = os.path.realpath(folder)
     if os.path.commonpath((root, path)) != root:
-        raise MediaForbidden("the file is outside the folder that images may be read from")
+        raise MediaForbidden("the file is outside the folder that media may be read from")

@@ -6,52 +6,41 @@ checks of counts and lengths, the cheap ones first. Does not know instances, rea
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from PIL import Image
+from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import ImageItem, PixelPayload
+from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from hydra_engine.intake import decode
-from hydra_engine.intake.chat import ChatTemplate, Conversation, ImageRef, parse_messages, user_message
-from hydra_engine.intake.child import Job
-from hydra_engine.intake.fetch import InMemory, MediaFetcher, RemoteImage, Resolve, Source, classify, read_local
+from hydra_engine.intake.chat import ChatTemplate, Conversation, MediaRef, parse_messages, user_message
+from hydra_engine.intake.fetch import Resolve
+from hydra_engine.intake.generic_prompt import place_in_ids, place_in_text
+from hydra_engine.intake.media import Media, MediaLoader
 from hydra_engine.intake.pool import WorkerPool
-from hydra_engine.intake.preprocess import fit_of, payload_of, process
-from hydra_engine.intake.sandbox import Sandbox
 from hydra_engine.intake.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from hydra_engine.specs.base import ImageGeometry, ModelSpec, VisionSpec
+from hydra_engine.specs.base import ItemPlan, ModelSpec
+from hydra_engine.specs.generic import GenericSpec
+from hydra_engine.specs.positions import place_spans
 
+MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
-MAX_WAITING_IMAGES = 2048
 MAX_WAITING_TEXTS = 512
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`pixels` has one entry per image, in prompt order; `spans` are stamped absolutely, on the intake's clock."""
+    """`pixels` has one entry per image span, in prompt order; `spans` are stamped absolutely, on the intake's clock."""
 
     request: Request
     pixels: tuple[PixelPayload, ...]
-    spans: tuple[StageSpan, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Picture:
-    payload: PixelPayload
-    geometry: ImageGeometry
     spans: tuple[StageSpan, ...]
 
 
@@ -77,24 +66,23 @@ class Intake:
         self._seed = seed
         self._num_drawn = 0
         self._clock = clock or MonotonicClock()
-        image_token = None if spec.image_token_id is None else tokenizer.token(spec.image_token_id)
+        image_token, video_token = (
+            None if id is None else tokenizer.token(id) for id in (spec.placeholder_id, spec.video_token_id)
+        )
         template = tokenizer.chat_template if chat_template_path is None else _read_template(chat_template_path)
-        self._template = ChatTemplate(tokenizer, template, image_token)
-        self._fetcher = MediaFetcher(media, resolve)
-        self._sandbox = Sandbox()
-        self._images = WorkerPool("intake-image", num_workers=media.decode_workers, max_waiting=MAX_WAITING_IMAGES)
+        self._template = ChatTemplate(tokenizer, template, image_token, video_token)
+        self._loader = MediaLoader(spec, media, self._clock, resolve)
         self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
+        self._parts: dict[str, list[int]] = {}
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
 
     async def warm_up(self) -> None:
         """Optional, before the first request: what the first picture would otherwise wait for."""
-        if self._spec.vision is not None:
-            await self._images.run(self._sandbox.warm_up)
+        await self._loader.warm_up()
 
     async def close(self) -> None:
-        self._images.close()
+        self._loader.close()
         self._texts.close()
-        self._sandbox.close()
 
     async def prepare(
         self,
@@ -115,17 +103,19 @@ class Intake:
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         seed = self._draw_seed() if sampling.seed is None else sampling.seed & _SEED_MASK
         asked = self._asked(prompt, messages, images, raw=raw)
-        sources = self._check_images(asked.images)
+        sources = self._loader.check(asked.media)
         started_s = self._clock.now()
         token_ids = await self._tokenize(asked, add_generation_prompt=True)
         spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param=asked.param)
-        self._check_placeholders(token_ids, len(asked.images))
+        self._check_placeholders(token_ids, asked.media)
         self._check_length(len(token_ids), sampling)  # before any picture is opened
-        pictures = await self._load_all(asked.images, sources)
-        spans.extend(span for picture in pictures for span in picture.spans)
-        token_ids, items = self._expand(token_ids, pictures)
+        media = await self._loader.load(asked.media, sources)
+        spans.extend(span for one in media for span in one.spans)
+        if isinstance(self._spec, GenericSpec) and media:
+            token_ids, media = await self._texts.run(self._place_pictures, asked, token_ids, media, self._spec)
+        token_ids, items, rope_delta = self._expand(token_ids, media)
         request = Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -137,8 +127,9 @@ class Intake:
             eos_token_ids=self._eos_token_ids,
             slo=slo or Slo(),
             cache_salt=cache_salt,
+            rope_delta=rope_delta,
         )
-        return Prepared(request, tuple(picture.payload for picture in pictures), tuple(spans))
+        return Prepared(request, tuple(payload for one in media for payload in one.payloads), tuple(spans))
 
     async def tokenize(
         self,
@@ -163,7 +154,7 @@ class Intake:
                 raise InvalidRequest("with messages, images are parts of the messages", param="images")
             conversation = parse_messages(messages)
             return _Asked(
-                conversation.images, conversation=conversation, num_chars=conversation.num_chars, param="messages"
+                conversation.media, conversation=conversation, num_chars=conversation.num_chars, param="messages"
             )
         refs = _image_refs(images)
         if isinstance(prompt, str):
@@ -202,114 +193,93 @@ class Intake:
         return token_ids
 
     def _encode(self, asked: _Asked, add_generation_prompt: bool) -> list[int]:
-        if asked.conversation is None:
-            return self.tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
-        text = self._template.render(asked.conversation, add_generation_prompt=add_generation_prompt)
-        return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        if asked.conversation is not None:  # with special tokens, where the template writes them
+            asked.text = self._template.render(asked.conversation, add_generation_prompt=add_generation_prompt)
+        return self.tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
 
-    # ---- pictures
-
-    def _check_images(self, refs: Sequence[ImageRef]) -> list[Source]:
-        """Counts and addresses, before anything is opened."""
-        if not refs:
-            return []
-        if self._spec.vision is None or self._spec.image_token_id is None:
-            raise InvalidRequest("this model takes no images", param=refs[0].param)
-        if len(refs) > self._media.max_images:
-            raise InvalidRequest(
-                f"the request has {len(refs)} images; at most {self._media.max_images} are allowed",
-                code="too_many_images",
-                param=refs[self._media.max_images].param,
-            )
-        sources = []
-        for ref in refs:
-            try:
-                sources.append(classify(ref.value, self._media))
-            except InvalidRequest as error:
-                error.param = error.param or ref.param
-                raise
-        return sources
-
-    async def _load_all(self, refs: Sequence[ImageRef], sources: Sequence[Source]) -> list[_Picture]:
-        if not sources:
-            return []
-        turn = asyncio.Semaphore(self._media.decode_workers)  # one request does not fill the queue of all
-        return await _all_or_none([self._load(ref, source, turn) for ref, source in zip(refs, sources, strict=True)])
-
-    async def _load(self, ref: ImageRef, source: Source, turn: asyncio.Semaphore) -> _Picture:
-        try:
-            spans: tuple[StageSpan, ...] = ()
-            if isinstance(source, RemoteImage):
-                started_s = self._clock.now()
-                source = InMemory(await self._fetcher.fetch(source))
-                spans = (StageSpan("fetch", started_s, self._clock.now()),)
-            async with turn:
-                payload, geometry, span = await self._images.run(self._decode, source)
-        except InvalidRequest as error:
-            error.param = error.param or ref.param
-            raise
-        return _Picture(payload, geometry, (*spans, span))
-
-    def _decode(self, source: Source) -> tuple[PixelPayload, ImageGeometry, StageSpan]:
-        """In a worker thread: a source that needs no network, to pixels."""
-        vision = self._spec.vision
-        assert vision is not None and not isinstance(source, RemoteImage)
-        started_s = self._clock.now()
-        value = read_local(source, self._media)
-        if isinstance(value, bytes):
-            payload, geometry = self._decode_file(value, vision)
-        else:
-            from_memory = decode.from_pil if isinstance(value, Image.Image) else decode.from_array
-            image = from_memory(value, self._media)
-            geometry = vision.geometry(image.width, image.height)
-            payload = process(image, vision.preprocess, geometry)
-        return payload, geometry, StageSpan("preprocess", started_s, self._clock.now(), tokens=geometry.num_patches)
-
-    def _decode_file(self, data: bytes, vision: VisionSpec) -> tuple[PixelPayload, ImageGeometry]:
-        """The header here, the pixels in a child process."""
-        container = decode.inspected(data, self._media)
-        geometry = vision.geometry(*decode.upright_size(container))
-        with decode.room_for(container.width * container.height):
-            pixels = self._sandbox.render(Job(container, fit_of(vision.preprocess, geometry)))
-        return payload_of(pixels, vision.preprocess, geometry), geometry
+    def _place_pictures(
+        self, asked: _Asked, token_ids: list[int], media: list[Media], spec: GenericSpec
+    ) -> tuple[list[int], list[Media]]:
+        if asked.token_ids is not None:
+            return place_in_ids(token_ids, spec), media
+        special = asked.add_special_tokens
+        return place_in_text(asked.text, media, spec, self.tokenizer, add_special_tokens=special)
 
     # ---- the prompt
 
-    def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
-        if self._spec.image_token_id is None:
-            return
-        num_placeholders = token_ids.count(self._spec.image_token_id)
-        if num_placeholders != num_images:
-            raise InvalidRequest(
-                f"the prompt has {num_placeholders} image placeholders but {num_images} images were given",
-                param="prompt",
-            )
-
-    def _expand(self, token_ids: list[int], pictures: Sequence[_Picture]) -> tuple[list[int], tuple[ImageItem, ...]]:
-        """Every placeholder becomes as many as its picture has features."""
-        image_token_id = self._spec.image_token_id
-        expanded: list[int] = []
-        items: list[ImageItem] = []
-        begin = 0
-        for picture in pictures:
-            assert image_token_id is not None
-            at = token_ids.index(image_token_id, begin)
-            expanded += token_ids[begin:at]
-            payload, geometry = picture.payload, picture.geometry
-            items.append(
-                ImageItem(
-                    digest=payload.digest,
-                    width=payload.width,
-                    height=payload.height,
-                    num_patches=geometry.num_patches,
-                    num_tokens=geometry.num_tokens,
-                    start=len(expanded),
-                    grid=geometry.grid,
+    def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[MediaRef]) -> None:
+        """Also that they come in the order of what they stand for."""
+        wanted = [self._placeholder(ref.kind) for ref in media]
+        known = (self._placeholder("image"), self._placeholder("video"))
+        found = [id for id in token_ids if id in known]
+        for token, kind in zip(known, ("image", "video"), strict=True):
+            if token is not None and found.count(token) != wanted.count(token):
+                raise InvalidRequest(
+                    f"the prompt has {found.count(token)} {kind} placeholders but {wanted.count(token)} {kind}s were "
+                    "given",
+                    param="prompt",
                 )
-            )
-            expanded += [image_token_id] * geometry.num_tokens
+        if found != wanted:
+            raise InvalidRequest("pictures and videos come in another order than their placeholders", param="prompt")
+
+    def _placeholder(self, kind: str) -> int | None:
+        """Of one picture or video in a prompt."""
+        return self._spec.video_token_id if kind == "video" else self._spec.placeholder_id
+
+    def _expand(self, token_ids: list[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageItem, ...], int]:
+        """Every placeholder becomes what its picture's plan says. Also returns the request's `rope_delta`."""
+        expanded: list[int] = []
+        spans: list[tuple[int, ItemPlan]] = []
+        begin = 0
+        seen: Counter[str] = Counter()
+        for one in media:
+            token = self._spec.video_token_id if one.kind == "video" else self._spec.image_token_id
+            assert token is not None
+            at = token_ids.index(token, begin)
+            expanded += token_ids[begin:at]
             begin = at + 1
-        return expanded + token_ids[begin:], tuple(items)
+            before, behind = (self._part_ids(text) for text in one.plan.around)
+            if before and expanded[-len(before) :] == before and token_ids[begin : begin + len(behind)] == behind:
+                del expanded[-len(before) :]
+                begin += len(behind)
+            for part in one.plan.parts_of(seen[one.kind]):
+                if isinstance(part, str):
+                    expanded += self._part_ids(part)
+                else:
+                    spans.append((len(expanded), part))
+                    expanded += [token] * part.num_tokens
+            seen[one.kind] += 1
+        expanded += token_ids[begin:]
+        ropes: Sequence[RopeSpan | None] = [None] * len(spans)
+        rope_delta = 0
+        if self._spec.language.rope_sections is not None:
+            ropes, rope_delta = place_spans(spans)
+        payloads = ((index, one.size, payload) for index, one in enumerate(media) for payload in one.payloads)
+        items = tuple(
+            ImageItem(
+                digest=payload.digest,
+                width=size[0],
+                height=size[1],
+                num_patches=item.num_patches,
+                num_tokens=item.num_tokens,
+                start=start,
+                grid=item.grid,
+                rope=rope,
+                whole=item.whole,
+                source=source,
+            )
+            for (start, item), rope, (source, size, payload) in zip(spans, ropes, payloads, strict=True)
+        )
+        return expanded, items, rope_delta
+
+    def _part_ids(self, text: str) -> list[int]:
+        """Separators between spans come again and again."""
+        known = self._parts.get(text)
+        if known is None:
+            if len(self._parts) >= MAX_PARTS_KEPT:  # timestamps of videos have no end
+                self._parts.clear()
+            known = self._parts[text] = self.tokenizer.encode(text, add_special_tokens=False)
+        return known
 
     def _check_length(self, num_prompt: int, sampling: SamplingParams) -> int:
         """How many tokens may be generated."""
@@ -340,7 +310,7 @@ _SEED_MASK = (1 << 63) - 1
 class _Asked:
     """One of `conversation`, `text` and `token_ids`, with the pictures that go into it."""
 
-    images: list[ImageRef]
+    media: list[MediaRef]
     conversation: Conversation | None = None
     text: str = ""
     token_ids: list[int] | None = None
@@ -349,23 +319,12 @@ class _Asked:
     param: str = "prompt"
 
 
-def _image_refs(images: Any) -> list[ImageRef]:
+def _image_refs(images: Any) -> list[MediaRef]:
     if images is None:
         return []
     if isinstance(images, list | tuple):
-        return [ImageRef(image, f"images[{index}]") for index, image in enumerate(images)]
-    return [ImageRef(images, "images")]
-
-
-async def _all_or_none(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; at the first error, or when cancelled, the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return [MediaRef(image, f"images[{index}]") for index, image in enumerate(images)]
+    return [MediaRef(images, "images")]
 
 
 def _read_template(path: str) -> str:

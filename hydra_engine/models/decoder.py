@@ -1,7 +1,7 @@
-"""The Llama decoder (also mistral and qwen2): tokens and image features in, float32 logits of the wanted rows out.
+"""The Llama decoder (also mistral, qwen2, qwen3): tokens and image features in, float32 logits of the wanted rows out.
 
-With `attention_bias` the query, key and value projections have biases and the output projection has none (qwen2).
-Does not know requests, sampling or how the cache's blocks were chosen.
+Features in further planes of the image cache are added behind the first layers (DeepStack, as in Qwen3-VL). Does not
+know requests, sampling or how the cache's blocks were chosen.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class Decoder:
         self._max_token_id = spec.vocab_size - 1
         model = scope.at("model")
         self._head = Head(scope)
-        if spec.tie_embeddings:
-            scope.skip("lm_head.weight")
-        else:
-            scope.want("lm_head.weight", (spec.vocab_size, spec.hidden_size), self._head.fill)
         tied_head = self._head if spec.tie_embeddings else None
         self._embed = Embedding(model.at("embed_tokens"), spec.vocab_size, spec.hidden_size, tied_head=tied_head)
+        # Files that say "tied" and hold a head all the same mean that head, as transformers 5 reads them.
+        shape = spec.vocab_size, spec.hidden_size
+        scope.want("lm_head.weight", shape, self._head.fill, optional=spec.tie_embeddings)
         self._layers = tuple(DecoderLayer(model.at(f"layers.{i}"), spec, i) for i in range(spec.num_layers))
         # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps)
@@ -42,28 +41,40 @@ class Decoder:
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """[B', V] float32"""
-        cos, sin = self._rotary(batch.positions, batch.attention.max_context)  # each [T, D/2]
+        cos, sin = self._rotary(batch.positions, batch.position_end)  # each [T, D/2]
         residual = self._embed_rows(batch, images)
         hidden = self._layers[0].input_norm(residual)
-        last = len(self._layers) - 1
+        last, num_deep = len(self._layers) - 1, _num_deep(batch, images)
         for index, layer in enumerate(self._layers):
             rows = batch.logit_rows if index == last else None
             hidden = layer.attention(hidden, cos, sin, cache, batch, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
             hidden, residual = layer.post_norm.add(hidden, residual)
+            if index < num_deep:
+                self._merge(residual, batch, images, plane=index + 1)
             hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
         return self._head(hidden)
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
-        if batch.image_rows is None or batch.image_slots is None:
+        if batch.image_rows is None:
             return self._embed(batch.token_ids)
-        if images is None:
-            raise ValueError("image_rows: expected an image cache to read from, got none")
         # Ids of image rows may lie outside the vocabulary; their embeddings are overwritten.
         hidden = self._embed(batch.token_ids.clamp(0, self._max_token_id))
-        self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots)
+        self._merge(hidden, batch, images, plane=0)
         return hidden
+
+    def _merge(self, hidden: Tensor, batch: LanguageInput, images: PagedCache | None, *, plane: int) -> None:
+        """Features of plane 0 replace image rows, those of other planes are added to them."""
+        if images is None or batch.image_rows is None or batch.image_slots is None:
+            raise ValueError("image_rows: expected their slots and an image cache to read from")
+        self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane, accumulate=plane > 0)
+
+
+def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
+    """How many layers get features behind them in this step; fewer than there are layers, so that the last one may
+    drop rows."""
+    return 0 if images is None or batch.image_rows is None else images.data.shape[1] - 1
 
 
 class DecoderLayer:

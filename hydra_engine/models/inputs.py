@@ -5,6 +5,7 @@ Shape legend in `backend/base.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,22 +16,26 @@ from hydra_engine.backend.base import AttentionPlan
 @dataclass(frozen=True, slots=True)
 class LanguageInput:
     token_ids: Tensor  # [T] int64; any value at image rows
-    positions: Tensor  # [T] int64 (1-D rotary) or [3, T] (multimodal rotary)
+    positions: Tensor  # [T] int64 (1-D rotary) or [3, T] (multimodal rotary: time, row, column)
     slots: Tensor  # [T] int64, KV-cache slot of each token
     attention: AttentionPlan
     logit_rows: Tensor  # [B'] int64, rows whose logits are wanted
+    position_end: int  # more than the largest of `positions`
     image_rows: Tensor | None = None  # [M] int64, rows that take image features
     image_slots: Tensor | None = None  # [M] int64, their slots in the image cache
 
 
 @dataclass(frozen=True, slots=True)
 class VisionInput:
-    """A batch of processed pictures and where their features go.
+    """A batch of image spans and where their features go; entry i of every tuple belongs to span i.
 
-    For towers with one fixed size `pixels` is uint8 [I, height, width, 3]; towers with dynamic resolution take a
-    list of such [h, w, 3] tensors.
+    `pixels[i]` is uint8 [pictures, height, width, 3]: a picture, a base picture with its tiles, the frames of one
+    temporal patch, as the family's spec plans it. Spans may differ in size. Models that run through transformers get
+    `arrays[i]` instead, the tensors of its processor by name.
     """
 
-    pixels: Tensor | list[Tensor]
-    grids: tuple[tuple[int, int, int], ...]  # per image (time, rows, columns) in patches
+    pixels: tuple[Tensor, ...]
+    sources: tuple[tuple[int, int], ...]  # (width, height) of the picture that the user gave
+    grids: tuple[tuple[int, int, int], ...]  # (time, rows, columns) in patches
     slots: Tensor  # [sum of num_tokens] int64, image-cache slots in token order
+    arrays: tuple[Mapping[str, Tensor], ...] = ()

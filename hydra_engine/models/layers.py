@@ -16,19 +16,27 @@ from hydra_engine.models.parameters import Scope
 
 
 class Linear:
-    """act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs, stacked in order."""
+    """act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs, stacked in order.
+
+    `scale` names a vector of the checkpoint with a factor per output, for weights and biases alike (layer scale); it is
+    multiplied into them once, when they are loaded."""
 
     packed: PackedLinear
 
-    def __init__(self, scope: Scope, parts: Mapping[str, int], num_in: int, *, bias: bool) -> None:
+    def __init__(
+        self, scope: Scope, parts: Mapping[str, int], num_in: int, *, bias: bool, scale: str | None = None
+    ) -> None:
         self._ops = scope.ops
         self._weights = [f"{name}.weight" for name in parts]
         self._biases = [f"{name}.bias" for name in parts] if bias else []
+        self._scale = scale
         self._arrived: dict[str, Tensor] = {}
         for name, num_out in parts.items():
             scope.want(f"{name}.weight", (num_out, num_in), partial(self._fill, f"{name}.weight"))
             if bias:
                 scope.want(f"{name}.bias", (num_out,), partial(self._fill, f"{name}.bias"))
+        if scale is not None:
+            scope.want(scale, (sum(parts.values()),), partial(self._fill, scale))
         scope.hold(self)
 
     def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
@@ -41,10 +49,20 @@ class Linear:
     def _fill(self, name: str, tensor: Tensor) -> None:
         """Packs when the last part has come; until then at most one layer's parts are kept twice."""
         self._arrived[name] = tensor
-        if len(self._arrived) == len(self._weights) + len(self._biases):
-            bias = _stacked([self._arrived.pop(part) for part in self._biases]) if self._biases else None
-            weight = _stacked([self._arrived.pop(part) for part in self._weights])
-            self.packed = self._ops.pack_linear(weight, bias)
+        if len(self._arrived) < len(self._weights) + len(self._biases) + (self._scale is not None):
+            return
+        bias = _stacked([self._arrived.pop(part) for part in self._biases]) if self._biases else None
+        weight = _stacked([self._arrived.pop(part) for part in self._weights])
+        if self._scale is not None:
+            factors = self._arrived.pop(self._scale)
+            weight = _scaled(weight, factors[:, None])
+            bias = None if bias is None else _scaled(bias, factors)
+        self.packed = self._ops.pack_linear(weight, bias)
+
+
+def _scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+    """The product in float32, rounded once."""
+    return (tensor.float() * factors.float()).to(tensor.dtype)
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
@@ -137,13 +155,13 @@ class Embedding:
 
 
 class GatedMlp:
-    """down(act(gate(x)) * up(x))"""
+    """down(act(gate(x)) * up(x)) + residual"""
 
-    def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: Activation) -> None:
+    def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: Activation, *, bias: bool = False) -> None:
         self._ops = scope.ops
         self._act = act
-        self._gate_up = Linear(scope, {"gate_proj": num_inner, "up_proj": num_inner}, num_channels, bias=False)
-        self._down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=False)
+        self._gate_up = Linear(scope, {"gate_proj": num_inner, "up_proj": num_inner}, num_channels, bias=bias)
+        self._down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.act_and_mul(self._gate_up(x), self._act))
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        return self._down(self._ops.act_and_mul(self._gate_up(x), self._act), residual=residual)

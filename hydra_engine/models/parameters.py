@@ -25,6 +25,7 @@ class Holder(Protocol):
 class Slot(NamedTuple):
     shape: tuple[int, ...]
     fill: Callable[[Tensor], None]  # takes the tensor in the compute dtype, on the device, and owns it
+    optional: bool = False
 
 
 class Demands:
@@ -51,8 +52,11 @@ class Scope:
     def at(self, name: str) -> Scope:
         return Scope(self.ops, self.dtype, self.device, self._demands, prefix=f"{self._prefix}{name}.")
 
-    def want(self, name: str, shape: tuple[int, ...], fill: Callable[[Tensor], None]) -> None:
-        self._demands.slots[self._prefix + name] = Slot(shape, fill)
+    def want(
+        self, name: str, shape: tuple[int, ...], fill: Callable[[Tensor], None], *, optional: bool = False
+    ) -> None:
+        """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it."""
+        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional)
 
     def skip(self, *prefixes: str) -> None:
         """Tensors whose names begin so may be in the checkpoint; they are not read."""

@@ -1,4 +1,4 @@
-"""Rotary positions: cosines and sines by position, for the rope types `default`, `linear` and `llama3`.
+"""Rotary positions: cosines and sines by position, for the rope types `default`, `linear`, `llama3` and `yarn`.
 
 A table, because a row's bits must not depend on its batch; it grows in pieces of one size, because they must not depend
 on how it grew either. Does not rotate anything: that is the backend's.
@@ -21,36 +21,80 @@ class RotaryTable:
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec)
+        self._factor = _number(spec, "attention_factor") if "attention_factor" in spec.rope_parameters else 1.0
         self._device = device
+        self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
         self._table = self._piece(0)  # [multiple of _PIECE, D]: cosines, then sines
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin, each [T, D/2] float32; `end` is more than the largest of the positions."""
+        """cos, sin, each [T, D/2] float32; positions [T], or [3, T] where pairs turn by different axes; `end` is more
+        than the largest of them."""
         while end > self._table.shape[0]:
             self._table = torch.cat((self._table, self._piece(self._table.shape[0])))
-        cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
-        return cos, sin
+        if self._axes is None:
+            cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
+            return cos, sin
+        places = positions.index_select(0, self._axes).t()  # [T, D/2]
+        cos_table, sin_table = self._table.chunk(2, dim=1)
+        return cos_table.gather(0, places), sin_table.gather(0, places)
 
     def _piece(self, begin: int) -> Tensor:
         angles = torch.arange(begin, begin + _PIECE, dtype=torch.float32)[:, None] * self._frequencies
-        return torch.cat((angles.cos(), angles.sin()), dim=1).to(self._device)
+        return (torch.cat((angles.cos(), angles.sin()), dim=1) * self._factor).to(self._device)
+
+
+def _axes(spec: LanguageSpec) -> Tensor:
+    """[D/2] int64: 0 time, 1 row, 2 column. In runs (Qwen2-VL), or in turns with time taking what the sections of rows
+    and columns leave (Qwen3-VL)."""
+    assert spec.rope_sections is not None
+    if not spec.rope_interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(spec.rope_sections))
+    axes = torch.zeros(sum(spec.rope_sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * spec.rope_sections[axis] : 3] = axis
+    return axes
 
 
 def frequencies(spec: LanguageSpec) -> Tensor:
     """[D/2] float32, with the arithmetic of transformers."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     plain = 1.0 / (spec.rope_theta**exponents)
-    numbers = {name: value for name, value in spec.rope_parameters.items() if isinstance(value, int | float)}
     match spec.rope_parameters.get("rope_type", "default"):
         case "default":
             return plain
         case "linear":
-            return plain / numbers["factor"]
+            return plain / _number(spec, "factor")
         case "llama3":
-            low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
-            turns = numbers["original_max_position_embeddings"] * plain / (2 * math.pi)
+            low, high = _number(spec, "low_freq_factor"), _number(spec, "high_freq_factor")
+            turns = _number(spec, "original_max_position_embeddings") * plain / (2 * math.pi)
             # 0: less than `low` turns in the original context, slowed down by the factor; 1: more than `high`, kept.
             share = ((turns - low) / (high - low)).clamp(0, 1)
-            return (1 - share) * plain / numbers["factor"] + share * plain
+            return (1 - share) * plain / _number(spec, "factor") + share * plain
+        case "yarn":
+            kept = 1 - _yarn_ramp(spec)
+            slowed = 1.0 / (_number(spec, "factor") * spec.rope_theta**exponents)
+            return slowed * (1 - kept) + plain * kept
         case kind:
-            raise ValueError(f"rope_type: expected default, linear or llama3, got {kind!r}")
+            raise ValueError(f"rope_type: expected default, linear, llama3 or yarn, got {kind!r}")
+
+
+def _yarn_ramp(spec: LanguageSpec) -> Tensor:
+    """[D/2] float32: 0 for pairs that turn more than beta_fast times in the original context, 1 for those that turn
+    less than beta_slow times."""
+    length, base = _number(spec, "original_max_position_embeddings"), spec.rope_theta
+
+    def pair(turns: float) -> float:
+        return spec.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair(_number(spec, "beta_fast")), pair(_number(spec, "beta_slow"))
+    if spec.rope_parameters["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    width = last - first or 0.001
+    return ((torch.arange(spec.head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+
+
+def _number(spec: LanguageSpec, name: str) -> float:
+    value = spec.rope_parameters[name]
+    assert isinstance(value, int | float), name
+    return value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache
@@ -16,26 +15,28 @@ from hydra_engine.models.decoder import Decoder
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.parameters import Demands, Slot
 
+Vision = Callable[[VisionInput], tuple[Tensor, ...]]
+
 
 class VisionLanguageModel:
     """Ready once every slot of `demands` was filled, which `registry.load_model` does.
 
-    `tower` maps VisionInput.pixels to features, `projector` maps those to rows of the image cache.
+    `vision` maps a batch of spans to the rows of the image cache, [M, C] for each of the cache's planes.
     """
+
+    deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
 
     def __init__(
         self,
         ops: Ops,
         demands: Demands,
         *,
-        tower: Callable[[Tensor], Tensor] | None,
-        projector: Callable[[Tensor], Tensor] | None,
+        vision: Vision | None,
         decoder: Decoder | None,
     ) -> None:
         self._ops = ops
         self._demands = demands
-        self._tower = tower
-        self._projector = projector
+        self._vision = vision
         self._decoder = decoder
 
     @property
@@ -52,12 +53,11 @@ class VisionLanguageModel:
         return sum(holder.nbytes for holder in self._demands.holders)
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
-        """Writes the projected features of all images to `batch.slots`."""
-        if self._tower is None or self._projector is None:
+        """Writes the features of all spans to `batch.slots`."""
+        if self._vision is None:
             raise ValueError("encode: expected a model with a vision tower, got one without")
-        pixels = batch.pixels if isinstance(batch.pixels, Tensor) else torch.stack(batch.pixels)
-        features = self._projector(self._tower(pixels))  # [M, C]
-        self._ops.write_cache(image_cache, 0, (features.unsqueeze(1),), batch.slots)
+        for plane, features in enumerate(self._vision(batch)):
+            self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
         """[B', V] float32: the logits of `batch.logit_rows`, in their order."""

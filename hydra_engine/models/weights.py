@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.errors import CheckpointError
+from hydra_engine.models.family import Renames
 from hydra_engine.models.safetensors_file import SafetensorsFile, TensorEntry
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.specs.fields import read_json
@@ -30,21 +31,11 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SHARD = re.compile(r"^model-\d+-of-\d+\.safetensors$")
 _SHOWN = 8  # names per complaint; the log has all of them
 
-# Names as of transformers 4 (in files and in memory) and 5 (in memory) -> as transformers 5 writes them.
-_ALIASES = (
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
-    ("model.vision_tower.vision_model.", "vision_tower."),
-    ("model.vision_tower.", "vision_tower."),
-    ("vision_tower.vision_model.", "vision_tower."),
-)
-
 
 class Checkpoint:
-    """The weights files of a directory, open. `nested` says that names are those of a vision-language checkpoint."""
+    """The weights files of a directory, open. `renames` lead from the names in files to canonical ones."""
 
-    def __init__(self, model_dir: Path, *, nested: bool) -> None:
+    def __init__(self, model_dir: Path, renames: Renames = ()) -> None:
         self._files: dict[str, SafetensorsFile] = {}
         self._stored_names: dict[str, str] = {}  # canonical name -> name in its file
         self.entries: dict[str, TensorEntry] = {}  # by canonical name
@@ -55,7 +46,7 @@ class Checkpoint:
                 self._open_shards(model_dir)
             else:
                 raise _no_weights(model_dir)
-            self._collect(nested)
+            self._collect(renames)
         except BaseException:
             self.close()
             raise
@@ -85,28 +76,28 @@ class Checkpoint:
             raise CheckpointError(f"{INDEX} names files outside the model directory")
         missing = [name for name in names if not (model_dir / name).exists()]
         if missing:
-            raise CheckpointError(f"{INDEX} names files that are missing: {_listed(missing)}")
+            raise CheckpointError(f"{INDEX} names files that are missing: {listed(missing)}")
         extra = [p.name for p in model_dir.iterdir() if _SHARD.match(p.name) and p.name not in names]
         if extra:
-            raise CheckpointError(f"{INDEX} does not name these files of the directory: {_listed(extra)}")
+            raise CheckpointError(f"{INDEX} does not name these files of the directory: {listed(extra)}")
         self._open(model_dir, names)
         held = {(name, file.name) for file in self._files.values() for name in file.entries}
         disagreeing = {name for name, _ in held ^ {(name, str(place)) for name, place in places.items()}}
         if disagreeing:
-            raise CheckpointError(f"{INDEX} and the files disagree about where to find {_listed(disagreeing)}")
+            raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(disagreeing)}")
 
-    def _collect(self, nested: bool) -> None:
+    def _collect(self, renames: Renames) -> None:
         for file in self._files.values():
             for stored, entry in file.entries.items():
-                name = canonical_name(stored) if nested else stored
+                name = canonical_name(stored, renames)
                 if name in self.entries:
                     raise CheckpointError(f"tensor {name[:120]} is in the checkpoint twice")
                 self.entries[name] = entry
                 self._stored_names[name] = stored
 
 
-def canonical_name(name: str) -> str:
-    for old, new in _ALIASES:
+def canonical_name(name: str, renames: Renames) -> str:
+    for old, new in renames:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
@@ -123,13 +114,14 @@ def fill_model(
 ) -> None:
     """Reads in the order of the model's layers, so that what is fused is complete at once. Reports bytes as stored."""
     check_names(model, checkpoint.entries)
-    total = sum(checkpoint.entries[name].nbytes for name in model.slots)
+    slots = {name: slot for name, slot in model.slots.items() if name in checkpoint.entries}
+    total = sum(checkpoint.entries[name].nbytes for name in slots)
     done = 0
-    for name, slot in model.slots.items():
+    for name, slot in slots.items():
         stored = checkpoint.read(name)
         tensor = stored.to(device=device, dtype=dtype)
-        if check_finite and not _all_finite(tensor):
-            if _all_finite(stored):
+        if check_finite and not all_finite(tensor):
+            if all_finite(stored):
                 raise CheckpointError(f"tensor {name} holds values that {str(dtype).removeprefix('torch.')} cannot")
             raise CheckpointError(f"tensor {name} holds values that are not finite (NaN or infinity)")
         slot.fill(tensor)
@@ -141,7 +133,7 @@ def fill_model(
 def check_names(model: VisionLanguageModel, entries: dict[str, TensorEntry]) -> None:
     """One error for everything that is missing, surplus or of another shape than config.json says."""
     slots, unneeded = model.slots, model.unneeded
-    missing = [name for name in slots if name not in entries]
+    missing = [name for name, slot in slots.items() if name not in entries and not slot.optional]
     surplus = [name for name in entries if name not in slots and not name.startswith(unneeded)]
     misshaped = [
         f"{name} is {list(entries[name].shape)} instead of {list(slot.shape)}"
@@ -149,7 +141,7 @@ def check_names(model: VisionLanguageModel, entries: dict[str, TensorEntry]) -> 
         if name in entries and entries[name].shape != slot.shape
     ]
     found = {"missing": missing, "not expected": surplus, "of the wrong shape": misshaped}
-    complaints = [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+    complaints = [f"{what}: {listed(names)}" for what, names in found.items() if names]
     if complaints:
         for what, names in found.items():
             for name in names:
@@ -157,12 +149,12 @@ def check_names(model: VisionLanguageModel, entries: dict[str, TensorEntry]) -> 
         raise CheckpointError(f"the weights do not fit config.json; {'; '.join(complaints)}")
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """NaN passes through minimum and maximum, infinities are one of them; far cheaper than a mask."""
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown = ", ".join(name[:120] for name in ordered[:_SHOWN])
     return shown + (f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else "")

@@ -92,9 +92,7 @@ class Metrics(Collector):
         totals.prefix_queries += usage.prompt_tokens
         totals.prefix_hits += usage.cached_tokens
         totals.images += usage.num_images
-        stages = {span.stage for span in result.timeline}
-        if "prefill" in stages and "encode" not in stages:
-            totals.cached_images += usage.num_images
+        totals.cached_images += usage.cached_images
         self._observe_times(result)
         self._observe_stages(result.timeline)
 
@@ -170,7 +168,11 @@ class Metrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hits),
             ("vllm:mm_cache_queries", "Images of finished requests.", totals.images),
-            ("vllm:mm_cache_hits", "Images of requests that needed no encoder step.", totals.cached_images),
+            (
+                "vllm:mm_cache_hits",
+                "Images of finished requests that needed no encode of their own.",
+                totals.cached_images,
+            ),
         ):
             yield self._counter(name, help, value)
 
@@ -213,7 +215,11 @@ class Metrics(Collector):
 
     def _step_counters(self, status: Status) -> Iterator[Metric]:
         for name, help, value in (
-            ("vllm:prompt_tokens", "Prompt tokens computed.", status.prompt_tokens),
+            (
+                "vllm:prompt_tokens",
+                "Prompt tokens computed, those found in the cache not counted.",
+                status.prompt_tokens,
+            ),
             ("vllm:generation_tokens", "Tokens generated.", status.generation_tokens),
             ("vllm:num_preemptions", "Requests that had to give up their KV blocks.", status.num_preemptions),
             ("hydra:images_encoded", "Images that went through the encoder.", status.images_encoded),

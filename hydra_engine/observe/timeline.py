@@ -13,7 +13,7 @@ from hydra_engine.core.outputs import RequestMetrics, StageSpan
 
 # The order in which a request meets them; a wait is drawn even when it took no time.
 _ORDER = (
-    *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "prefill_wait", "prefill"),
+    *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "prefill_wait", "cached", "prefill"),
     *("preempted", "decode_wait", "decode"),
 )
 _ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}

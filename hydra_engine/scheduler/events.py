@@ -34,6 +34,8 @@ class FinishEvent:
     error: ErrorInfo | None = None
     spans: tuple[StageSpan, ...] = ()
     num_preemptions: int = 0
+    cached_tokens: int = 0
+    cached_images: int = 0
 
 
 Event = TokenEvent | FinishEvent

@@ -6,6 +6,8 @@ what waits for an encode is passed over. The rules of age are in `policy.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hydra_engine.cache.table import BlockTable
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import StepId
@@ -67,14 +69,14 @@ class LanguagePlanner:
             if state.request.id not in self._book.prefilling:
                 continue  # gave way to an older one just now
             timeline = self._book.timelines[state.request.id]
-            chunk = min(state.num_computable - state.num_computed, budget)
+            chunk = _chunk(state, budget)
             if policy.is_stalled(state):
                 timeline.cause = "images"
             elif not chunk:
                 timeline.cause = "budget"
             elif self._grow_for_chunk(state, state.num_computed + chunk, now):
                 rows.append(self._chunk_row(state, chunk))
-                budget -= chunk
+                budget = max(0, budget - chunk)
             else:
                 timeline.cause = "kv blocks"
                 return budget, state  # it has taken what younger prefills had
@@ -112,13 +114,15 @@ class LanguagePlanner:
             if not budget or (short is not None and state.order > short.order):
                 book.timelines[state.request.id].cause = "budget" if not budget else "kv blocks"
                 return
-            is_early = state.waits_for_images
-            if is_early:
+            if state.trusts_cache:
+                book.recheck(state, now)
+            if state.waits_for_images:
                 allowed = policy.may_start_early(state, head=state is head, num_early=num_early, limit=limit)
                 if not allowed or not state.num_computable:
                     continue
             insists = policy.may_insist(state, head=state is head)
-            if not self._has_room(state, insists, now):
+            found = book.prefixes.find(state)
+            if not self._has_room(state, found, insists, now):
                 book.timelines[state.request.id].cause = "kv blocks" if insists else "images"
                 if not insists:
                     continue
@@ -127,11 +131,11 @@ class LanguagePlanner:
                 if saved or len(passed) >= policy.MAX_PASSED or self._is_full():
                     return
                 continue
-            chunk = min(state.num_computable, budget)
-            self._admit(state, chunk)
-            rows.append(self._chunk_row(state, chunk))
-            budget -= chunk
-            num_early += is_early
+            self._admit(state, len(found), budget, now)
+            if chunk := _chunk(state, budget):
+                rows.append(self._chunk_row(state, chunk))
+                budget = max(0, budget - chunk)
+            num_early += state.waits_for_images
             for other in passed:
                 other.num_bypassed += 1
             if any(other.num_bypassed >= self._max_bypass for other in passed):
@@ -140,22 +144,28 @@ class LanguagePlanner:
     def _is_full(self) -> bool:
         return len(self._kv.tables) >= self._max_seqs
 
-    def _has_room(self, state: RequestState, insists: bool, now: float) -> bool:
-        """A free place among the sequences and blocks for all that the request has to prefill; who insists takes them
-        from younger prefills that stand before an image."""
-        demand = self._kv.blocks_for(policy.kv_tokens_to_admit(state))
-        while self._is_full() or self._kv.num_free - len(self._book.decoding) < demand:
+    def _has_room(self, state: RequestState, found: Sequence[int], insists: bool, now: float) -> bool:
+        """A free place among the sequences and blocks for all that the request has to prefill, those `found` in the
+        cache included; who insists takes them from younger prefills that stand before an image."""
+        num_tokens = policy.kv_tokens_to_admit(state)
+        reserve = len(self._book.decoding)
+        while self._is_full() or self._kv.num_free - reserve < self._kv.num_to_take(num_tokens, found):
             victim = policy.stalled_younger_than(state, self._book.prefilling) if insists else None
             if victim is None:
                 return False
             self._book.preempt(victim, now)
         return True
 
-    def _admit(self, state: RequestState, chunk: int) -> None:
-        """Grants the blocks of the first chunk; after a preemption those of everything."""
-        granted = self._grow(state, state.max_tokens if state.num_preemptions else chunk)
+    def _admit(self, state: RequestState, num_found: int, budget: int, now: float) -> None:
+        """Grants what was found in the cache and the blocks of the first chunk, after a preemption those of everything.
+
+        What was found may reach to an image without features. Then there is no chunk yet, but the features that lie
+        before are let go, which the image may be waiting for.
+        """
+        self._book.start(state, num_found, now)
+        num_tokens = state.max_tokens if state.num_preemptions else state.num_computed + _chunk(state, budget)
+        granted = self._grow(state, num_tokens)
         assert granted, "room was found and is gone"
-        state.num_bypassed = 0
         self._book.place(state)
 
     # ---- rows
@@ -183,9 +193,16 @@ class LanguagePlanner:
         for index, image in enumerate(state.request.images):
             first, last = max(image.start, start), min(image.end, end)
             if first < last:
-                block_ids = self._book.images.tables[(state.request.id, index)].block_ids
+                block_ids = self._book.features.block_ids(state.image_keys[index])
                 found.append(ImageSlice(first - start, last - first, first - image.start, block_ids))
         return tuple(found)
+
+
+def _chunk(state: RequestState, budget: int) -> int:
+    """How many tokens of a prefill come next: at most `budget`, unless an image that must not be cut needs more."""
+    start = state.num_computed
+    end = min(state.num_computable, start + budget)
+    return policy.chunk_end(start, end, state.request.images) - start
 
 
 def _decode_row(state: RequestState, table: BlockTable) -> LanguageRow:

@@ -7,9 +7,11 @@ always gets on and by induction everybody does. The planners in `language.py` an
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from hydra_engine.core.ids import FeatureKey
+from hydra_engine.core.media import ImageItem
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.queues import ArrivalQueue
 
@@ -41,15 +43,15 @@ def is_stalled(state: RequestState) -> bool:
 def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: int) -> bool:
     """Whether a request may start prefill while some of its images have no features yet.
 
-    Anyone may while few do. The `head` (the oldest that waits for images) always may once its first image is encoded:
-    its images may exceed the image cache together, so that the first must be consumed before the last is encoded.
+    Anyone may while few do. The `head` (the oldest that waits for images) always may once its first image needs nothing
+    more: its images may exceed the image cache together, so that the first must be consumed before the last is encoded.
     """
     return may_insist(state, head=head) or (num_early < limit and not state.num_preemptions)
 
 
 def may_insist(state: RequestState, *, head: bool) -> bool:
     """Whether a waiting request may take room from younger prefills that stand before an image."""
-    return not state.waits_for_images or (head and state.images[0] == ImageProgress.ENCODED)
+    return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
 
 
 def candidates(waiting: Iterable[RequestState], encoding: ArrivalQueue, limit: int) -> Iterator[RequestState]:
@@ -68,26 +70,40 @@ def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> Reque
     return found
 
 
-def features_to_take(
-    state: RequestState, index: int, holders: Iterable[tuple[RequestState, int, int]], num_blocks: int
-) -> list[tuple[RequestState, int]]:
-    """Which encoded images give way so that image `index` of `state` gets `num_blocks` more blocks: the latest first,
-    none before it in (arrival, prompt) order, none that a step is reading. Empty if that is not enough.
+def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
+    """Where a chunk that may hold positions [start, end) ends: never inside an image whose rows see each other. Before
+    it, or behind it if the chunk would be empty otherwise, even if that is more than the step should hold."""
+    for image in images:
+        if image.whole and image.start < end < image.end:
+            return image.start if image.start > start else image.end
+    return end
 
-    `holders` are (state, image index, blocks) of everything encoded.
+
+def features_to_take(
+    state: RequestState,
+    index: int,
+    holders: Iterable[tuple[FeatureKey, Sequence[tuple[RequestState, int]], int]],
+    num_blocks: int,
+) -> list[FeatureKey]:
+    """Which encoded features give way so that image `index` of `state` gets `num_blocks` more blocks: the latest first,
+    none that an image before it in (arrival, prompt) order uses, none that a step is reading. Empty if that is not
+    enough.
+
+    `holders` are (key, images that use it, blocks) of everything encoded. Features are as old as their oldest user.
     """
-    later = [
-        (other.order, i, blocks, other)
-        for other, i, blocks in holders
-        if (other.order, i) > (state.order, index) and not _is_being_read(other, i)
-    ]
-    later.sort(key=lambda entry: entry[:2], reverse=True)
+    asking = (state.order, index)
+    later = []
+    for key, users, blocks in holders:
+        age = min((other.order, i) for other, i in users)
+        if age > asking and not any(_is_being_read(other, i) for other, i in users):
+            later.append((age, blocks, key))
+    later.sort(reverse=True)
     taken, found = 0, []
-    for _, i, blocks, other in later:
+    for _, blocks, key in later:
         if taken >= num_blocks:
             break
         taken += blocks
-        found.append((other, i))
+        found.append(key)
     return found if taken >= num_blocks else []
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from hydra_engine.cache.ledger import ImageKey, LedgerSnapshot
+from hydra_engine.cache.ledger import LedgerSnapshot
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, LanguageRow, RowOutcome, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
@@ -55,17 +55,18 @@ class StageScheduler:
         self,
         role: Role,
         kv: CacheManager[RequestId],
-        images: CacheManager[ImageKey],
+        images: CacheManager[FeatureKey],
         config: SchedulerConfig,
         *,
         instance: str,
+        reuse: bool = True,
         budgets: Budgets | None = None,
     ) -> None:
         if Role.P not in role or Role.D not in role:
             raise ConfigError(f"an instance must prefill and decode, not only {role.letters}", param="topology")
         self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
         self._max_queue = config.max_queue
-        self._book = RequestBook(kv, images, instance)
+        self._book = RequestBook(kv, images, instance, reuse=reuse)
         budgets = budgets if budgets is not None else Budgets.from_config(config)
         self._vision = VisionPlanner(self._book, budgets, config)
         self._language = LanguagePlanner(self._book, budgets, config)
@@ -124,15 +125,18 @@ class StageScheduler:
         plan = self._vision_plans.pop(result.step_id)
         outcomes = {(outcome.request_id, outcome.image_index): outcome for outcome in result.outcomes}
         patches: dict[RequestId, int] = {}
+        sharing: dict[RequestId, RequestState] = {}
         for item in plan.items:
             patches[item.request_id] = patches.get(item.request_id, 0) + item.num_patches
             state = self._book.states[item.request_id]
-            state.images[item.image_index] = ImageProgress.ENCODED
             error = outcomes[item.request_id, item.image_index].error
             if error is None:
                 self._images_encoded += 1
             elif state.ending is None:
                 self._book.end(state, Ending(FinishReason.ERROR, error=error))
+            key = state.image_keys[item.image_index]
+            users = self._book.finish_features(key, result.ended_s, failed=error is not None)
+            sharing |= {user.request.id: user for user in users}
         events: list[Event] = []
         for request_id, count in patches.items():
             state = self._book.states[request_id]
@@ -142,8 +146,10 @@ class StageScheduler:
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
             if not more and not state.num_scheduled:
                 timeline.images_ready(result.ended_s)
-            self._book.place(state)
             events += self._finish_if_unused(state, now)
+        for request_id, state in sharing.items():
+            if request_id not in patches and state.ending is None and not state.waits_for_images:
+                self._book.images_settled(state, result.ended_s)
         return events
 
     def on_language(self, result: LanguageResult, now: float) -> list[Event]:
@@ -184,6 +190,7 @@ class StageScheduler:
         if row.sample:
             assert outcome.token_id is not None, "a row that samples came back without a token"
             self._take_token(state, outcome, events)
+            self._book.prefixes.lend(state)
         if not row.is_decode and state.ending is None:
             self._book.place(state)
 
@@ -192,7 +199,7 @@ class StageScheduler:
         assert token_id is not None
         events.append(TokenEvent(state.request.id, len(state.generated), token_id, outcome.logprobs))
         if not state.generated:
-            self._prompt_tokens += state.request.num_prompt
+            self._prompt_tokens += state.request.num_prompt - state.cached_tokens
         state.generated.append(token_id)
         self._generation_tokens += 1
         if token_id in state.stop_ids:
@@ -216,6 +223,8 @@ class StageScheduler:
                 error=ending.error,
                 spans=spans,
                 num_preemptions=state.num_preemptions,
+                cached_tokens=state.cached_tokens,
+                cached_images=state.cached_images,
             )
         ]
 
@@ -234,8 +243,8 @@ class StageScheduler:
             num_encoding=len(book.encoding),
             kv_blocks_used=book.kv.num_held,
             kv_blocks_total=book.kv.num_blocks,
-            image_blocks_used=book.images.num_held,
-            image_blocks_total=book.images.num_blocks,
+            image_blocks_used=book.features.num_held,
+            image_blocks_total=book.features.num_blocks,
             num_preemptions=book.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,

@@ -75,11 +75,25 @@ class Timeline:
         self._add("encode", started_s, ended_s, lane="vision", batch=batch, tokens=patches)
         self._encode_since_s = ended_s if more else None
 
+    def images_found(self, now: float) -> None:
+        """No image needs an encode any more: others have encoded the last one, or computed its KV."""
+        if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
+            self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="shared")
+        self._encode_since_s = None
+
+    def reused(self, now: float, tokens: int) -> None:
+        """KV of that many tokens was found in the cache."""
+        self._add("cached", now, now, tokens=tokens)
+
     def images_ready(self, now: float) -> None:
-        """The last image that prefill waited for is encoded: what it waits for from here on is another cause."""
+        """The last image that prefill waited for is encoded."""
+        self.waits_for("queue", now)
+
+    def waits_for(self, cause: str, now: float) -> None:
+        """What the request waits for from here on is another cause."""
         if self._prefill_since_s is not None and now > self._prefill_since_s:
             self._end_wait(now)
-            self._prefill_since_s, self.cause = now, "queue"
+            self._prefill_since_s, self.cause = now, cause
 
     def prefilled(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
         """One prefill chunk; `more` when it was not the last one."""

@@ -35,8 +35,10 @@ class VisionPlanner:
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
         for state, index in self._in_order():
+            if state.images[index] != ImageProgress.WAITING:
+                continue  # the same picture is in the step already
             image = state.request.images[index]
-            num_blocks = self._book.images.blocks_for(image.num_tokens)
+            num_blocks = self._book.features.blocks_for(image.num_tokens)
             if items and used + image.num_patches > budget:
                 num_skipped += 1
                 reserved += num_blocks
@@ -51,9 +53,7 @@ class VisionPlanner:
         if not items:
             return None
         for request_id in {item.request_id for item in items}:
-            state = self._book.states[request_id]
-            state.plans_in_flight += 1
-            self._book.place(state)
+            self._book.states[request_id].plans_in_flight += 1
         return VisionPlan(step_id, tuple(items))
 
     def _in_order(self) -> list[tuple[RequestState, int]]:
@@ -67,27 +67,24 @@ class VisionPlanner:
     def _make_room(self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float) -> bool:
         """Whether the image can have its blocks, after taking those of later images if it must and nothing is put
         aside for an earlier one."""
-        images = self._book.images
-        if images.num_free >= reserved + num_blocks:
+        features = self._book.features
+        if features.num_free >= reserved + num_blocks:
             return True
         if reserved:
             return False
-        missing = num_blocks - images.num_free
-        for other, other_index in policy.features_to_take(state, index, self._book.encoded_images(), missing):
-            self._book.take_features(other, other_index, now)
-        return images.num_free >= num_blocks
+        missing = num_blocks - features.num_free
+        for key in policy.features_to_take(state, index, self._book.encoded_features(), missing):
+            self._book.take_features(key, now)
+        return features.num_free >= num_blocks
 
     def _item(self, state: RequestState, index: int) -> EncodeItem:
         request, image = state.request, state.request.images[index]
-        key = (request.id, index)
-        granted = self._book.images.grow(key, image.num_tokens, max_tokens=image.num_tokens)
-        assert granted, "room was made and is gone"
-        state.images[index] = ImageProgress.ENCODING
+        self._book.reserve_features(state, index)
         return EncodeItem(
             request_id=request.id,
             image_index=index,
             digest=image.digest,
             num_patches=image.num_patches,
             num_tokens=image.num_tokens,
-            block_ids=self._book.images.tables[key].block_ids,
+            block_ids=self._book.features.block_ids(state.image_keys[index]),
         )

@@ -42,6 +42,7 @@ class Metrics(msgspec.Struct, frozen=True):
     prefill_s: float
     decode_s: float
     num_preemptions: int
+    cached_images: int
     timeline: tuple[outputs.StageSpan, ...]
 
 
@@ -171,6 +172,7 @@ def metrics_of(result: Result) -> Metrics:
         prefill_s=m.prefill_s,
         decode_s=m.decode_s,
         num_preemptions=m.num_preemptions,
+        cached_images=result.usage.cached_images,
         timeline=result.timeline,
     )
 

@@ -26,7 +26,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     messages = plain_messages(asked.messages)
     return await respond(
         request,
-        lambda: engine.asubmit(messages=messages, sampling=sampling, request_id=identity.id),
+        lambda: engine.asubmit(
+            messages=messages, sampling=sampling, request_id=identity.id, cache_salt=asked.cache_salt or ""
+        ),
         ChatAnswer(asked, identity),
         stream=bool(asked.stream),
     )

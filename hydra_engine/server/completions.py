@@ -28,7 +28,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompt = asked.one_prompt()
     return await respond(
         request,
-        lambda: engine.asubmit(prompt, sampling=sampling, request_id=identity.id, raw=True),
+        lambda: engine.asubmit(
+            prompt, sampling=sampling, request_id=identity.id, raw=True, cache_salt=asked.cache_salt or ""
+        ),
         CompletionAnswer(asked, identity),
         stream=bool(asked.stream),
     )

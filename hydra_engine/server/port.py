@@ -56,6 +56,7 @@ class EnginePort(Protocol):
         request_id: str | None = None,
         raw: bool = False,
         slo: Slo | None = None,
+        cache_salt: str = "",
     ) -> Handle:
         """Fetches, decodes, renders, tokenises and admits before it returns. Raises the request's HydraError;
         cancelling the call gives up everything that it has begun."""

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_PROMPT_TOKENS = 1 << 20
+MAX_SALT_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the legacy endpoint
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -67,6 +68,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     request_id: RequestName | None = None
     return_metrics: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -90,9 +92,19 @@ class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
     image_url: ImageUrl | str
 
 
+class VideoUrl(msgspec.Struct, frozen=True):
+    url: str
+
+
+class VideoPart(msgspec.Struct, frozen=True, tag_field="type", tag="video_url"):
+    """As vLLM's server takes it; OpenAI's API has no videos."""
+
+    video_url: VideoUrl | str
+
+
 class Message(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart | ImagePart], Meta(max_length=MAX_PARTS)] | str | None = None
+    content: Annotated[list[TextPart | ImagePart | VideoPart], Meta(max_length=MAX_PARTS)] | str | None = None
     tool_calls: Annotated[list[msgspec.Raw], Meta(max_length=0)] | None = None
 
 
@@ -159,7 +171,7 @@ def _sampling(fields: SamplingFields, **chosen: Any) -> SamplingParams:
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the engine takes them: known keys only, developer as system, pictures as image_url objects."""
+    """Messages as the engine takes them: known keys only, developer as system, pictures and videos as objects with a URL."""
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -172,9 +184,12 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
     return {"role": role, "content": [_plain_part(part) for part in message.content]}
 
 
-def _plain_part(part: TextPart | ImagePart) -> dict[str, Any]:
+def _plain_part(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
+    if isinstance(part, VideoPart):
+        url = part.video_url.url if isinstance(part.video_url, VideoUrl) else part.video_url
+        return {"type": "video_url", "video_url": {"url": url}}
     picture = part.image_url if isinstance(part.image_url, ImageUrl) else ImageUrl(part.image_url)
     if picture.detail in ("low", "high"):  # every picture gets the model's own resolution
         _log_once("image_url.detail")
@@ -229,7 +244,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "priority": (0,),
-    "cache_salt": (),
     "prompt_embeds": (),
     "kv_transfer_params": (),
     "lora_path": (),

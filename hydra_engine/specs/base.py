@@ -6,41 +6,111 @@ from it; `models/` builds modules that agree with it. Does not know tensors, wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
-
-from hydra_engine.core.media import ImageItem
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class ImageGeometry(NamedTuple):
-    """What a picture of some size becomes."""
+class View(NamedTuple):
+    """How pictures for the tower are cut out of a source picture, as integers.
 
-    width: int  # of the processed picture, pixels
+    The source is resized to `resize`, laid with its corner at (left, top) on a black canvas (negative: cut off there),
+    and the canvas is cut into tiles of one size, row by row. Sizes are (width, height) in pixels.
+    """
+
+    resize: tuple[int, int]
+    canvas: tuple[int, int]
+    corner: tuple[int, int]  # (left, top)
+    tile: tuple[int, int]
+    source: int = 0  # which of several source pictures: the frames of a video
+
+    @classmethod
+    def whole(cls, width: int, height: int, source: int = 0) -> View:
+        """The source stretched to one picture."""
+        return cls((width, height), (width, height), (0, 0), (width, height), source)
+
+    @property
+    def num_tiles(self) -> int:
+        return (self.canvas[0] // self.tile[0]) * (self.canvas[1] // self.tile[1])
+
+
+class ItemPlan(NamedTuple):
+    """One span of features to come: the next `num_pictures` pictures that the views make, of size width x height."""
+
+    width: int
     height: int
-    num_patches: int  # rows of the vision tower, CLS token not counted
+    num_pictures: int
+    num_patches: int  # rows of the vision tower, CLS tokens not counted
     num_tokens: int  # placeholders in the prompt, rows in the image cache
     grid: tuple[int, int, int]  # (time, rows, columns) in patches
+    rows: int = 0  # of tokens, for multimodal rotary positions; rows * columns == num_tokens there
+    columns: int = 0
+    time: int = 0  # temporal position, relative to the first span of its video
+    continues: bool = False  # the video of the span before goes on: same origin of positions
+    whole: bool = False  # its rows see each other: no chunk of a prefill ends inside it
+
+
+class MediaPlan(NamedTuple):
+    """What a picture or a video of some size becomes. `parts` take the placeholder's place in the prompt, in order:
+    text (tokenised, special tokens understood) and spans. `around` are tokens directly before and behind the
+    placeholder that go with it, where they are there. `number` is text around the picture's number in its prompt, which
+    then comes before the parts."""
+
+    views: tuple[View, ...]
+    parts: tuple[str | ItemPlan, ...]
+    around: tuple[str, str] = ("", "")
+    number: tuple[str, str] | None = None
+
+    @property
+    def items(self) -> tuple[ItemPlan, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ItemPlan))
+
+    def parts_of(self, number: int) -> tuple[str | ItemPlan, ...]:
+        """`parts` of the picture (video) before which a prompt has `number` others of its kind."""
+        if self.number is None:
+            return self.parts
+        opening, closing = self.number
+        return (f"{opening}{number}{closing}", *self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of features; text around them is not counted."""
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_patches(self) -> int:
+        return sum(item.num_patches for item in self.items)
+
+
+class VideoInfo(NamedTuple):
+    """A video as its file or its list of frames says."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: float  # of the source
+
+
+class VideoPlan(NamedTuple):
+    """Which source frames are decoded (`View.source` is an index into `frames`) and what they become."""
+
+    frames: tuple[int, ...]
+    media: MediaPlan
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessSpec:
-    """How pixels get from a decoded RGB picture to the tower, with transformers' field meanings.
+    """What happens to pixels besides resizing, which views say: `resample`, then x * rescale, - mean, / std.
 
-    `resize` is "shortest_edge" (then centre crop to crop_height x crop_width), or "exact".
+    `identity` goes into every digest: it names the family and all settings that change pixels.
     """
 
-    resize: str
-    shortest_edge: int
-    crop_width: int
-    crop_height: int
     resample: str  # "bicubic", "bilinear", "lanczos", "nearest"
     rescale: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    identity: str  # part of every image digest: family, sizes, resample; changes when the pixels would
+    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +126,13 @@ class LanguageSpec:
     rope_theta: float
     max_position: int
     tie_embeddings: bool
-    attention_bias: bool = False
+    attention_bias: bool = False  # of queries, keys and values
+    output_bias: bool = False  # of attention's output projection
+    qk_norm: bool = False  # RMS norm of every query and key head before the rotation (qwen3)
     hidden_act: str = "silu"
     rope_parameters: dict[str, object] = field(default_factory=dict)
+    rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column); sum is head_dim / 2
+    rope_interleaved: bool = False  # pairs take their axes in turns instead of in three runs
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
@@ -66,8 +140,10 @@ class LanguageSpec:
     def num_parameters(self) -> int:
         """Weights of the decoder with embeddings and head."""
         c, d = self.hidden_size, self.head_dim
-        attention = c * (self.num_heads + 2 * self.num_kv_heads) * d + self.num_heads * d * c
-        layer = attention + 3 * c * self.intermediate_size + 2 * c
+        width = (self.num_heads + 2 * self.num_kv_heads) * d
+        attention = c * width + self.num_heads * d * c
+        biases = width * self.attention_bias + c * self.output_bias
+        layer = attention + biases + 2 * d * self.qk_norm + 3 * c * self.intermediate_size + 2 * c
         return self.num_layers * layer + self.vocab_size * c * (1 if self.tie_embeddings else 2) + c
 
     def flops_per_token(self, num_context: int) -> int:
@@ -94,21 +170,27 @@ class VisionSpec(Protocol):
         ...
 
     @property
-    def max_tokens_per_image(self) -> int: ...
+    def max_tokens_per_image(self) -> int:
+        """Of all spans of one picture together, separators between them not counted."""
+        ...
+
+    @property
+    def max_tokens_per_item(self) -> int: ...
 
     @property
     def max_patches_per_image(self) -> int: ...
 
-    def geometry(self, width: int, height: int) -> ImageGeometry:
-        """Of a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take."""
+    def plan_image(self, width: int, height: int) -> MediaPlan:
+        """For a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take."""
+        ...
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        """Raises InvalidRequest where the family takes no videos, InvalidImage for a shape that it cannot take."""
         ...
 
     def num_parameters(self) -> int: ...
 
     def flops(self, num_patches: int) -> int: ...
-
-
-PositionRule = Callable[[int, Sequence[ImageItem]], "list[int] | list[list[int]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +201,18 @@ class ModelSpec:
     architecture: str  # architectures[0] of config.json
     language: LanguageSpec
     vision: VisionSpec | None
-    image_token_id: int | None
+    image_token_id: int | None  # the placeholder of one picture in a rendered prompt, and of each of its features
     bos_token_id: int | None
     pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the stored weights: "bfloat16", ...
+    video_token_id: int | None = None  # None: the family takes no videos
 
     @property
     def max_model_len(self) -> int:
         return self.language.max_position
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """Of one picture in a rendered prompt."""
+        return self.image_token_id

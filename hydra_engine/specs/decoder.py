@@ -1,16 +1,18 @@
-"""Decoders of the Llama kind (llama, mistral, qwen2): from the text part of config.json to a LanguageSpec.
+"""Decoders of the Llama kind (llama, mistral, qwen2, qwen3): from the text part of config.json to a LanguageSpec.
 
-Knows both generations of rotary settings and which fields transformers leaves out of a nested config because they equal
-its defaults. Does not know about images.
+Knows the text models inside vision-language models, by the names that configs give them, and which fields transformers
+leaves out of a nested config because they equal its defaults. Rotary settings are read by `rope.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.base import DTYPE_BYTES, LanguageSpec
 from hydra_engine.specs.fields import Fields
+from hydra_engine.specs.rope import Sections, rope_settings
 
 # Names of config.json -> names of `backend.base.Activation`.
 ACTIVATIONS = {
@@ -21,31 +23,73 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
-ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderDefaults:
-    """transformers' defaults of one text model type; it writes a nested config without the fields that equal them."""
+    """transformers' defaults of one text model type (it writes a nested config without the fields that equal them), and
+    what the type has whatever a config says.
+
+    `biases`: "qkv" always there and nowhere else; "option": of all four projections, where attention_bias says so.
+    `windowed`: whether sliding_window counts always, where use_sliding_window says so, or never.
+    """
 
     intermediate_size: int
     num_kv_heads: int | None  # None: as many as query heads
     vocab_size: int
     max_position: int
-    qkv_bias: bool = False
-    sliding_window: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_sections: Sections | None = None
+    rope_interleaved: bool = False
+    biases: Literal["none", "qkv", "option"] = "none"
+    qk_norm: bool = False
+    windowed: Literal["always", "option", "never"] = "never"
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
 
 
+_QWEN2 = DecoderDefaults(22016, 32, 151936, 32768, biases="qkv", windowed="option")
+_QWEN2_VL = DecoderDefaults(
+    29568,
+    8,
+    152064,
+    32768,
+    hidden_size=8192,
+    num_layers=80,
+    num_heads=64,
+    rms_eps=1e-5,
+    rope_theta=1e6,
+    rope_sections=(16, 24, 24),
+    biases="qkv",
+    windowed="option",
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
+_QWEN3 = DecoderDefaults(22016, 32, 151936, 32768, head_dim=128, biases="option", qk_norm=True, windowed="option")
+_QWEN3_VL = replace(
+    _QWEN3,
+    max_position=128000,
+    rope_theta=5e5,
+    rope_sections=(24, 20, 20),
+    rope_interleaved=True,
+    windowed="never",
+)
+# The text models of vision-language models go by a name of their own; older configs are flat, under the whole model's.
 DECODERS = {
-    "llama": DecoderDefaults(11008, None, 32000, 2048),
-    "mistral": DecoderDefaults(14336, 8, 32000, 131072, sliding_window=4096),
-    "qwen2": DecoderDefaults(22016, 32, 151936, 32768, qkv_bias=True, bos_token_id=None, eos_token_id=None),
+    "llama": DecoderDefaults(11008, None, 32000, 2048, biases="option", bos_token_id=1, eos_token_id=2),
+    "mistral": DecoderDefaults(14336, 8, 32000, 131072, windowed="always", bos_token_id=1, eos_token_id=2),
+    "qwen2": _QWEN2,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3": _QWEN3,
+    "qwen3_vl_text": _QWEN3_VL,
 }
 
 
@@ -63,33 +107,54 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
     """`nested` says that fields which equal transformers' defaults may be absent."""
     model_type = decoder_type(config)
     defaults = DECODERS[model_type]
-    hidden = config.integer("hidden_size", 4096 if nested else None)
-    num_heads = config.integer("num_attention_heads", 32 if nested else None)
+    hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
+    num_heads = config.integer("num_attention_heads", defaults.num_heads if nested else None)
     num_kv_heads = config.integer("num_key_value_heads", defaults.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-    head_dim = config.integer("head_dim", hidden // num_heads)
+    head_dim = config.integer("head_dim", defaults.head_dim or hidden // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd, rotary positions need an even one")
-    if config.flag("mlp_bias", False) or (config.flag("attention_bias", False) and model_type != "qwen2"):
-        raise CheckpointError(f"{model_type} checkpoints with biases in their linear layers are not supported")
-    rope = rope_parameters(config)
+    qkv_bias, output_bias = _biases(config, defaults, model_type)
+    max_position = config.integer("max_position_embeddings", defaults.max_position)
+    rope = rope_settings(
+        config,
+        head_dim=head_dim,
+        theta=defaults.rope_theta,
+        sections=defaults.rope_sections,
+        interleaved=defaults.rope_interleaved,
+        max_position=max_position,
+    )
     return LanguageSpec(
-        num_layers=config.integer("num_hidden_layers", 32 if nested else None),
+        num_layers=config.integer("num_hidden_layers", defaults.num_layers if nested else None),
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size", defaults.intermediate_size if nested else None),
         vocab_size=config.integer("vocab_size", defaults.vocab_size if nested else None),
-        rms_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=float(str(rope["rope_theta"])),
-        max_position=_max_position(config, defaults, model_type),
+        rms_eps=config.number("rms_norm_eps", defaults.rms_eps),
+        rope_theta=rope.theta,
+        max_position=_window(config, defaults, max(max_position, rope.stretched)),
         tie_embeddings=tie_embeddings,
-        attention_bias=defaults.qkv_bias,
+        attention_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=defaults.qk_norm,
         hidden_act=activation(config, "hidden_act", "silu"),
-        rope_parameters=rope,
+        rope_parameters=rope.parameters,
+        rope_sections=rope.sections,
+        rope_interleaved=rope.interleaved,
     )
+
+
+def _biases(config: Fields, defaults: DecoderDefaults, model_type: str) -> tuple[bool, bool]:
+    """Whether queries, keys and values have biases, and whether the output projection has one."""
+    asked = config.flag("attention_bias", False)
+    if config.flag("mlp_bias", False) or (asked and defaults.biases == "none"):
+        raise CheckpointError(f"{model_type} checkpoints with these biases in their linear layers are not supported")
+    if defaults.biases == "qkv":
+        return True, False
+    return asked, asked
 
 
 def activation(config: Fields, name: str, default: str) -> str:
@@ -99,33 +164,14 @@ def activation(config: Fields, name: str, default: str) -> str:
     return ACTIVATIONS[value]
 
 
-def rope_parameters(config: Fields) -> dict[str, object]:
-    """{"rope_type", "rope_theta", ...} from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    found = config.section_if_present("rope_parameters") or config.section_if_present("rope_scaling")
-    values = found or Fields({}, config.where)
-    kind = values.text("rope_type", values.text("type", "default"))
-    if kind not in ROPE_FIELDS:
-        raise CheckpointError(f"rope type {kind[:40]!r} is not supported; supported are {', '.join(ROPE_FIELDS)}")
-    if values.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
-    theta = values.number("rope_theta", config.number("rope_theta", 10000.0))
-    parameters: dict[str, object] = {"rope_type": kind, "rope_theta": theta}
-    for name in ROPE_FIELDS[kind]:
-        if name == "original_max_position_embeddings" and name not in values:
-            parameters[name] = config.number("max_position_embeddings")
-        else:
-            parameters[name] = values.number(name)
-    return parameters
-
-
-def _max_position(config: Fields, defaults: DecoderDefaults, model_type: str) -> int:
+def _window(config: Fields, defaults: DecoderDefaults, longest: int) -> int:
     """The longest context for which causal attention over everything is what the model computes."""
-    longest = config.integer("max_position_embeddings", defaults.max_position)
-    if model_type == "llama" or (model_type == "qwen2" and not config.flag("use_sliding_window", False)):
+    asked = defaults.windowed == "option" and config.flag("use_sliding_window", False)
+    if not asked and defaults.windowed != "always":
         return longest
     if "sliding_window" in config.values and config.get("sliding_window") is None:
         return longest
-    return min(longest, config.integer("sliding_window", defaults.sliding_window or 4096))
+    return min(longest, config.integer("sliding_window", 4096))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Slot of position p: `block_ids[p // S] * S + p % S`. Does not know requests, mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -17,6 +18,7 @@ from hydra_engine.backend.base import Ops
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import BlockIds, EncodeItem, LanguageRow
 from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.worker.positions import PromptPositions
 
 Int64s = npt.NDArray[np.int64]
 
@@ -34,8 +36,10 @@ def language_input(
     block_size: int,
     image_block_size: int,
     device: torch.device,
+    rope: Sequence[PromptPositions] | None = None,
 ) -> LanguageInput:
-    """At least one row, each with at least one token."""
+    """At least one row, each with at least one token. `rope` has the rows' multimodal rotary positions, for models that
+    have them."""
     num_rows = len(rows)
     counts = np.fromiter((len(row.token_ids) for row in rows), dtype=np.int64, count=num_rows)
     starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=num_rows)
@@ -47,12 +51,13 @@ def language_input(
     num_tokens = int(cu_q[-1])
     token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), dtype=np.int64, count=num_tokens)
     if num_tokens == num_rows:  # decodes only
-        row_of_token, positions = np.arange(num_rows), starts
+        row_of_token, places = np.arange(num_rows), starts
     else:
         row_of_token = np.repeat(np.arange(num_rows), counts)
-        positions = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
-    block_ids = tables[row_of_token, positions // block_size].astype(np.int64)
-    slots = block_ids * block_size + positions % block_size
+        places = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
+    positions = places if rope is None else _rope_positions(rows, rope)
+    block_ids = tables[row_of_token, places // block_size].astype(np.int64)
+    slots = block_ids * block_size + places % block_size
     sampled = np.fromiter((row.sample for row in rows), dtype=np.bool_, count=num_rows)
     logit_rows = (cu_q[1:][sampled] - 1).astype(np.int64)
     image_rows, image_slots = _image_merges(rows, cu_q, image_block_size, device)
@@ -65,9 +70,19 @@ def language_input(
         slots=_tensor(slots, device),
         attention=plan,
         logit_rows=_tensor(logit_rows, device),
+        position_end=int(positions.max()) + 1,
         image_rows=image_rows,
         image_slots=image_slots,
     )
+
+
+def _rope_positions(rows: Sequence[LanguageRow], rope: Sequence[PromptPositions]) -> Int64s:
+    """[3, T]"""
+    if all(row.is_decode for row in rows):
+        place = np.fromiter((row.start + known.delta for row, known in zip(rows, rope, strict=True)), dtype=np.int64)
+        return np.broadcast_to(place, (3, len(rows))).copy()
+    pieces = [known.of(row.start, len(row.token_ids)) for row, known in zip(rows, rope, strict=True)]
+    return np.concatenate(pieces, axis=1)
 
 
 def _block_tables(rows: Sequence[LanguageRow], num_blocks: Int64s) -> BlockIds:
@@ -105,13 +120,32 @@ def vision_input(
     block_size: int,
     device: torch.device,
 ) -> VisionInput:
-    """Images of one size; `images[i]` and `payloads[i]` belong to `items[i]`."""
-    height, width = payloads[0].height, payloads[0].width
-    pixels = np.stack([np.frombuffer(p.data, dtype=np.uint8).reshape(height, width, 3) for p in payloads])
+    """`images[i]` and `payloads[i]` belong to `items[i]`."""
     slots = np.concatenate([feature_slots(item.block_ids, 0, item.num_tokens, block_size) for item in items])
+    plain = not payloads[0].arrays
     return VisionInput(
-        pixels=_tensor(pixels, device), grids=tuple(image.grid for image in images), slots=_tensor(slots, device)
+        pixels=tuple(_pictures(payload, device) for payload in payloads) if plain else (),
+        sources=tuple((image.width, image.height) for image in images),
+        grids=tuple(image.grid for image in images),
+        slots=_tensor(slots, device),
+        arrays=() if plain else tuple(_arrays(payload, device) for payload in payloads),
     )
+
+
+def _pictures(payload: PixelPayload, device: torch.device) -> Tensor:
+    """uint8 [pictures, height, width, 3]. Copied, because bytes are read-only."""
+    flat = np.frombuffer(payload.data, dtype=np.uint8).copy()
+    return _tensor(flat.reshape(payload.count, payload.height, payload.width, 3), device)
+
+
+def _arrays(payload: PixelPayload, device: torch.device) -> dict[str, Tensor]:
+    arrays, begin = {}, 0
+    for layout in payload.arrays:
+        dtype, count = np.dtype(layout.dtype), math.prod(layout.shape)
+        values = np.frombuffer(payload.data, dtype=dtype, count=count, offset=begin).reshape(layout.shape)
+        arrays[layout.name] = _tensor(values.copy(), device)
+        begin += count * dtype.itemsize
+    return arrays
 
 
 def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

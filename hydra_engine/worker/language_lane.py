@@ -20,6 +20,7 @@ from hydra_engine.worker.batches import language_input
 from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
 
 
@@ -71,6 +72,7 @@ class LanguageLane:
             block_size=self._kv_cache.block_size,
             image_block_size=1 if self._image_cache is None else self._image_cache.block_size,
             device=self._device,
+            rope=_rope(records),
         )
         logits = self._model.forward(inputs, self._kv_cache, self._image_cache)
         poisoned |= self._faults.hit(MID_LANGUAGE_STEP, requests)
@@ -81,6 +83,11 @@ class LanguageLane:
                 host_logits[index] = np.nan
         chosen = iter(_sample(host_logits, [rows[i] for i in sampled], [records[i] for i in sampled]))
         return tuple(next(chosen) if row.sample else RowOutcome(row.request_id) for row in rows)
+
+
+def _rope(records: Sequence[WorkerRequest]) -> list[PromptPositions] | None:
+    known = [record.rope for record in records if record.rope is not None]
+    return known or None
 
 
 def _sample(logits: Logits, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> list[RowOutcome]:

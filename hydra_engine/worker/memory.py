@@ -51,7 +51,7 @@ def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.
     if spec.vision is not None and (Role.E in role or Role.P in role):
         vision = spec.vision
         image_block_bytes = config.cache.image_block_size * vision.num_planes * vision.feature_size * dtype.itemsize
-        num_image = _image_blocks(config, vision.max_tokens_per_image, image_block_bytes, share_bytes, reasons)
+        num_image = _image_blocks(config, vision.max_tokens_per_item, image_block_bytes, share_bytes, reasons)
     return CachePlan(
         num_kv, num_image, max_model_len, num_kv * kv_block_bytes, num_image * image_block_bytes, tuple(reasons)
     )
@@ -96,6 +96,9 @@ def _longest_request(
         )
     max_model_len = min(wanted_len, holds)
     least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
+    if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
+        reasons.append(f"pictures of more than {wanted_len - MIN_TEXT_TOKENS} tokens do not fit max_model_len")
+        least = wanted_len
     if max_model_len < least:
         raise ResourceError(
             f"the KV cache holds {holds} tokens but one request needs up to {least}; "

@@ -16,6 +16,7 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Recipe
 
 
@@ -44,3 +45,4 @@ class WorkerRequest:
     recipe: Recipe
     pixels: Mapping[ImageDigest, PixelPayload]
     pixel_bytes: int
+    rope: PromptPositions | None = None

@@ -13,7 +13,6 @@ import torch
 
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.clock import Clock
-from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import EncodeItem, EncodeOutcome, VisionPlan, VisionResult
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.worker.batches import vision_input
@@ -54,15 +53,9 @@ class VisionLane:
     def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[EncodeOutcome, ...]:
         poisoned = self._faults.hit(BEFORE_VISION_STEP, [record.request for record in records])
         payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
-        for group in _by_size(payloads):
-            inputs = vision_input(
-                [items[i] for i in group],
-                [records[i].request.images[items[i].image_index] for i in group],
-                [payloads[i] for i in group],
-                block_size=self._cache.block_size,
-                device=self._device,
-            )
-            self._model.encode(inputs, self._cache)
+        images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
+        inputs = vision_input(items, images, payloads, block_size=self._cache.block_size, device=self._device)
+        self._model.encode(inputs, self._cache)
         return tuple(self._checked(item, poisoned=item.request_id in poisoned) for item in items)
 
     def _checked(self, item: EncodeItem, *, poisoned: bool) -> EncodeOutcome:
@@ -74,11 +67,3 @@ class VisionLane:
         if poisoned or not bool(torch.isfinite(rows).all()):
             return EncodeOutcome(item.request_id, item.image_index, not_finite("image features"))
         return EncodeOutcome(item.request_id, item.image_index)
-
-
-def _by_size(payloads: Sequence[PixelPayload]) -> list[list[int]]:
-    """Indices of pictures of the same size, in order of first appearance."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, payload in enumerate(payloads):
-        groups.setdefault((payload.height, payload.width), []).append(index)
-    return list(groups.values())

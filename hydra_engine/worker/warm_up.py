@@ -9,7 +9,8 @@ import torch
 
 from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.specs.base import VisionSpec
+from hydra_engine.specs.base import LanguageSpec, VisionSpec
+from hydra_engine.specs.generic import GenericVisionSpec
 from hydra_engine.worker.ports import ServedModel
 from hydra_engine.worker.sampler import best_tokens
 
@@ -18,16 +19,19 @@ _MAX_TOKENS = 16  # of the prefill, and before the decode
 
 
 def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device) -> None:
-    geometry = vision.geometry(_SIDE, _SIDE)
-    pixels = torch.zeros((1, geometry.height, geometry.width, 3), dtype=torch.uint8, device=device)
-    slots = torch.full((geometry.num_tokens,), -1, dtype=torch.int64, device=device)
+    if isinstance(vision, GenericVisionSpec):
+        return  # its pictures are made elsewhere, and loading has run the tower on one
+    item = vision.plan_image(_SIDE, _SIDE).items[0]
+    pixels = torch.zeros((item.num_pictures, item.height, item.width, 3), dtype=torch.uint8, device=device)
+    slots = torch.full((item.num_tokens,), -1, dtype=torch.int64, device=device)
     with torch.inference_mode():
-        model.encode(VisionInput(pixels, (geometry.grid,), slots), cache)
+        model.encode(VisionInput((pixels,), ((_SIDE, _SIDE),), (item.grid,), slots), cache)
 
 
 def warm_language(
     model: ServedModel,
     ops: Ops,
+    language: LanguageSpec,
     kv_cache: PagedCache,
     image_cache: PagedCache | None,
     device: torch.device,
@@ -48,12 +52,14 @@ def warm_language(
     plan = ops.plan_attention(torch.cat([torch.zeros(1, dtype=torch.int32), ends]), num_context, tables)
     merge = image_cache is not None and not decode
     first = torch.zeros(1, dtype=torch.int64, device=device)
+    positions = torch.cat([torch.arange(start, start + count, device=device) for count in counts])
     inputs = LanguageInput(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions=torch.cat([torch.arange(start, start + count, device=device) for count in counts]),
+        positions=positions if language.rope_sections is None else positions.expand(3, -1),
         slots=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         attention=plan,
         logit_rows=ends.to(device=device, dtype=torch.int64) - 1,
+        position_end=int(num_context.max()),
         image_rows=first if merge else None,
         image_slots=first if merge else None,
     )

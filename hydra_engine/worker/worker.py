@@ -27,6 +27,7 @@ from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language_lane import LanguageLane
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Recipe
 from hydra_engine.worker.vision_lane import VisionLane
 from hydra_engine.worker.warm_up import warm_language, warm_vision
@@ -75,7 +76,11 @@ class Worker:
         assert request.id not in self._requests, "request id added twice"
         by_digest = {payload.digest: payload for payload in pixels}
         record = WorkerRequest(
-            request, Recipe.of(request), by_digest, sum(len(payload.data) for payload in by_digest.values())
+            request,
+            Recipe.of(request),
+            by_digest,
+            sum(len(payload.data) for payload in by_digest.values()),
+            None if self._spec.language.rope_sections is None else PromptPositions.of_request(request),
         )
         self._requests[request.id] = record
         self._pixel_bytes += record.pixel_bytes
@@ -122,7 +127,8 @@ class Worker:
             encode = partial(warm_vision, self._model, self._spec.vision, self._image_cache, device)
             jobs.append((self._vision[0], encode))
         if self._language is not None and self._kv_cache is not None:
-            step = partial(warm_language, self._model, self._backend.ops, self._kv_cache, self._image_cache, device)
+            ops, language = self._backend.ops, self._spec.language
+            step = partial(warm_language, self._model, ops, language, self._kv_cache, self._image_cache, device)
             for decode in (False, True):
                 jobs.append((self._language[0], partial(step, max_model_len=self._max_model_len, decode=decode)))
         progress(0, len(jobs))

@@ -20,7 +20,17 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.intake.intake import Intake, Prepared
 from hydra_engine.intake.tokenizer import Tokenizer, load_tokenizer
-from hydra_engine.specs.base import ImageGeometry, LanguageSpec, ModelSpec, PreprocessSpec
+from hydra_engine.specs.base import (
+    ItemPlan,
+    LanguageSpec,
+    MediaPlan,
+    ModelSpec,
+    PreprocessSpec,
+    VideoInfo,
+    VideoPlan,
+    View,
+)
+from hydra_engine.specs.geometry import no_videos, shortest_edge_size
 
 SPECIALS = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<image>"]
 CORPUS = [
@@ -121,10 +131,6 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 
 PREPROCESS = PreprocessSpec(
-    resize="shortest_edge",
-    shortest_edge=28,
-    crop_width=28,
-    crop_height=28,
     resample="bicubic",
     rescale=1 / 255,
     mean=(0.48145466, 0.4578275, 0.40821073),
@@ -141,10 +147,16 @@ class SquareVision:
     feature_size: int = 8
     num_planes: int = 1
     max_tokens_per_image: int = 4
+    max_tokens_per_item: int = 4
     max_patches_per_image: int = 4
 
-    def geometry(self, width: int, height: int) -> ImageGeometry:
-        return ImageGeometry(28, 28, 4, 4, (1, 2, 2))
+    def plan_image(self, width: int, height: int) -> MediaPlan:
+        resized = shortest_edge_size(width, height, 28)
+        corner = (-((resized[0] - 28) // 2), -((resized[1] - 28) // 2))
+        return MediaPlan((View(resized, (28, 28), corner, (28, 28)),), (ItemPlan(28, 28, 1, 4, 4, (1, 2, 2)),))
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        raise no_videos()
 
     def num_parameters(self) -> int:
         return 0

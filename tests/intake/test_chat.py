@@ -51,8 +51,8 @@ def test_messages_in_all_forms_are_understood_in_order() -> None:
     ]
     conversation = parse_messages(messages)
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant", "tool", "user"]
-    assert [ref.value for ref in conversation.images] == ["u1", b"u2", "u3", "u4", "u5", "u6"]
-    assert [ref.param for ref in conversation.images] == [
+    assert [ref.value for ref in conversation.media] == ["u1", b"u2", "u3", "u4", "u5", "u6"]
+    assert [ref.param for ref in conversation.media] == [
         "messages[1].content[1].image_url.url",
         "messages[1].content[2].image",
         "messages[1].content[4].image_url.url",
@@ -84,7 +84,7 @@ WRONG = [
     ([{"role": "user", "content": {"type": "text"}}], "messages[0].content"),
     ([user(*[text("x")] * 5000)], "messages[0].content"),
     ([user("x")], "messages[0].content[0]"),
-    ([user(text("x"), {"type": "video_url"})], "messages[0].content[1]"),
+    ([user(text("x"), {"type": "input_audio"})], "messages[0].content[1]"),
     ([user({"type": ["text"]})], "messages[0].content[0]"),
     ([user({"text": "x"})], "messages[0].content[0]"),
     ([user(text(5))], "messages[0].content[0].text"),
@@ -111,7 +111,7 @@ def test_wrong_messages_are_refused_by_field(messages: Any, param: str) -> None:
 def test_a_prompt_is_one_users_message_with_pictures_first() -> None:
     conversation = user_message("hi", [])
     assert conversation.messages == [{"role": "user", "content": "hi"}]
-    refs = parse_messages([user(url(), url())]).images
+    refs = parse_messages([user(url(), url())]).media
     conversation = user_message("hi", refs)
     assert [part["type"] for part in conversation.messages[0]["content"]] == ["image", "image", "text"]
 

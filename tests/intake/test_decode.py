@@ -23,7 +23,7 @@ LEAKS = re.compile(r"0x[0-9a-f]{4}|BytesIO|<|/|PIL|Traceback")
 
 
 def decode(data: bytes, limits: MediaConfig) -> Image.Image:
-    return pixels.decode(inspected(data, limits))
+    return Image.fromarray(pixels.decode(inspected(data, limits)))
 
 
 def refused(data: bytes, limits: MediaConfig = LIMITS) -> InvalidImage:
@@ -191,10 +191,50 @@ def test_lossless_rgb_arrives_unchanged(encoded: Encode, picture: Picture, forma
     assert np.array_equal(rgb(encoded(image, format, **options)), np.asarray(image))
 
 
-def test_jpeg_pixels_are_those_of_pillow(encoded: Encode, picture: Picture) -> None:
-    for options in ({}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}):
-        data = encoded(picture(61, 47), "JPEG", **options)
-        assert np.array_equal(rgb(data), np.asarray(Image.open(io.BytesIO(data))))
+JPEGS = [
+    {},
+    {"progressive": True},
+    {"subsampling": 0},
+    {"subsampling": 1},
+    {"quality": 30, "optimize": True},
+    {"quality": 100, "restart_marker_rows": 1},
+    {"keep_rgb": True},
+]
+
+
+@pytest.mark.parametrize("options", JPEGS)
+def test_jpeg_pixels_are_those_of_pillow(encoded: Encode, picture: Picture, options: dict) -> None:
+    for width, height in ((61, 47), (1, 1), (1, 40), (17, 2), (160, 120)):
+        for mode in ("RGB", "L", "CMYK"):
+            if mode != "RGB" and options == {"keep_rgb": True}:
+                continue
+            data = encoded(picture(width, height).convert(mode), "JPEG", **options)
+            assert np.array_equal(rgb(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))), (width, mode)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 95, "restart_marker_rows": 1}])
+def test_damaged_jpegs_are_judged_as_pillow_does(
+    encoded: Encode, picture: Picture, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast decoder is believed only where it finds nothing wrong, and then Pillow finds the same pixels."""
+    whole, rng, num_fast = encoded(picture(40, 30), "JPEG", **options), random.Random(5), 0
+    fast = pixels._decode_jpeg
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        del damaged[rng.choice([len(damaged), rng.randrange(len(damaged))]) :]
+        try:
+            container = inspected(bytes(damaged), LIMITS)
+        except InvalidImage:
+            continue
+        found = fast(container)
+        if found is not None:
+            num_fast += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(pixels, "_decode_jpeg", lambda container: None)
+                assert np.array_equal(pixels.decode(container._replace(orientation=1)), found)
+    assert num_fast > 10
 
 
 def test_grey_one_bit_and_palette_pictures_become_rgb(encoded: Encode, picture: Picture) -> None:

@@ -10,7 +10,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.intake.intake import Intake
 from hydra_engine.intake.tokenizer import load_tokenizer
-from hydra_engine.models.vision_clip import PixelNormaliser
+from hydra_engine.models.pixels import PixelNormaliser
 from hydra_engine.specs.registry import load_spec
 
 

@@ -17,7 +17,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden
 from hydra_engine.intake import fetch
 from hydra_engine.intake.addresses import is_public
-from hydra_engine.intake.fetch import DataUrl, InMemory, LocalFile, MediaFetcher, RemoteImage, classify, read_local
+from hydra_engine.intake.fetch import DataUrl, InMemory, LocalFile, MediaFetcher, RemoteFile, classify, read_local
 
 BODY = b"\x89PNG not really"
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -116,7 +116,7 @@ async def test_no_url_reaches_an_internal_address(connects: list[object]) -> Non
     for url in every_url():
         with pytest.raises((MediaForbidden, InvalidRequest, MediaFetchFailed)) as caught:
             source = classify(url, config)
-            assert isinstance(source, RemoteImage)
+            assert isinstance(source, RemoteFile)
             await fetcher.fetch(source)
         refused += 1
         assert len(caught.value.message) < 200 and "0x" not in caught.value.message
@@ -133,7 +133,7 @@ def test_internal_names_and_literals_are_forbidden_not_merely_failing() -> None:
 def test_only_listed_hosts_when_there_is_a_list() -> None:
     config = MediaConfig(allowed_media_domains=("pictures.test",))
     for url in ("http://pictures.test/a", "https://PICTURES.test:444/a", "http://pictures.test./a"):
-        assert isinstance(classify(url, config), RemoteImage)
+        assert isinstance(classify(url, config), RemoteFile)
     for url in (
         "http://x.pictures.test/",
         "http://pictures.test.evil.test/",
@@ -192,7 +192,7 @@ async def to_the_door(host: str, port: int) -> list[str]:
 async def get(url: str, config: MediaConfig | None = None, resolve: Resolve = to_the_door) -> bytes:
     config = config or MediaConfig()
     source = classify(url, config)
-    assert isinstance(source, RemoteImage)
+    assert isinstance(source, RemoteFile)
     return await MediaFetcher(config, resolve).fetch(source)
 
 

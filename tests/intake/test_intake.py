@@ -69,7 +69,8 @@ async def test_placeholders_expand_and_items_say_where(kitchen: Any, picture: Pi
     assert [i for i, id in enumerate(ids) if id == IMAGE_ID] == [
         p for item in items for p in range(item.start, item.end)
     ]
-    assert [(i.width, i.height, i.num_patches, i.num_tokens, i.grid) for i in items] == [(28, 28, 4, 4, (1, 2, 2))] * 2
+    assert [(i.width, i.height) for i in items] == [(40, 30), (30, 50)]
+    assert [(i.num_patches, i.num_tokens, i.grid) for i in items] == [(4, 4, (1, 2, 2))] * 2
     assert [p.digest for p in prepared.pixels] == [i.digest for i in items] and items[0].digest != items[1].digest
     assert prepared.request.num_image_tokens == 8
     assert prepared.request.max_new_tokens == 256 - len(ids)
@@ -83,13 +84,15 @@ async def test_one_picture_in_every_form_is_the_same_picture(
     image = picture(40, 30)
     data, path = encoded(image), tmp_path / "p.png"
     path.write_bytes(data)
-    forms = [image, data, bytearray(data), data_url(data), path, str(path), path.as_uri(), np.asarray(image)]
+    files = [data, bytearray(data), data_url(data), path, str(path), path.as_uri()]
     kitchen = make_intake(media={"local_files": True})
-    prepared = await kitchen.prepare("x", [*forms])
-    assert len({payload.digest for payload in prepared.pixels}) == 1
+    prepared = await kitchen.prepare("x", [*files, image, np.asarray(image)])
+    assert len({payload.data for payload in prepared.pixels}) == 1
+    assert len({payload.digest for payload in prepared.pixels[: len(files)]}) == 1
+    assert len({payload.digest for payload in prepared.pixels[len(files) :]}) == 1
     assert (await kitchen.prepare("x", path)).pixels == prepared.pixels[:1]
     rotated = await kitchen.prepare("x", image.transpose(Image.Transpose.ROTATE_180))
-    assert rotated.pixels[0].digest != prepared.pixels[0].digest
+    assert rotated.pixels[0].digest not in {payload.digest for payload in prepared.pixels}
 
 
 async def test_raw_prompts_and_token_ids_bring_their_own_placeholders(kitchen: Any, picture: Picture) -> None:

@@ -14,12 +14,12 @@ from hydra_engine.errors import InvalidImage, Unavailable
 from hydra_engine.intake import pixels
 from hydra_engine.intake.child import Job
 from hydra_engine.intake.decode import inspected
-from hydra_engine.intake.pixels import Fit
 from hydra_engine.intake.sandbox import Sandbox
+from hydra_engine.specs.base import View
 
 Encode = Callable[..., bytes]
 Picture = Callable[..., Image.Image]
-SQUARE = Fit(28, 28, 28, Image.Resampling.BICUBIC)
+SQUARE = (View((30, 40), (28, 28), (-1, -6), (28, 28)),)
 
 # A child with a fault: pictures 13 pixels wide set it off.
 FAULTY = """
@@ -27,10 +27,10 @@ import os, signal, sys, time
 from hydra_engine.intake import child
 honest = child.answer
 child.CPU_SECONDS = 0
-def answer(job):
+def answer(job, memory):
     if job.container.width == 13:
         {fault}
-    return honest(job)
+    return honest(job, memory)
 child.answer = answer
 child.main()
 """
@@ -43,16 +43,16 @@ FAULTS = {
     "sleep": "time.sleep(60)",
     "silence and death": "os.close(int(sys.argv[1])); time.sleep(60)",
     "nonsense": "return b'xyz'",
-    "half an answer": "os.write(int(sys.argv[1]), honest(job)[:100]); os._exit(0)",
+    "the end before the answer": "os.close(int(sys.argv[1])); os._exit(0)",
 }
 
 
-def job(data: bytes, target: Fit = SQUARE) -> Job:
-    return Job(inspected(data, MediaConfig()), target)
+def job(data: bytes, views: tuple[View, ...] = SQUARE, resample: str = "bicubic") -> Job:
+    return Job(inspected(data, MediaConfig()), views, resample)
 
 
-def expected(data: bytes, target: Fit = SQUARE) -> bytes:
-    return pixels.fit(pixels.decode(inspected(data, MediaConfig())), target).tobytes()
+def expected(data: bytes, views: tuple[View, ...] = SQUARE, resample: str = "bicubic") -> bytes:
+    return pixels.render([pixels.decode(inspected(data, MediaConfig()))], views, resample)
 
 
 @pytest.fixture
@@ -63,15 +63,16 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def test_the_childs_pixels_are_ours(sandbox: Sandbox, encoded: Encode, picture: Picture) -> None:
-    targets = [SQUARE, Fit(20, 40, 28, Image.Resampling.LANCZOS), Fit(50, 10, 0, Image.Resampling.BILINEAR)]
+    tiled = (View.whole(20, 40), View((50, 24), (60, 40), (4, 9), (20, 20)))
+    targets = [(SQUARE, "bicubic"), (tiled, "lanczos"), ((View.whole(50, 10),), "bilinear"), ((), "nearest")]
     for format in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
         for width, height in ((40, 30), (1, 1), (7, 300)):
             data = encoded(picture(width, height), format)
-            for target in targets:
-                assert sandbox.render(job(data, target)) == expected(data, target)
+            for views, resample in targets:
+                assert sandbox.render(job(data, views, resample)) == expected(data, views, resample)
     rgba = encoded(picture(40, 30, channels=4))
     assert sandbox.render(job(rgba)) == expected(rgba)
-    assert len(sandbox._idle) == 1
+    assert len(sandbox._pictures.idle) == 1
 
 
 def test_broken_pictures_keep_the_child(sandbox: Sandbox, encoded: Encode, picture: Picture) -> None:
@@ -81,7 +82,7 @@ def test_broken_pictures_keep_the_child(sandbox: Sandbox, encoded: Encode, pictu
         with pytest.raises(InvalidImage, match="damaged"):
             sandbox.render(job(broken))
         assert sandbox.render(job(good)) == expected(good)
-    assert len(sandbox._idle) == 1
+    assert len(sandbox._pictures.idle) == 1
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -92,15 +93,50 @@ def test_a_decoder_that_fails_costs_one_picture(encoded: Encode, picture: Pictur
     good, bad = encoded(picture(40, 30)), encoded(picture(13, 13))
     try:
         assert sandbox.render(job(good)) == expected(good)
-        doomed = sandbox._idle[0]
+        doomed = sandbox._pictures.idle[0]
         begin = time.monotonic()
         with pytest.raises(InvalidImage, match="decoder failed") as caught:
             sandbox.render(job(bad))
         assert time.monotonic() - begin < 10 and "status" not in caught.value.message
-        assert not doomed.is_alive and sandbox._idle == []
+        assert not doomed.is_alive and sandbox._pictures.idle == []
         assert sandbox.render(job(good)) == expected(good)
     finally:
         sandbox.close()
+
+
+def test_a_child_cannot_change_the_size_of_shared_memory(encoded: Encode, picture: Picture) -> None:
+    """The parent would fail on reading beyond the end."""
+    fault = """
+        for name in os.listdir("/proc/self/fd"):
+            path = "/proc/self/fd/" + name
+            if os.path.exists(path) and "pixels" in os.readlink(path):
+                for size in (0, 1 << 30):
+                    try:
+                        os.truncate(path, size)
+                    except OSError:
+                        memory[:] = 77
+                        if size:
+                            return child.DONE
+    """
+    sandbox = Sandbox([sys.executable, "-c", FAULTY.format(fault=fault.strip())])
+    try:
+        assert sandbox.render(job(encoded(picture(13, 13)))) == b"\x4d" * len(expected(encoded(picture(13, 13))))
+    finally:
+        sandbox.close()
+
+
+def test_shared_memory_grows_and_large_memory_is_given_back(encoded: Encode, picture: Picture) -> None:
+    sandbox, data, sizes = Sandbox(), encoded(picture(8, 8)), []
+    small, large = (View.whole(8, 8),), (View.whole(5000, 5000),)
+    try:
+        for views in (small, large, large, small):
+            assert sandbox.render(job(data, views, "nearest")) == expected(data, views, "nearest")
+            sizes.append(sandbox._pictures.idle[0]._memory.size)
+            descriptors = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
+            assert sum("memfd:pixels" in path for path in descriptors) == 1
+    finally:
+        sandbox.close()
+    assert sizes == [4 << 20, 75_000_000, 75_000_000, 4 << 20]
 
 
 def test_a_childs_memory_is_limited(encoded: Encode, picture: Picture) -> None:
@@ -117,13 +153,13 @@ def test_a_childs_memory_is_limited(encoded: Encode, picture: Picture) -> None:
 def test_a_child_that_died_while_idle_is_replaced(sandbox: Sandbox, encoded: Encode, picture: Picture) -> None:
     good = encoded(picture(40, 30))
     sandbox.warm_up()
-    (child,) = sandbox._idle
+    (child,) = sandbox._pictures.idle
     child._process.send_signal(signal.SIGTERM)  # ignored
-    assert sandbox.render(job(good)) == expected(good) and sandbox._idle == [child]
+    assert sandbox.render(job(good)) == expected(good) and sandbox._pictures.idle == [child]
     child._process.kill()
     child._process.wait()
     assert sandbox.render(job(good)) == expected(good)
-    assert sandbox._idle != [child]
+    assert sandbox._pictures.idle != [child]
 
 
 def test_threads_share_children_and_closing_ends_them(encoded: Encode, picture: Picture) -> None:
@@ -139,7 +175,7 @@ def test_threads_share_children_and_closing_ends_them(encoded: Encode, picture: 
     for thread in threads:
         thread.join()
     assert results == [True] * 30
-    children = list(sandbox._idle)
+    children = list(sandbox._pictures.idle)
     assert 1 <= len(children) <= 3
     sandbox.close()
     assert not any(child.is_alive for child in children)
@@ -149,7 +185,7 @@ def test_the_child_holds_no_secrets_and_no_descriptors(monkeypatch: pytest.Monke
     monkeypatch.setenv("HYDRA_API_KEY", "secret")
     sandbox = Sandbox()
     sandbox.warm_up()
-    pid = sandbox._idle[0]._process.pid
+    pid = sandbox._pictures.idle[0]._process.pid
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert b"secret" not in file.read()
     assert len(os.listdir(f"/proc/{pid}/fd")) == 4  # three times nothing and the socket
@@ -168,7 +204,7 @@ def test_no_child_means_try_again_later(encoded: Encode) -> None:
 async def test_an_intake_can_start_its_child_before_the_first_picture(make_intake: Callable[..., object]) -> None:
     intake = make_intake().intake  # type: ignore[attr-defined]
     await asyncio.wait_for(intake.warm_up(), 30)
-    assert len(intake._sandbox._idle) == 1
+    assert len(intake._loader._sandbox._pictures.idle) == 1
     text_only = make_intake(vision=False).intake  # type: ignore[attr-defined]
     await text_only.warm_up()
-    assert text_only._sandbox._idle == []
+    assert text_only._loader._sandbox._pictures.idle == []

@@ -6,14 +6,16 @@ Knows how slots follow from block tables. Makes no policy: a test says which req
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.registry import load_model
@@ -24,10 +26,22 @@ GARBAGE = 2**30  # entries of a block table beyond its end
 OUTSIDE = -5  # token ids at image rows: the prompt's placeholders need not be in the vocabulary
 
 
+class Span(NamedTuple):
+    """One image span, as a vision plan and its payload describe it."""
+
+    pixels: Tensor  # uint8 [pictures, height, width, 3]
+    source: tuple[int, int]
+    grid: tuple[int, int, int]
+    num_tokens: int
+    arrays: Mapping[str, Tensor] = {}
+
+
 @dataclass(eq=False)
 class Request:
     token_ids: list[int]
     image_slots: dict[int, int]  # prompt position -> slot in the image cache
+    rope: Tensor | None = None  # [3, num_prompt], for models with multimodal rotary positions
+    rope_delta: int = 0
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
 
@@ -47,47 +61,83 @@ class Driver:
         image_block_size: int = 3,
         num_blocks: int = 256,
         seed: int = 0,
+        options: SpecOptions | None = None,
     ) -> None:
-        self.spec: ModelSpec = load_spec(model_dir)
+        self.spec: ModelSpec = load_spec(model_dir, options)
         self.backend = backend
         self.model = load_model(model_dir, self.spec, backend, role)
         language = self.spec.language
         shape = (num_blocks, language.num_layers, 2, block_size, language.num_kv_heads, language.head_dim)
         self.kv_cache = PagedCache(torch.full(shape, float("nan"), dtype=backend.dtype))
-        image_shape = (num_blocks, 1, 1, image_block_size, 1, language.hidden_size)
+        planes = 1 if self.spec.vision is None else self.spec.vision.num_planes
+        image_shape = (num_blocks, planes, 1, image_block_size, 1, language.hidden_size)
         self.image_cache = PagedCache(torch.full(image_shape, float("nan"), dtype=backend.dtype))
         self._random = random.Random(seed)
-        self._free = self._random.sample(range(num_blocks), num_blocks)
-        self._free_image = self._random.sample(range(num_blocks), num_blocks)
+        self._num_blocks = num_blocks
+        self.reset()
 
-    def encode(self, pixels: Tensor) -> list[list[int]]:
-        """uint8 [I, H, W, 3] -> per image the slots of its features."""
-        assert self.spec.vision is not None
-        geometry = self.spec.vision.geometry(pixels.shape[2], pixels.shape[1])
+    def reset(self) -> None:
+        """Forgets all requests; their blocks may be used again, in another order."""
+        self._free = self._random.sample(range(self._num_blocks), self._num_blocks)
+        self._free_image = self._random.sample(range(self._num_blocks), self._num_blocks)
+
+    def embeddings(self, request: Request) -> Tensor:
+        """[T, C]: what goes into the first layer for the whole prompt."""
+        rows = sorted(request.image_slots)
+        decoder = self.model._decoder
+        assert decoder is not None
+        batch = LanguageInput(
+            token_ids=torch.tensor(request.token_ids),
+            positions=torch.arange(len(request.token_ids)),
+            slots=torch.empty(0, dtype=torch.int64),
+            attention=self._plan([(self.request([0]), 0)]),
+            logit_rows=torch.empty(0, dtype=torch.int64),
+            position_end=len(request.token_ids),
+            image_rows=torch.tensor(rows),
+            image_slots=torch.tensor([request.image_slots[row] for row in rows]),
+        )
+        with torch.inference_mode():
+            return decoder._embed_rows(batch, self.image_cache)
+
+    def encode(self, spans: Sequence[Span]) -> list[list[int]]:
+        """Per span the slots of its features."""
         size = self.image_cache.block_size
         found = []
-        for _ in range(pixels.shape[0]):
-            blocks = [self._free_image.pop() for _ in range(-(-geometry.num_tokens // size))]
-            found.append([blocks[i // size] * size + i % size for i in range(geometry.num_tokens)])
-        slots = torch.tensor([slot for image in found for slot in image])
+        for span in spans:
+            blocks = [self._free_image.pop() for _ in range(-(-span.num_tokens // size))]
+            found.append([blocks[i // size] * size + i % size for i in range(span.num_tokens)])
+        batch = VisionInput(
+            pixels=tuple(span.pixels for span in spans),
+            sources=tuple(span.source for span in spans),
+            grids=tuple(span.grid for span in spans),
+            slots=torch.tensor([slot for slots in found for slot in slots]),
+            arrays=tuple(span.arrays for span in spans if span.arrays),
+        )
         with torch.inference_mode():
-            self.model.encode(VisionInput(pixels, (geometry.grid,) * len(found), slots), self.image_cache)
+            self.model.encode(batch, self.image_cache)
         return found
 
-    def features(self, slots: Sequence[int]) -> Tensor:
+    def features(self, slots: Sequence[int], plane: int = 0) -> Tensor:
         """[M, C]"""
         with torch.inference_mode():
-            return self.backend.ops.gather_cache(self.image_cache, 0, 0, torch.tensor(slots)).squeeze(1)
+            return self.backend.ops.gather_cache(self.image_cache, plane, 0, torch.tensor(slots)).squeeze(1)
 
-    def request(self, token_ids: Sequence[int], images: Sequence[Sequence[int]] = ()) -> Request:
-        """`images`: the slots of each image of the prompt, in the order of their placeholders."""
-        ids = list(token_ids)
-        placeholders = [p for p, token in enumerate(ids) if images and token == self.spec.image_token_id]
-        slots = [slot for image in images for slot in image]
-        assert len(placeholders) == len(slots)
-        for position in placeholders:
-            ids[position] = OUTSIDE
-        return Request(ids, dict(zip(placeholders, slots, strict=True)))
+    def request(
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[tuple[int, Sequence[int]]] = (),
+        rope: Tensor | None = None,
+        rope_delta: int = 0,
+    ) -> Request:
+        """`spans`: (first token, slots of the features) of each image span."""
+        ids, slots = list(token_ids), {}
+        for start, found in spans:
+            for offset, slot in enumerate(found):
+                slots[start + offset] = slot
+                ids[start + offset] = OUTSIDE
+        if rope is None and self.spec.language.rope_sections is not None:
+            rope = torch.arange(len(ids)).expand(3, -1)
+        return Request(ids, slots, rope, rope_delta)
 
     def step(
         self, work: Sequence[tuple[Request, int]], *, all_logits: bool = False, want_logits: bool = True
@@ -102,16 +152,18 @@ class Driver:
                     image_rows.append(len(token_ids))
                     image_slots.append(request.image_slots[position])
                 token_ids.append(request.token_ids[position])
-                positions.append(position)
+                positions.append(self._position(request, position))
                 slots.append(self._slot(request, position))
             rows = range(len(token_ids) - count, len(token_ids))
             chosen = list(rows)[0 if all_logits else -1 :] if want_logits else []
             wanted += chosen
             counts.append(len(chosen))
             request.num_computed = end
+        places = torch.tensor(positions)  # [T] or [T, 3]
         batch = LanguageInput(
             token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
+            positions=places.t().contiguous(),
+            position_end=int(places.max()) + 1,
             slots=torch.tensor(slots),
             attention=self._plan(work),
             logit_rows=torch.tensor(wanted, dtype=torch.int64),
@@ -146,6 +198,19 @@ class Driver:
         """Goes on with a request that another driver began, over a copy of its KV cache."""
         self.kv_cache.data.copy_(source.kv_cache.data)
         self._free = [block for block in self._free if block not in request.blocks]
+
+    def fork(self, request: Request, source: Request, num_tokens: int) -> None:
+        """Lets a new request share the full blocks of another one's first tokens, as a prefix cache does."""
+        num_blocks = num_tokens // self.kv_cache.block_size
+        request.blocks = source.blocks[:num_blocks]
+        request.num_computed = num_blocks * self.kv_cache.block_size
+
+    def _position(self, request: Request, place: int) -> int | list[int]:
+        if request.rope is None:
+            return place
+        if place < request.rope.shape[1]:
+            return request.rope[:, place].tolist()
+        return [place + request.rope_delta] * 3
 
     def _plan(self, work: Sequence[tuple[Request, int]]) -> AttentionPlan:
         cu_q, contexts, tables = [0], [], []

@@ -1,4 +1,4 @@
-"""Text-only checkpoints of the decoder's three kinds against transformers in float32."""
+"""Text-only checkpoints of the decoder's kinds against transformers in float32."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.models.rotary import RotaryTable
 from hydra_engine.models.tiny import build_config
+from hydra_engine.specs.decoder import build_language
+from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
@@ -22,7 +27,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"text": {"tie_word_embeddings": True, "num_key_value_heads": 1}}),
     "mistral": ("mistral", {"text": {"sliding_window": None}}),
     "mistral-window": ("mistral", {"text": {"sliding_window": 96}}),
+    "llama-biases": ("llama", {"text": {"attention_bias": True}}),
     "qwen2": ("qwen2", {"text": {"tie_word_embeddings": True}}),
+    "qwen3": ("qwen3", {"text": {"head_dim": 24}}),
+    "qwen3-tied": ("qwen3", {"text": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}}),
+    "qwen3-yarn": (
+        "qwen3",
+        {"text": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}},
+    ),
 }
 
 
@@ -59,6 +71,26 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2250},
+    "yarn-tuned": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 3.0,
+        "original_max_position_embeddings": 3000,
+        "attention_factor": 0.9,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "original_max_position_embeddings": 225,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e5, "factor": 2.0},
 }
 
 
@@ -79,3 +111,38 @@ def test_rotary_tables_match_and_do_not_depend_on_how_they_grew(kind: str, tmp_p
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     for ours, theirs in zip((cos, sin), rotary(torch.zeros(1), positions[None]), strict=True):
         assert torch.allclose(ours, theirs[0, :, :32], rtol=0, atol=2e-6 if kind != "llama3" else 1e-3)
+
+
+MULTIMODAL: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_vl": (qwen2_vl.Qwen2VLTextConfig, qwen2_vl.Qwen2VLRotaryEmbedding, {"mrope_section": [8, 12, 12]}),
+    "qwen2_5_vl": (
+        qwen2_5_vl.Qwen2_5_VLTextConfig,
+        qwen2_5_vl.Qwen2_5_VLRotaryEmbedding,
+        {"mrope_section": [4, 8, 20]},
+    ),
+    "qwen3_vl": (qwen3_vl.Qwen3VLTextConfig, qwen3_vl.Qwen3VLTextRotaryEmbedding, {"mrope_section": [12, 10, 10]}),
+    "qwen3_vl-uneven": (
+        qwen3_vl.Qwen3VLTextConfig,
+        qwen3_vl.Qwen3VLTextRotaryEmbedding,
+        {"mrope_section": [7, 14, 11]},
+    ),
+    "qwen3_vl-yarn": (
+        qwen3_vl.Qwen3VLTextConfig,
+        qwen3_vl.Qwen3VLTextRotaryEmbedding,
+        {"mrope_section": [12, 10, 10], "mrope_interleaved": True, "rope_type": "yarn", "factor": 3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_multimodal_rotary_positions_match(kind: str) -> None:
+    make_config, make_rotary, rope = MULTIMODAL[kind]
+    parameters = {"rope_type": "default", "rope_theta": 1e5, **rope}
+    config = make_config(
+        hidden_size=128, num_attention_heads=2, head_dim=64, num_key_value_heads=2, rope_parameters=parameters
+    )
+    spec = build_language(Fields(config.to_dict(), "text_config"), tie_embeddings=False, nested=True)
+    positions = torch.randint(0, 9000, (3, 50), generator=torch.Generator().manual_seed(1))
+    expected = make_rotary(config)(torch.zeros(1), positions[:, None])
+    for ours, theirs in zip(RotaryTable(spec, torch.device("cpu"))(positions, 9000), expected, strict=True):
+        assert torch.allclose(ours, theirs[0, :, :32], rtol=0, atol=2e-6)

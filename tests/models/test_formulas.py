@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from hydra_engine.models import tiny
 from hydra_engine.models.registry import build_model
+from hydra_engine.models.tiny import llava as tiny
+from hydra_engine.models.tiny.base import BOS_ID, EOS_ID, IMAGE_ID
 from hydra_engine.specs.llava import LlavaVisionSpec
 from hydra_engine.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
-from tests.models.reference_hf import TransformersModel
-from tests.models.test_llava_parity import VARIANTS
+from tests.models.families.llava import VARIANTS
 
 
 def vision_of(directory: Path) -> LlavaVisionSpec:
@@ -35,11 +35,8 @@ def test_token_counts_are_those_of_the_processor_and_of_the_model(checkpoint: Ch
     vision = vision_of(directory)
     sizes = [(40, 30), (1, 500), (28, 28)]
     expected = processor._get_num_multimodal_tokens([(height, width) for width, height in sizes])["num_image_tokens"]
-    assert [vision.geometry(width, height).num_tokens for width, height in sizes] == expected
-    model = TransformersModel(directory)
-    side = vision.geometry(*sizes[0]).width
-    features = model.features(torch.zeros(1, side, side, 3, dtype=torch.uint8))
-    assert features.shape == (1, vision.max_tokens_per_image, vision.feature_size)
+    assert [vision.plan_image(width, height).num_tokens for width, height in sizes] == expected
+    assert max(expected) == vision.max_tokens_per_image == vision.max_tokens_per_item
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -47,7 +44,7 @@ def test_parameter_counts(checkpoint: CheckpointFactory, variant: str) -> None:
     """Of the whole model in transformers, less the layers that nobody reads; and what our model asks a file for."""
     directory = checkpoint(variant, **VARIANTS[variant])
     spec, vision = load_spec(directory), vision_of(directory)
-    unread = [f"encoder.layers.{i}." for i in range(vision.num_active_layers, vision.num_layers)]
+    unread = [f"encoder.layers.{i}." for i in range(vision.tower.num_active_layers, vision.tower.num_layers)]
     with torch.device("meta"):
         model = transformers.LlavaForConditionalGeneration(transformers.AutoConfig.from_pretrained(directory))
     sizes = {name: p.numel() for name, p in model.named_parameters() if "post_layernorm" not in name}
@@ -58,7 +55,7 @@ def test_parameter_counts(checkpoint: CheckpointFactory, variant: str) -> None:
     ops = create_backend("cpu", torch.float32, backend="reference", threads=1).ops
     for role, expected in (("E", vision.num_parameters()), ("D", spec.language.num_parameters())):
         slots = build_model(spec, ops, torch.float32, Role.parse(role)).slots
-        assert sum(torch.Size(slot.shape).numel() for slot in slots.values()) == expected
+        assert sum(torch.Size(slot.shape).numel() for slot in slots.values() if not slot.optional) == expected
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -66,13 +63,13 @@ def test_flops_are_those_that_torch_counts(checkpoint: CheckpointFactory, varian
     directory = checkpoint(variant, **VARIANTS[variant])
     spec, vision = load_spec(directory), vision_of(directory)
     config = transformers.AutoConfig.from_pretrained(directory, attn_implementation="eager")
-    config.vision_config.num_hidden_layers = vision.num_active_layers
+    config.vision_config.num_hidden_layers = vision.tower.num_active_layers
     config.vision_feature_layer = VARIANTS[variant].get("vision_feature_layer", -1)
     if not isinstance(config.vision_feature_layer, list):
         config.vision_feature_layer = -1
     with torch.device("meta"):
         model = transformers.LlavaForConditionalGeneration(config)
-        side = vision.image_size
+        side = vision.tower.image_size
         with FlopCounterMode(display=False) as counted:
             model.get_image_features(torch.zeros(2, 3, side, side))
         assert vision.flops(2 * vision.max_patches_per_image) == counted.get_total_flops()
@@ -87,7 +84,7 @@ def test_the_benchmark_recipe_writes_a_checkpoint_that_both_sides_load(
     small: dict[str, Any] = {**tiny._BENCH_TEXT, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     small |= {"vocab_size": 400, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     monkeypatch.setattr(tiny, "_BENCH_TEXT", small)
-    monkeypatch.setattr(tiny, "_BENCH_VISION", tiny._VISION)
+    monkeypatch.setattr(tiny, "_BENCH_VISION", tiny.VISION)
     num_parameters = tiny.make_bench_checkpoint(tmp_path / "a", seed=3)
     assert (tmp_path / "a" / "model.safetensors").stat().st_size == pytest.approx(2 * num_parameters, rel=0.1)
     tiny.make_bench_checkpoint(tmp_path / "b", seed=3)
@@ -95,7 +92,9 @@ def test_the_benchmark_recipe_writes_a_checkpoint_that_both_sides_load(
     driver = Driver(tmp_path / "a", create_backend("cpu", torch.float32, backend="reference", threads=1))
     assert driver.spec.dtype == "bfloat16"
     ids = [1, 7, 300, 399, 20]
-    expected = TransformersModel(tmp_path / "a").logits(ids)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "a", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids])).logits[0]
     assert torch.allclose(driver.run(driver.request(ids), []), expected, rtol=0, atol=1e-4)
 
 
@@ -105,5 +104,5 @@ def test_tiny_checkpoints_come_with_a_processor_that_transformers_finds(checkpoi
     text = processor.apply_chat_template([message], add_generation_prompt=True)
     assert text == "<s><|user|><image>Hi?<|end|><|assistant|>"
     ids = processor.tokenizer.encode(text, add_special_tokens=False)
-    assert ids[:3] == [tiny.BOS_ID, 3, tiny.IMAGE_ID] and ids[-2:] == [tiny.EOS_ID, 4]
+    assert ids[:3] == [BOS_ID, 3, IMAGE_ID] and ids[-2:] == [EOS_ID, 4]
     assert processor.tokenizer.decode(ids[3:6]) == "Hi?"

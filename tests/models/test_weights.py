@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.models.registry import load_model
 from hydra_engine.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
-from tests.models.driver import Driver
+from tests.models.driver import Driver, Span
 
 NORM = "language_model.model.norm.weight"
 QUERY = "language_model.model.layers.1.self_attn.q_proj.weight"
@@ -45,8 +46,9 @@ def sharded_dir(checkpoint: CheckpointFactory, tmp_path: Path) -> Path:
 
 def logits(directory: Path, backend: Backend) -> Tensor:
     driver = Driver(directory, backend)
-    images = driver.encode(torch.arange(28 * 28 * 3).remainder(251).to(torch.uint8).view(1, 28, 28, 3))
-    return driver.run(driver.request([1, *[5] * 16, 40, 41, 42], images), [])
+    pixels = torch.arange(28 * 28 * 3).remainder(251).to(torch.uint8).view(1, 28, 28, 3)
+    (slots,) = driver.encode([Span(pixels, (28, 28), (1, 4, 4), 16)])
+    return driver.run(driver.request([1, *[5] * 16, 40, 41, 42], [(1, slots)]), [])
 
 
 def load(directory: Path, backend: Backend, role: str = "EPD", *, check_finite: bool = True) -> object:
@@ -103,13 +105,19 @@ def test_buffers_that_old_files_hold_are_ignored(model_dir: Path, backend: Backe
     load(model_dir, backend)
 
 
-def test_a_tied_head_that_is_stored_anyway_is_ignored(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+def test_a_head_that_is_stored_beside_tied_embeddings_counts(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     tied = checkpoint("tied", text={"tie_word_embeddings": True}, tie_word_embeddings=True)
     directory = Path(shutil.copytree(tied, tmp_path / "model"))
     backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
     expected = logits(directory, backend)
-    rewrite(directory, lambda t: t.update({"language_model.lm_head.weight": torch.zeros(262, 64)}))
-    assert torch.equal(logits(directory, backend), expected)
+    head = torch.randn(262, 64, generator=torch.Generator().manual_seed(1))
+    rewrite(directory, lambda t: t.update({"language_model.lm_head.weight": head}))
+    assert not torch.allclose(logits(directory, backend), expected)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    driver, ids = Driver(directory, backend), [1, 40, 41, 42]
+    with torch.inference_mode():
+        theirs = model(input_ids=torch.tensor([ids])).logits[0]
+    assert torch.allclose(driver.run(driver.request(ids), []), theirs, rtol=0, atol=1e-4)
 
 
 def test_shards_give_the_same_model(sharded_dir: Path, tmp_path: Path, backend: Backend) -> None:

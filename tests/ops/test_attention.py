@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.backend.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GARBAGE = 2**31 - 1
@@ -138,6 +139,45 @@ def test_long_contexts_have_the_same_bits_too(ops: Ops, threads: int) -> None:
         assert torch.equal(alone[0], chunk[position - 1950])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(2, 1, 32, 16), (6, 2, 20, 5)], ids=str)
+def test_long_contexts_have_the_same_bits_however_they_are_shared_out(
+    isa: str, dtype: torch.dtype, heads: tuple[int, int, int, int]
+) -> None:
+    """The native implementation cuts a long context by spans of 512 keys where there are more threads than heads."""
+    ops = NativeOps()
+    step = make_step(ops, [1601, 1030, 40], heads, dtype)
+    _C.set_num_threads(1)
+    whole = [step.run(ops, [(row, 0, len(step.q[row]))])[0] for row in range(3)]
+    of_row = (step.q[0], step.k[0], step.v[0], 0, 1601)
+    assert_as_good_as(whole[0], causal(*of_row, dtype), causal(*of_row, torch.float64))
+    decodes = [(0, 1600, 1601), (1, 1029, 1030), (2, 39, 40)]
+    chunks = [(0, 510, 512), (0, 509, 514), (0, 1022, 1027), (0, 505, 530), (1, 1000, 1030), (0, 480, 1601)]
+    alone = [(0, position, position + 1) for position in (510, 511, 512, 513, 1023, 1024, 1025, 1535, 1536, 1599)]
+    try:
+        for threads in (1, 2, 5, 16):
+            _C.set_num_threads(threads)
+            for parts in (decodes, decodes[:1], decodes[1:], *([part] for part in chunks + alone), chunks):
+                for (row, begin, end), result in zip(parts, step.run(ops, parts), strict=True):
+                    assert torch.equal(result, whole[row][begin:end]), (threads, row, begin, end)
+    finally:
+        _C.set_num_threads(1)
+
+
+def test_one_long_row_among_many_short_ones(isa: str) -> None:
+    ops = NativeOps()
+    step = make_step(ops, [2100, *[30] * 40], (4, 2, 32, 16), torch.bfloat16)
+    rows = [(row, len(q) - 1, len(q)) for row, q in enumerate(step.q)]
+    expected = [step.run(ops, [part])[0] for part in rows]
+    try:
+        for threads in (2, 4):
+            _C.set_num_threads(threads)
+            for result, alone in zip(step.run(ops, rows), expected, strict=True):
+                assert torch.equal(result, alone)
+    finally:
+        _C.set_num_threads(1)
+
+
 def test_sharp_and_flat_scores_stay_exact(ops: Ops) -> None:
     """Scores that differ by hundreds: weights underflow to zero and the winner takes all."""
     cache = PagedCache(torch.zeros(8, 1, 2, 16, 1, 32))
@@ -155,13 +195,20 @@ def test_sharp_and_flat_scores_stay_exact(ops: Ops) -> None:
     assert torch.allclose(out[1], torch.tensor(63.5))
 
 
-def test_a_nan_reaches_the_result_of_its_own_request_only(ops: Ops) -> None:
-    step = make_step(ops, [40, 70], (2, 2, 32, 16), torch.bfloat16)
-    clean = step.run(ops, [(0, 39, 40), (1, 60, 70)])
+def test_a_nan_reaches_the_result_of_its_own_request_only(ops: Ops, threads: int) -> None:
+    step = make_step(ops, [40, 70, 600], (2, 1, 32, 16), torch.bfloat16)
+    parts = [(0, 39, 40), (1, 60, 70), (2, 599, 600)]
+    clean = step.run(ops, parts)
     step.q[0][39] = float("nan")
-    broken, other = step.run(ops, [(0, 39, 40), (1, 60, 70)])
+    broken, *others = step.run(ops, parts)
     assert broken.isnan().all()
-    assert torch.equal(other, clean[1])
+    assert torch.equal(others[0], clean[1]) and torch.equal(others[1], clean[2])
+    for poisoned in (10, 598):  # a key of the first span, and one of the last
+        slot = step.tables[2].long()[poisoned // 16], poisoned % 16
+        before = step.cache.data[slot[0], step.layer, 0, slot[1]].clone()
+        step.cache.data[slot[0], step.layer, 0, slot[1]] = float("nan")
+        assert step.run(ops, parts)[2].isnan().all()
+        step.cache.data[slot[0], step.layer, 0, slot[1]] = before
 
 
 def test_queries_may_be_a_view_of_a_fused_projection(ops: Ops) -> None:
@@ -202,13 +249,13 @@ def bounds(segments: list[int]) -> list[int]:
     return [0, *torch.tensor(segments).cumsum(0).tolist()]
 
 
-def bidirectional(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+def bidirectional(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, scale: float | None = None) -> Tensor:
     q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 64), (3, 20), (1, 72), (2, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 64), (3, 20), (1, 72), (2, 80), (2, 16), (3, 22), (2, 32), (1, 128)], ids=str)
 def test_packed_attention_matches_float64(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     segments = [1, 65, 0, 130, 16]
     q, k, v = packed_rows(segments, *shape, dtype)
@@ -228,6 +275,26 @@ def test_a_segment_gets_the_same_bits_alone_and_among_others(ops: Ops, threads: 
     for begin, end in pairwise(bounds(segments)):
         alone = ops.attention_packed(q[begin:end], k[begin:end], v[begin:end], [0, end - begin], 0.125)
         assert torch.equal(alone, together[begin:end])
+
+
+def test_many_uneven_windows(ops: Ops, threads: int) -> None:
+    """Hundreds of short segments, as the window attention of a vision tower has them."""
+    generator = torch.Generator().manual_seed(5)
+    segments = torch.randint(0, 49, (200,), generator=generator).tolist()
+    segments[:6], segments[-2:] = [0, 1, 64, 0, 1, 16], [1, 0]
+    q, k, v = packed_rows(segments, 2, 80, torch.bfloat16)
+    result = ops.attention_packed(q, k, v, bounds(segments), 0.1)
+    plain, truth = torch.empty_like(q), torch.empty(q.shape, dtype=torch.float64)
+    for begin, end in pairwise(bounds(segments)):
+        if begin < end:
+            rows = (q[begin:end], k[begin:end], v[begin:end])
+            plain[begin:end] = bidirectional(*rows, torch.bfloat16, scale=0.1)
+            truth[begin:end] = bidirectional(*rows, torch.float64, scale=0.1)
+    assert_as_good_as(result, plain, truth)
+    for index in (1, 2, 5, 150, 198):
+        begin, end = bounds(segments)[index : index + 2]
+        alone = ops.attention_packed(q[begin:end], k[begin:end], v[begin:end], [0, end - begin], 0.1)
+        assert torch.equal(alone, result[begin:end])
 
 
 # ---- messages

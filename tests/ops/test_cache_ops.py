@@ -144,6 +144,24 @@ def test_image_features_replace_hidden_rows(ops: Ops, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 1, 8, 1, 33), (60, 2, 1, 8, 1, 640)], ids=str)
+def test_image_features_are_added_to_hidden_rows(
+    ops: Ops, threads: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    cache, width = poisoned(shape, dtype), shape[5]
+    count = shape[0] * shape[3] - 5
+    slots = some_slots(cache, count)
+    features = random(count, 1, width, dtype=dtype)
+    ops.write_cache(cache, 1, (features,), slots)
+    hidden = random(count + 15, width, dtype=dtype, seed=5) * 3
+    rows = torch.randperm(count + 15, generator=torch.Generator().manual_seed(7))[:count]
+    expected = hidden.clone()
+    expected[rows] = (hidden[rows].float() + features[:, 0].float()).to(dtype)
+    ops.merge_image_tokens(hidden, rows, cache, slots, plane=1, accumulate=True)
+    assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_blocks_move_with_all_layers(ops: Ops, threads: int, dtype: torch.dtype) -> None:
     source = PagedCache(random(6, 3, 2, 4, 2, 40, dtype=dtype))
     target = poisoned((9, 3, 2, 4, 2, 40), dtype)
@@ -168,7 +186,8 @@ def test_empty_calls_do_nothing(ops: Ops) -> None:
     angles = torch.empty(0, 4)
     ops.write_cache(cache, 0, (k, k), none)
     assert ops.rope_and_write(torch.empty(0, 4, 8), k, k, angles, angles, cache, 0, none).shape == (0, 4, 8)
-    ops.merge_image_tokens(torch.empty(3, 8), none, image, none)
+    for accumulate in (False, True):
+        ops.merge_image_tokens(torch.empty(3, 8), none, image, none, accumulate=accumulate)
     assert ops.gather_cache(cache, 0, 1, none).shape == (0, 2, 8)
     ops.copy_blocks(cache, cache, torch.empty(0, 2, dtype=torch.int64))
     assert cache.data.isnan().all()
@@ -185,8 +204,11 @@ def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(ops: Ops)
     with pytest.raises(ValueError, match="slots"):
         ops.gather_cache(cache, 0, 0, torch.tensor([-1]))
     image = poisoned((2, 1, 1, 4, 1, 8), torch.float32)
-    with pytest.raises(ValueError, match="rows"):
-        ops.merge_image_tokens(torch.zeros(3, 8), torch.tensor([3]), image, torch.tensor([0]))
+    for accumulate in (False, True):
+        with pytest.raises(ValueError, match="rows"):
+            ops.merge_image_tokens(
+                torch.zeros(3, 8), torch.tensor([3]), image, torch.tensor([0]), accumulate=accumulate
+            )
     with pytest.raises(ValueError, match="pairs"):
         ops.copy_blocks(cache, cache, torch.tensor([[0, 2]]))
     assert cache.data.isnan().all()

@@ -27,6 +27,7 @@ class Submission:
     sampling: SamplingParams
     request_id: str
     raw: bool
+    cache_salt: str
 
 
 class StubHandle:
@@ -143,6 +144,7 @@ class StubEngine:
         request_id: str | None = None,
         raw: bool = False,
         slo: Slo | None = None,
+        cache_salt: str = "",
     ) -> StubHandle:
         try:
             await asyncio.sleep(self.intake_s)
@@ -153,7 +155,9 @@ class StubEngine:
             raise self.refusal
         assert sampling is not None and request_id is not None
         asked = list(prompt) if prompt is not None and not isinstance(prompt, str) else prompt
-        submission = Submission(asked, list(messages) if messages is not None else None, sampling, request_id, raw)
+        submission = Submission(
+            asked, list(messages) if messages is not None else None, sampling, request_id, raw, cache_salt
+        )
         self.submissions.append(submission)
         text, num_images = _text_of(submission)
         words = (self.answer if self.answer is not None else text).split()

@@ -98,7 +98,7 @@ async def test_usage_on_every_chunk(served: Served) -> None:
 async def test_metrics_and_timeline_when_asked(served: Served) -> None:
     async with served.chat(return_metrics=True) as response:
         metrics = (await response.json())["metrics"]
-    assert metrics["ttft_s"] == 0.2 and metrics["queue_s"] == 0.1
+    assert metrics["ttft_s"] == 0.2 and metrics["queue_s"] == 0.1 and metrics["cached_images"] == 0
     assert metrics["timeline"][1] == {
         "stage": "prefill",
         "start_s": 0.1,
@@ -113,6 +113,16 @@ async def test_metrics_and_timeline_when_asked(served: Served) -> None:
     with_metrics = [chunk for chunk in (json.loads(event[6:]) for event in chunks) if "metrics" in chunk]
     assert len(with_metrics) == 1
     assert with_metrics[0]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_cache_salt_reaches_the_engine_and_an_empty_one_is_refused(served: Served) -> None:
+    async with served.chat() as response:
+        assert response.status == 200
+    async with served.chat(cache_salt="tenant") as response:
+        assert response.status == 200
+    assert [submission.cache_salt for submission in served.engine.submissions] == ["", "tenant"]
+    async with served.chat(cache_salt="") as response:
+        assert response.status == 400 and (await response.json())["error"]["param"] == "cache_salt"
 
 
 async def test_keep_alive_comments_while_nothing_happens(serve: Any) -> None:

@@ -81,7 +81,7 @@ async def test_bodies_that_are_not_plain_json(served: Served, name: str) -> None
         ("messages", [{"role": "user"}], "messages[0].content"),
         ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ("messages", [{"role": "user", "content": [{"type": "video_url"}]}], "messages[0].content[0].type"),
+        ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], None),
         ("messages", [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}], None),
         ("messages", [{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),

@@ -60,6 +60,7 @@ def value(found: Iterable[Sample], name: str, **labels: str) -> float:
 
 def result(reason: FinishReason = FinishReason.STOP, **usage: int) -> Result:
     counts = {"prompt_tokens": 100, "completion_tokens": 11, "image_tokens": 64, "cached_tokens": 40, "num_images": 2}
+    counts |= {"cached_images": 1}
     return Result(
         request_id="r",
         text="",
@@ -96,7 +97,7 @@ def test_a_request_is_counted_once_everywhere() -> None:
     assert value(page, "vllm:prefix_cache_queries_total") == 100
     assert value(page, "vllm:prefix_cache_hits_total") == 40
     assert value(page, "vllm:mm_cache_queries_total") == 2
-    assert value(page, "vllm:mm_cache_hits_total") == 0
+    assert value(page, "vllm:mm_cache_hits_total") == 1
     assert value(page, "hydra:request_encode_time_seconds_count") == 1
     assert value(page, "hydra:media_fetch_seconds_sum") == pytest.approx(0.01)
 

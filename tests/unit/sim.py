@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import blake2b
 from zlib import crc32
 
@@ -48,10 +49,21 @@ class Img:
     tokens: int
     patches: int = 0  # zero: as many as tokens
     name: str = ""
+    whole: bool = False
 
 
-def make_request(number: int, *parts: int | Img, max_new: int = 4, eos: Sequence[int] = (), **sampling) -> Request:
-    """A prompt of `parts`: a number is that much text, an `Img` an image span."""
+def make_request(
+    number: int,
+    *parts: int | Img,
+    max_new: int = 4,
+    eos: Sequence[int] = (),
+    source: int | None = None,
+    salt: str = "",
+    **sampling,
+) -> Request:
+    """A prompt of `parts`: a number is that much text, an `Img` an image span. Requests with the same `source` have the
+    same text at the same places; without one a request has its own."""
+    text = number if source is None else source
     tokens: list[int] = []
     images = []
     for part in parts:
@@ -66,11 +78,13 @@ def make_request(number: int, *parts: int | Img, max_new: int = 4, eos: Sequence
                     num_tokens=part.tokens,
                     start=len(tokens),
                     grid=(1, 1, part.patches or part.tokens),
+                    whole=part.whole,
+                    source=len(images),
                 )
             )
             tokens += [VOCABULARY] * part.tokens
         else:
-            tokens += [crc32(f"{number}:{len(tokens) + i}".encode()) % VOCABULARY for i in range(part)]
+            tokens += [crc32(f"{text}:{len(tokens) + i}".encode()) % VOCABULARY for i in range(part)]
     return Request(
         id=RequestId(number),
         prompt_token_ids=tuple(tokens),
@@ -80,7 +94,28 @@ def make_request(number: int, *parts: int | Img, max_new: int = 4, eos: Sequence
         arrival_s=0.0,
         images=tuple(images),
         eos_token_ids=tuple(eos),
+        cache_salt=salt,
     )
+
+
+def next_turn(number: int, before: Request, said: Sequence[int], more: int, max_new: int = 4) -> Request:
+    """The conversation goes on: the prompt before, what was said, and `more` tokens."""
+    new = make_request(number, more, max_new=max_new).prompt_token_ids
+    tokens = (*before.prompt_token_ids, *said, *new)
+    return replace(before, id=RequestId(number), prompt_token_ids=tokens, max_new_tokens=max_new)
+
+
+def check_chunks(plan: LanguagePlan, requests: Mapping[int, Request], token_budget: int) -> None:
+    """No chunk begins or ends inside a whole image, and only such an image makes a step larger than its budget."""
+    for row in plan.rows:
+        bounds = (row.start, row.start + len(row.token_ids))
+        images = requests[row.request_id].images
+        assert not any(i.whole and i.start < b < i.end for i in images for b in bounds), "an image was cut"
+    last = plan.rows[-1]
+    begins = [i for i in requests[last.request_id].images if i.whole and i.start == last.start]
+    spare = begins[0].num_tokens - 1 if begins else 0
+    assert plan.num_tokens <= token_budget + spare, "token budget exceeded"
+    assert plan.num_tokens - len(last.token_ids) < token_budget, "a row was added to a full step"
 
 
 def feature(digest: bytes, row: int) -> int:
@@ -91,6 +126,7 @@ def next_token(context: np.ndarray) -> int:
     return crc32(context.astype(np.int64).tobytes()) % VOCABULARY
 
 
+@cache
 def expected_tokens(request: Request) -> list[int]:
     """What the fake model says, computed without caches, chunks or schedulers."""
     context = list(request.prompt_token_ids)
@@ -156,6 +192,7 @@ class Simulator:
     kv_size: int = 4
     image_blocks: int = 64
     image_size: int = 4
+    reuse: bool = True
     costs: Costs = field(default_factory=Costs)
     bad_images: frozenset[tuple[int, int]] = frozenset()
     bad_rows: frozenset[tuple[int, int]] = frozenset()  # (request, how many rows it had before)
@@ -166,7 +203,7 @@ class Simulator:
         kv = CacheManager(self.kv_blocks, self.kv_size)
         images = CacheManager(self.image_blocks, self.image_size)
         self.lanes = FakeLanes(kv, images)
-        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test")
+        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test", reuse=self.reuse)
         self.requests: dict[int, Request] = {}
         self.refused: dict[int, RequestError] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -243,7 +280,7 @@ class Simulator:
         self.at(ended_s, lambda: self._end_language(plan, now, ended_s))
 
     def _check_language(self, plan: LanguagePlan) -> None:
-        assert plan.num_tokens <= self.config.token_budget, "token budget exceeded"
+        check_chunks(plan, self.requests, self.config.token_budget)
         ids = [row.request_id for row in plan.rows]
         assert len(ids) == len(set(ids)), "a request is in a step twice"
         assert [row.is_decode for row in plan.rows] == sorted((row.is_decode for row in plan.rows), reverse=True)

@@ -21,28 +21,44 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
 from hydra_engine.scheduler.scheduler import StageScheduler
-from tests.unit.sim import BROKEN, FakeLanes, Img, config, expected_tokens, make_request
+from tests.unit.prefix_oracle import PrefixOracle
+from tests.unit.sim import BROKEN, FakeLanes, Img, check_chunks, config, expected_tokens, make_request
 
 
 class Stepper:
     """Checks the books after every call. Time stands still unless `now` is set or a step takes some."""
 
-    def __init__(self, *, kv_blocks: int = 64, image_blocks: int = 64, **changes) -> None:
+    def __init__(self, *, kv_blocks: int = 64, image_blocks: int = 64, reuse: bool = True, **changes) -> None:
         kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
+        self.reuse = reuse
         self.config = config(**changes)
         self.lanes = FakeLanes(kv, images)
-        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test")
+        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test", reuse=reuse)
         self.now = 0.0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, FinishEvent] = {}
+        self.encodes: list[tuple[int, int]] = []  # (request, image) of all that have come back
+        self.oracle = PrefixOracle(self.scheduler, reuse)
 
     def add(self, number: int, *parts: int | Img, **kwargs) -> Request:
-        request = make_request(number, *parts, **kwargs)
+        return self.submit(make_request(number, *parts, **kwargs))
+
+    def submit(self, request: Request) -> Request:
         self.scheduler.add(request, self.now)
-        self.requests[number] = request
+        self.requests[request.id] = request
         self.scheduler.check()
+        self.oracle.look()
         return request
+
+    def run(self, number: int, *parts: int | Img, **kwargs) -> None:
+        """One request from its start to its end, and whatever else is there."""
+        self.add(number, *parts, **({"source": 0} | kwargs))
+        self.finish_all()
+
+    def hit(self, number: int) -> tuple[int, int]:
+        """(tokens, images) that a finished request found in the caches."""
+        return self.finished[number].cached_tokens, self.finished[number].cached_images
 
     def state(self, number: int) -> RequestState:
         return self.scheduler._book.states[RequestId(number)]
@@ -53,6 +69,9 @@ class Stepper:
     def plan_language(self) -> LanguagePlan | None:
         plan = self.scheduler.plan_language(self.now)
         self.scheduler.check()
+        if plan is not None:
+            check_chunks(plan, self.requests, self.config.token_budget)
+        self.oracle.look()
         return plan
 
     def plan_vision(self) -> VisionPlan | None:
@@ -69,6 +88,7 @@ class Stepper:
         ]
         started_s, self.now = self.now, self.now + took_s
         result = LanguageResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        self.oracle.language_ends(plan, bad)
         return self._collect(self.scheduler.on_language(result, self.now))
 
     def end_vision(self, plan: VisionPlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
@@ -79,6 +99,7 @@ class Stepper:
         ]
         started_s, self.now = self.now, self.now + took_s
         result = VisionResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        self.encodes += [(int(item.request_id), item.image_index) for item in plan.items]
         return self._collect(self.scheduler.on_vision(result, self.now))
 
     def language(self, **kwargs) -> list[tuple[int, int]]:
@@ -108,6 +129,7 @@ class Stepper:
             else:
                 self.finished[event.request_id] = event
         self.scheduler.check()
+        self.oracle.look()
         return events
 
     def finish_all(self, max_steps: int = 2000) -> None:

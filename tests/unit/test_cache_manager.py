@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import MAX_LINES, Ledger
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.cache.table import BlockTable
-from hydra_engine.core.ids import RequestId
+from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 
 
 def test_slots_follow_the_block_ids() -> None:
@@ -79,44 +80,127 @@ def test_growth_is_all_or_nothing_and_slots_never_overlap(num_blocks: int, calls
         assert len(slots) == len(set(slots)) and all(0 <= slot < num_blocks * 4 for slot in slots)
 
 
-def ledger() -> tuple[Ledger, CacheManager, CacheManager]:
+def ledger() -> tuple[Ledger, CacheManager, FeatureCache]:
     kv: CacheManager[RequestId] = CacheManager(300, 4)
-    images: CacheManager[tuple[RequestId, int]] = CacheManager(4, 4)
-    return Ledger(kv, images), kv, images
+    features = FeatureCache(CacheManager(4, 4))
+    return Ledger(kv, features), kv, features
+
+
+PICTURE = FeatureKey(b"picture")
 
 
 def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
-    books, kv, images = ledger()
+    books, kv, features = ledger()
     kv.grow(RequestId(3), 9, max_tokens=20)
-    images.grow((RequestId(3), 1), 4, max_tokens=4)
-    snapshot = books.snapshot([RequestId(3)])
-    assert (snapshot.num_requests, snapshot.kv_blocks_held, snapshot.image_blocks_held) == (1, 3, 1)
-    assert snapshot.holders == ("request 3: 3 KV blocks", "request 3 image 1: 1 blocks")
+    features.need((RequestId(3), 1), PICTURE, 4)
+    features.need((RequestId(4), 0), PICTURE, 4)
+    features.reserve(PICTURE)
+    snapshot = books.snapshot([RequestId(3), RequestId(4)])
+    assert (snapshot.num_requests, snapshot.kv_blocks_held, snapshot.image_blocks_held) == (2, 3, 1)
+    shared = ("request 3 image 1: 1 blocks", "request 4 image 0: 1 blocks")
+    assert snapshot.holders == ("request 3: 3 KV blocks", *shared)
     assert not snapshot.problems
     kv.free(RequestId(3))
-    images.free((RequestId(3), 1))
+    features.drop((RequestId(3), 1), PICTURE)
+    features.drop((RequestId(4), 0), PICTURE)
+    assert books.snapshot([]).holders == ("an encode that nobody waits for any more: 1 blocks",)
+    features.finish(PICTURE, failed=False)
     rest = books.snapshot([])
     assert (rest.kv_blocks_held, rest.image_blocks_held, rest.holders, rest.problems) == (0, 0, (), ())
     assert (rest.kv_blocks_total, rest.image_blocks_total) == (300, 4)
 
 
 def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
-    books, kv, images = ledger()
+    books, kv, features = ledger()
     kv.grow(RequestId(1), 4, max_tokens=4)
-    images.grow((RequestId(2), 0), 4, max_tokens=4)
+    features.need((RequestId(2), 0), PICTURE, 4)
+    features.reserve(PICTURE)
     assert books.problems([]) == ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
     kv._pool.allocate(1)
     with pytest.raises(AssertionError, match="no table has"):
         books.check([RequestId(1), RequestId(2)])
 
 
-def test_a_block_in_two_tables_is_noticed() -> None:
+# ---- shared blocks
+
+
+def name(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(32, "little"))
+
+
+def test_a_block_is_in_several_tables_only_as_often_as_it_is_held() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     manager.grow(1, 4, max_tokens=4)
-    manager.grow(2, 4, max_tokens=4)
-    manager._tables[2].block_ids[0] = manager._tables[1].block_ids[0]
-    with pytest.raises(AssertionError, match="two tables"):
+    manager.name(1, 0, name(1))
+    manager.adopt(2, [name(1)], max_tokens=8)
+    manager.check()
+    assert manager.tables[1].blocks() == manager.tables[2].blocks() and manager.num_held == 1
+    manager.grow(3, 4, max_tokens=4)
+    manager._tables[3].block_ids[0] = manager._tables[1].block_ids[0]
+    with pytest.raises(AssertionError, match="no table has"):
         manager.check()
+    manager._pool.release([1])
+    with pytest.raises(AssertionError, match="in 3 tables and held 2 times"):
+        manager.check()
+
+
+def test_a_block_twice_in_one_table_is_noticed() -> None:
+    manager: CacheManager[int] = CacheManager(4, 4)
+    manager.grow(1, 8, max_tokens=8)
+    manager._tables[1].block_ids[1] = manager._tables[1].block_ids[0]
+    with pytest.raises(AssertionError, match="in one table twice"):
+        manager.check()
+
+
+def test_what_is_found_ends_at_the_first_name_without_a_block() -> None:
+    manager: CacheManager[int] = CacheManager(4, 4)
+    manager.grow(1, 12, max_tokens=12)
+    manager.name(1, 0, name(0))
+    manager.name(1, 2, name(2))
+    assert manager.names(1) == [name(0), None, name(2)] and manager.names(9) == []
+    assert manager.find([name(0), name(1), name(2)]) == [manager.tables[1].blocks()[0]]
+    assert manager.find(name(n) for n in (2, 0, 2)) == [2, 0, 2]
+    assert manager.find([]) == manager.find([name(7)]) == []
+
+
+def test_held_blocks_cost_a_newcomer_nothing_and_unheld_ones_count_as_free() -> None:
+    manager: CacheManager[int] = CacheManager(4, 4)
+    for holder in (1, 2):
+        manager.grow(holder, 4, max_tokens=4)
+        manager.name(holder, 0, name(holder))
+    manager.free(2)
+    found = manager.find([name(1), name(2)])
+    assert (manager.num_free, manager._pool.num_evictable) == (3, 1)
+    assert manager.num_to_take(16, found) == 3, "one is held by others already"
+    manager.adopt(3, [name(1), name(2)], max_tokens=16)
+    assert manager.num_free == 2 and manager.grow(3, 16, max_tokens=16) and manager.num_free == 0
+    assert manager.tables[3].blocks()[:2] == found
+    manager.check()
+    assert (manager.free(1), manager.num_free) == (1, 0), "its block has another holder"
+    assert (manager.free(3), manager.num_free) == (4, 4)
+
+
+def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
+    manager: CacheManager[int] = CacheManager(4, 4)
+    names = [name(n) for n in range(4)]
+    manager.grow(1, 16, max_tokens=16)
+    for index in range(4):
+        manager.name(1, index, names[index])
+    manager.free(1)
+    for left in (4, 3, 2, 1):
+        assert len(manager.find(names)) == left
+        manager.grow(10 + left, 4, max_tokens=4)
+    assert manager.find(names) == []
+
+
+def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free() -> None:
+    manager: CacheManager[int] = CacheManager(2, 4)
+    manager.grow(1, 8, max_tokens=8)
+    manager.name(1, 0, name(0))
+    manager.free(1)
+    manager.forget([name(0), name(5)])
+    assert manager.find([name(0)]) == [] and (manager.num_free, manager._pool.num_evictable) == (2, 0)
+    manager.check()
 
 
 def test_a_long_list_of_holders_is_cut_with_a_count() -> None:

@@ -86,6 +86,18 @@ class PoolMachine(RuleBasedStateMachine):
             if expected in self.evictable:
                 self.evictable.remove(expected)
 
+    @rule(number=st.integers(0, 5))
+    def forget_takes_only_content_that_nobody_holds(self, number: int) -> None:
+        block = next((b for b, k in self.content.items() if k == key(number)), None)
+        if block is not None and block in self.owners:
+            with pytest.raises(AssertionError, match="is held"):
+                self.pool.forget(key(number))
+            return
+        assert self.pool.forget(key(number)) is (block is not None)
+        if block is not None:
+            del self.content[block]
+            self.evictable.remove(block)
+
     @invariant()
     def books_agree(self) -> None:
         if not hasattr(self, "pool"):
@@ -95,6 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len(self.owners)
         assert self.pool.num_evictable == len(self.evictable)
         assert all(self.pool.refcount(block) == self.owners.get(block, 0) for block in range(self.size))
+        assert all(self.pool.name_of(block) == self.content.get(block) for block in range(self.size))
 
 
 TestPoolMachine = PoolMachine.TestCase

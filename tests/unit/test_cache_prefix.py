@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.cache.prefix import block_hashes, chain_seed
+from hydra_engine.cache.prefix import block_hashes, chain_seed, extend_chain, feature_key, feature_names
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import ImageItem
+from hydra_engine.core.media import ImageItem, RopeSpan
 
 
-def image(start: int, count: int, name: int = 0) -> ImageItem:
-    return ImageItem(ImageDigest(bytes([name]) * 32), 1, 1, count, count, start, (1, 1, count))
+def image(start: int, count: int, name: int = 0, rope: RopeSpan | None = None) -> ImageItem:
+    return ImageItem(ImageDigest(bytes([name]) * 32), 1, 1, count, count, start, (1, 1, count), rope)
 
 
 def hashes(tokens, images=(), size=4, salt=""):
@@ -72,6 +72,23 @@ def test_salt_and_block_size_separate_chains() -> None:
     assert chain_seed(4, "\ud800") != chain_seed(4)  # a salt need not be encodable text
 
 
+def test_the_same_picture_at_other_rotary_positions_differs_and_so_does_the_text_behind_it() -> None:
+    def of(rope: RopeSpan | None):
+        return hashes([0] * 4 + [1] * 4, [image(0, 4, rope=rope)])
+
+    ropes = [None, *(RopeSpan(*(int(i == changed) for i in range(5))) for changed in range(6))]
+    first, behind = zip(*(of(rope) for rope in ropes), strict=True)
+    assert len(set(first)) == len(set(behind)) == len(ropes)
+
+
+def test_the_features_of_a_picture_have_one_name_per_block_under_their_salt() -> None:
+    one, other = ImageDigest(b"1" * 32), ImageDigest(b"2" * 32)
+    keys = [feature_key(one), feature_key(other), feature_key(one, "salt")]
+    names = [list(feature_names(key, 3)) for key in keys]
+    assert len({name for some in names for name in some}) == 9
+    assert names[0] == list(feature_names(feature_key(one), 3)) and names[0][:2] == list(feature_names(keys[0], 2))
+
+
 CONTENTS = st.lists(st.one_of(st.integers(0, 2), st.tuples(st.integers(0, 1), st.integers(1, 3))), max_size=6)
 
 
@@ -98,3 +115,14 @@ def test_hashes_are_equal_exactly_where_the_contents_up_to_there_are(one, two) -
     for block in range(min(len(hashes1), len(hashes2))):
         same_content = what1[: 2 * block + 2] == what2[: 2 * block + 2]
         assert (hashes1[block] == hashes2[block]) == same_content
+
+
+@given(CONTENTS, st.lists(st.integers(0, 12), max_size=5), st.sampled_from(["", "salt"]))
+def test_a_chain_extended_in_pieces_is_the_chain_computed_at_once(parts, stops, salt) -> None:
+    tokens, images, _ = laid_out(parts)
+    chain: list = []
+    for stop in sorted(stops):
+        extend_chain(chain, tokens[2 * len(chain) : stop], images, block_size=2, cache_salt=salt)
+        assert tuple(chain) == hashes(tokens[: max(stop, 2 * len(chain))], images, size=2, salt=salt)
+    extend_chain(chain, tokens[2 * len(chain) :], images, block_size=2, cache_salt=salt)
+    assert tuple(chain) == hashes(tokens, images, size=2, salt=salt)

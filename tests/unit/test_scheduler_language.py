@@ -181,7 +181,7 @@ def test_a_waiter_is_overtaken_at_most_max_bypass_times(max_bypass: int) -> None
 def test_when_a_decode_lacks_a_block_the_youngest_running_request_gives_way_and_comes_back_with_its_full_demand() -> (
     None
 ):
-    s = Stepper(kv_blocks=7, token_budget=32)
+    s = Stepper(kv_blocks=7, token_budget=32, reuse=False)
     s.add(1, 8, max_new=12)  # five blocks in the end
     s.add(2, 8, max_new=12)
     assert s.language() == [(1, 8), (2, 8)]
@@ -204,7 +204,7 @@ def test_when_a_decode_lacks_a_block_the_youngest_running_request_gives_way_and_
 
 
 def test_a_preempted_request_with_pictures_is_encoded_again() -> None:
-    s = Stepper(kv_blocks=7, token_budget=32)
+    s = Stepper(kv_blocks=7, token_budget=32, reuse=False)
     s.add(1, 8, max_new=12)
     s.add(2, 2, Img(5), 1, max_new=12)
     assert s.vision() == [(2, 0)]

@@ -1,6 +1,8 @@
 """Any interleaving of calls that the contract allows: plans stay in flight as long as they like, aborts hit anywhere.
 
-The books are checked after every call, tokens against the model without caches, and in the end everything must finish.
+The books are checked after every call, tokens against the model without caches, what is reused against an oracle that
+knows no hash, and in the end everything must finish. Prompts come from few texts and few pictures, so that much of what
+is asked for is there already, or has just been evicted.
 """
 
 from __future__ import annotations
@@ -10,19 +12,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hydra_engine.core.stages import LEGAL_MOVES
-from tests.unit.sim import Img
+from tests.unit.sim import Img, next_turn
 from tests.unit.stepper import Stepper
 
-PARTS = st.lists(st.one_of(st.integers(1, 9), st.builds(Img, st.integers(1, 12), st.integers(1, 30))), max_size=4)
+KV_SIZE = 4
+MAX_BLOCKS = 18  # that a request may need; the smallest pool has as many
+OWN = st.builds(Img, st.integers(1, 12), st.integers(1, 30), whole=st.booleans())
+SHARED = st.sampled_from([Img(5, name="a"), Img(8, 20, name="b"), Img(12, 30, name="c"), Img(7, name="d", whole=True)])
+PARTS = st.lists(st.one_of(st.integers(1, 9), st.sampled_from([4, 8]), OWN, SHARED, SHARED), max_size=4)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        kv_blocks=st.integers(18, 40),  # the largest request that the rule below makes needs 18
+        kv_blocks=st.integers(MAX_BLOCKS, 40),
         image_blocks=st.integers(3, 10),
         token_budget=st.integers(2, 24),
         max_num_seqs=st.integers(1, 6),
         max_bypass=st.integers(1, 3),
+        reuse=st.sampled_from([True, True, True, False]),
     )
     def start(self, **sizes) -> None:
         self.stepper = Stepper(image_budget=32, **sizes)
@@ -31,10 +38,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.vision = None
         self.stages = {}
 
-    @rule(parts=PARTS, max_new=st.integers(1, 12), eos=st.integers(0, 100))
-    def add(self, parts, max_new: int, eos: int) -> None:
+    @rule(
+        parts=PARTS,
+        max_new=st.integers(1, 12),
+        eos=st.integers(0, 100),
+        source=st.sampled_from([None, 0, 0, 1]),
+        salt=st.sampled_from(["", "", "", "s"]),
+    )
+    def add(self, parts, max_new: int, eos: int, source: int | None, salt: str) -> None:
         self.count += 1
-        self.stepper.add(self.count, *parts, 1, max_new=max_new, eos=range(eos))
+        self.stepper.add(self.count, *parts, 1, max_new=max_new, eos=range(eos), source=source, salt=salt)
+
+    @precondition(lambda self: self.stepper.finished)
+    @rule(data=st.data(), more=st.integers(1, 6), max_new=st.integers(1, 8))
+    def say_more(self, data, more: int, max_new: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.stepper.finished)))
+        turn = next_turn(self.count + 1, self.stepper.requests[number], self.stepper.tokens[number], more, max_new)
+        if turn.num_prompt + turn.max_new_tokens <= MAX_BLOCKS * KV_SIZE:
+            self.count += 1
+            self.stepper.submit(turn)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
@@ -49,8 +71,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = oldest.num_preemptions if oldest else 0
         self.language = self.stepper.plan_language()
         assert oldest is None or oldest.num_preemptions == before, "the oldest request was preempted"
-        if self.language is not None:
-            assert self.language.num_tokens <= self.stepper.config.token_budget
 
     @precondition(lambda self: self.language is not None)
     @rule(data=st.data())
@@ -66,6 +86,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.vision = self.stepper.plan_vision()
         if self.vision is not None:
             assert self.vision.num_patches <= 32
+            if self.stepper.reuse:
+                keys = [self._key(item) for item in self.vision.items]
+                assert len(keys) == len(set(keys)), "a picture is twice in a step"
+
+    def _key(self, item) -> tuple[str, bytes]:
+        return self.stepper.requests[item.request_id].cache_salt, item.digest
 
     @precondition(lambda self: self.vision is not None)
     @rule(data=st.data())
@@ -96,4 +122,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

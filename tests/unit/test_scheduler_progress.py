@@ -18,13 +18,21 @@ def blocks(tokens: int) -> int:
     return -(-tokens // 4)
 
 
+SHARED = [Img(5, name="a"), Img(8, 20, name="b"), Img(14, 30, name="c"), Img(7, name="d", whole=True)]
+
+
 @st.composite
 def requests(draw, number: int, max_images: int = 3):
-    parts: list[int | Img] = [draw(st.integers(0, 9))]
+    """Texts and pictures of their own, or some that others have too."""
+    source = draw(st.sampled_from([None, 0, 0, 1]))
+    parts: list[int | Img] = [draw(st.integers(0, 9)) if source is None else draw(st.sampled_from([0, 4, 9]))]
+    own = st.builds(Img, st.integers(1, 14), st.integers(1, 30), whole=st.booleans())
     for _ in range(draw(st.integers(0, max_images))):
-        parts += [Img(draw(st.integers(1, 14)), draw(st.integers(1, 30))), draw(st.integers(0, 6))]
+        parts += [draw(own if source is None else st.sampled_from(SHARED)), draw(st.integers(0, 6))]
     parts[-1] = parts[-1] + 1  # never empty
-    return make_request(number, *parts, max_new=draw(st.integers(1, 12)), eos=range(draw(st.integers(0, 120))))
+    eos = range(draw(st.integers(0, 120)))
+    salt = draw(st.sampled_from(["", "", "", "s"]))
+    return make_request(number, *parts, max_new=draw(st.integers(1, 12)), eos=eos, source=source, salt=salt)
 
 
 @st.composite
@@ -42,9 +50,17 @@ def minimum_pools(work) -> tuple[int, int]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(workloads(), st.integers(1, 5), st.integers(1, 20), st.integers(1, 40), st.integers(1, 4), st.integers(0, 50))
+@given(
+    workloads(),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(0, 50),
+    st.booleans(),
+)
 def test_with_pools_of_the_minimum_legal_size_everything_finishes_with_the_right_tokens(
-    work, seqs, token_budget, image_budget, bypass, patience
+    work, seqs, token_budget, image_budget, bypass, patience, reuse
 ):
     kv_blocks, image_blocks = minimum_pools(work)
     settings_ = config(
@@ -54,7 +70,7 @@ def test_with_pools_of_the_minimum_legal_size_everything_finishes_with_the_right
         max_bypass=bypass,
         encode_patience_ms=patience,
     )
-    sim = Simulator(settings_, kv_blocks=kv_blocks, image_blocks=image_blocks)
+    sim = Simulator(settings_, kv_blocks=kv_blocks, image_blocks=image_blocks, reuse=reuse)
     for time_s, request in work:
         sim.submit(request, time_s)
     sim.run()
@@ -75,6 +91,7 @@ def test_under_random_aborts_and_errors_every_request_ends_exactly_once_and_the_
         config(),
         kv_blocks=kv_blocks + slack,
         image_blocks=image_blocks + slack,
+        reuse=data.draw(st.booleans()),
         bad_images=frozenset(bad_images),
         bad_rows=frozenset(bad_rows),
     )

@@ -95,7 +95,7 @@ def test_other_gaps_are_told_apart(pause_s: float, took_s: float, cause: str) ->
 
 
 def test_a_preempted_request_shows_the_time_from_its_last_token_to_its_next_chunk() -> None:
-    s = Stepper(kv_blocks=7, token_budget=32)
+    s = Stepper(kv_blocks=7, token_budget=32, reuse=False)
     s.add(1, 8, max_new=12)
     s.add(2, 8, max_new=12)
     while s.scheduler.has_work:

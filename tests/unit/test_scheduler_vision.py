@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.policy import features_to_take
@@ -123,7 +124,7 @@ def test_the_vision_lane_never_rests_while_an_image_waits_and_blocks_are_free() 
 
 def test_an_older_request_takes_the_features_of_a_younger_one_when_it_comes_back() -> None:
     """The first request is preempted and must be encoded again; the cache is full of features that wait behind it."""
-    s = Stepper(kv_blocks=7, image_blocks=2, token_budget=32)
+    s = Stepper(kv_blocks=7, image_blocks=2, token_budget=32, reuse=False)
     s.add(0, 8, max_new=12)
     s.add(1, Img(8), 1, max_new=8)
     assert s.vision() == [(1, 0)]
@@ -137,22 +138,40 @@ def test_an_older_request_takes_the_features_of_a_younger_one_when_it_comes_back
     s.finish_all()
 
 
+Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
+
+
+def holder(blocks: int, *users: tuple[RequestState, int]) -> Holder:
+    name = ",".join(f"{state.order}.{index}" for state, index in users)
+    return FeatureKey(name.encode()), list(users), blocks
+
+
 def test_features_that_a_step_reads_are_never_taken() -> None:
     reader = RequestState.new(make_request(1, Img(8), Img(8), 1), 1, 0.0)
     reader.images = [ImageProgress.ENCODED] * 2
     reader.num_scheduled = 8
     older = RequestState.new(make_request(0, Img(8), 1), 0, 0.0)
-    holders = [(reader, 0, 2), (reader, 1, 2)]
-    assert features_to_take(older, 0, holders, 2) == [(reader, 1)]
+    later = RequestState.new(make_request(2, Img(8), 1), 2, 0.0)
+    holders = [holder(2, (reader, 0)), holder(2, (reader, 1))]
+    assert features_to_take(older, 0, holders, 2) == [b"1.1"]
     assert features_to_take(older, 0, holders, 3) == [], "not enough is nothing"
+    assert features_to_take(older, 0, [holder(2, (later, 0), (reader, 0))], 1) == [], "one of the users reads"
+
+
+def test_shared_features_are_as_old_as_their_oldest_user() -> None:
+    states = [RequestState.new(make_request(n, Img(4), Img(4), 1), n, 0.0) for n in range(4)]
+    holders = [holder(1, (states[3], 0)), holder(1, (states[0], 1), (states[3], 1)), holder(1, (states[2], 0))]
+    assert features_to_take(states[1], 0, holders, 2) == [b"3.0", b"2.0"]
+    assert features_to_take(states[1], 0, holders, 3) == []
+    assert features_to_take(states[0], 0, holders, 3) == [b"3.0", b"2.0", b"0.1,3.1"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 6), st.integers(1, 8))
 def test_the_youngest_give_way_first_and_no_more_of_them_than_needed(sizes: list[int], order: int, need: int) -> None:
     states = [RequestState.new(make_request(n, Img(4), 1), n, 0.0) for n in range(len(sizes))]
     asking = RequestState.new(make_request(99, Img(4), 1), order, 0.0)
-    holders = [(state, 0, size) for state, size in zip(states, sizes, strict=True)]
-    taken = [state.order for state, _ in features_to_take(asking, 0, holders, need)]
+    holders = [holder(size, (state, 0)) for state, size in zip(states, sizes, strict=True)]
+    taken = [int(key.split(b".")[0]) for key in features_to_take(asking, 0, holders, need)]
     younger = [n for n in range(len(sizes)) if n > order]
     assert taken == sorted(younger, reverse=True)[: len(taken)]
     if sum(sizes[n] for n in younger) < need:

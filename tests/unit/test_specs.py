@@ -105,7 +105,7 @@ class Directory:
         with pytest.raises(CheckpointError) as caught:
             self.spec(config)
         message = caught.value.message
-        assert "\n" not in message and str(self.path.parent) not in message and len(message) < 400
+        assert "\n" not in message and str(self.path.parent) not in message and len(message) < 600
         return message
 
 
@@ -146,18 +146,20 @@ def test_a_published_checkpoint(published: Directory) -> None:
     assert not language.tie_embeddings and not language.attention_bias
     assert language.num_parameters() == 6_738_415_616 + 2 * 64 * 4096  # Llama 2 7B with 64 more words
     vision = published.vision()
-    assert vision.geometry(500, 20) == (336, 336, 576, 576, (1, 24, 24))
-    assert (vision.num_layers, vision.feature_layers, vision.num_active_layers) == (24, (23,), 23)
-    assert (vision.preprocess.resize, vision.preprocess.shortest_edge) == ("shortest_edge", 336)
+    plan, tower = vision.plan_image(500, 20), vision.tower
+    assert plan.items == ((336, 336, 1, 576, 576, (1, 24, 24), 0, 0, 0, False, False),)
+    assert plan.views == (((8400, 336), (336, 336), (-4032, 0), (336, 336), 0),)
+    assert (tower.num_layers, tower.feature_layers, tower.num_active_layers) == (24, (23,), 23)
+    assert vision.shortest_edge == 336
     assert (vision.preprocess.resample, vision.preprocess.rescale) == ("bicubic", 1 / 255)
-    assert (vision.hidden_act, vision.projector_act, vision.layer_norm_eps) == ("quick_gelu", "gelu", 1e-5)
+    assert (tower.hidden_act, vision.projector_act, tower.layer_norm_eps) == ("quick_gelu", "gelu", 1e-5)
     assert vision.feature_size == 4096 and vision.projector_bias and vision.num_planes == 1
 
 
 def test_the_shipped_model() -> None:
     spec = load_spec(Path(__file__).parents[2] / "hydra_engine" / "demo" / "model")
     assert spec.family == "llava" and spec.vision is not None
-    assert spec.vision.geometry(84, 84).num_tokens == 9
+    assert spec.vision.plan_image(84, 84).num_tokens == 9
 
 
 def test_new_and_old_image_processor_layouts_agree(published: Directory) -> None:
@@ -175,7 +177,7 @@ def test_new_and_old_image_processor_layouts_agree(published: Directory) -> None
 def test_an_exact_size_needs_no_crop(published: Directory) -> None:
     size = {"height": 336, "width": 336}
     published.write("preprocessor_config.json", {**IMAGES, "size": size, "do_center_crop": False})
-    assert published.vision().preprocess.resize == "exact"
+    assert published.vision().shortest_edge == 0
     published.write("preprocessor_config.json", {**IMAGES, "do_rescale": False, "do_normalize": False})
     preprocess = published.vision().preprocess
     assert (preprocess.rescale, preprocess.mean, preprocess.std) == (1.0, (0, 0, 0), (1, 1, 1))
@@ -193,15 +195,15 @@ def test_identity_changes_with_the_pixels(published: Directory) -> None:
     ("layer", "expected"), [(-1, (24,)), (-2, (23,)), (0, (0,)), (24, (24,)), ([-2, -5, 8], (23, 20, 8))]
 )
 def test_feature_layers(published: Directory, layer: Any, expected: tuple[int, ...]) -> None:
-    assert published.vision(changed(PUBLISHED, "vision_feature_layer", layer)).feature_layers == expected
+    assert published.vision(changed(PUBLISHED, "vision_feature_layer", layer)).tower.feature_layers == expected
 
 
 def test_the_class_token_is_one_more_token(published: Directory) -> None:
     vision = published.vision(changed(PUBLISHED, "vision_feature_select_strategy", "full"))
-    geometry = vision.geometry(1, 1)
-    assert (geometry.num_patches, geometry.num_tokens) == (576, 577)
+    plan = vision.plan_image(1, 1)
+    assert (plan.num_patches, plan.num_tokens) == (576, 577)
     with pytest.raises(InvalidImage):
-        vision.geometry(0, 5)
+        vision.plan_image(0, 5)
 
 
 def test_old_and_new_rotary_settings_agree(tmp_path: Path) -> None:
@@ -247,7 +249,11 @@ def test_where_special_tokens_come_from(published: Directory) -> None:
 
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
-    "architecture": ("architectures", ["MambaForCausalLM"], "'MambaForCausalLM' is not supported; supported are Llava"),
+    "architecture": (
+        "architectures",
+        ["MambaForCausalLM"],
+        "'MambaForCausalLM' has no native implementation; there is one of Llava",
+    ),
     "no architecture": ("architectures", [], "names no architecture"),
     "text type": ("text_config.model_type", "gemma", "'gemma' is not supported; supported are llama, mistral, qwen2"),
     "tower type": ("vision_config.model_type", "siglip_vision_model", "supported is clip_vision_model"),
@@ -260,9 +266,13 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "heads": ("vision_config.num_attention_heads", 7, "not a multiple"),
     "shared heads": ("text_config.num_key_value_heads", 5, "cannot share"),
     "odd head": ("text_config.head_dim", 33, "head_dim 33 is odd"),
-    "biases": ("text_config.attention_bias", True, "biases"),
+    "biases": ("text_config.mlp_bias", True, "biases"),
     "activation": ("text_config.hidden_act", "relu9", "hidden_act in text_config"),
-    "rope type": ("text_config.rope_scaling", {"type": "yarn", "factor": 2}, "'yarn' is not supported; supported are"),
+    "rope type": (
+        "text_config.rope_scaling",
+        {"type": "longrope", "factor": 2},
+        "'longrope' is not supported; supported are",
+    ),
     "rope field": ("text_config.rope_scaling", {"type": "linear"}, "rope_scaling of text_config of config.json has no"),
     "partial rotary": ("text_config.partial_rotary_factor", 0.5, "partial_rotary_factor"),
     "strategy": ("vision_feature_select_strategy", "half", "vision_feature_select_strategy in config.json must be"),
@@ -305,7 +315,7 @@ def test_code_that_comes_with_a_model_is_never_run(published: Directory) -> None
     (published.path / "evil.py").write_text("raise SystemExit")
     assert published.spec(remote).family == "llava"
     message = published.refusal({**remote, "architectures": ["EvilForCausalLM"]})
-    assert message.endswith("never run") and all(name in message for name in ARCHITECTURES)
+    assert message.endswith("never run otherwise") and all(name in message for name in ARCHITECTURES)
 
 
 def test_files_that_cannot_be_read_are_refused(published: Directory) -> None:

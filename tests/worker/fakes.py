@@ -26,7 +26,17 @@ from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import EncodeItem, ImageSlice, LanguagePlan, LanguageRow, VisionPlan
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.specs.base import ImageGeometry, LanguageSpec, ModelSpec, PreprocessSpec
+from hydra_engine.specs.base import (
+    ItemPlan,
+    LanguageSpec,
+    MediaPlan,
+    ModelSpec,
+    PreprocessSpec,
+    VideoInfo,
+    VideoPlan,
+    View,
+)
+from hydra_engine.specs.geometry import no_videos
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.worker import Worker
 
@@ -38,7 +48,7 @@ NAN_PIXEL = 254  # and gives it a NaN feature
 IMAGE_TOKENS = 5
 BLOCK = 4
 IMAGE_BLOCK = 3
-PREPROCESS = PreprocessSpec("exact", 8, 8, 8, "bicubic", 1.0, (0, 0, 0), (1, 1, 1), "fake")
+PREPROCESS = PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "fake")
 
 
 class FakeOps:
@@ -104,11 +114,13 @@ class FakeModel:
         if self.encode_gate is not None:
             assert self.encode_gate.wait(30)
         pixels = inputs.pixels
-        assert isinstance(pixels, Tensor) and pixels.dtype == torch.uint8 and pixels.shape[0] == len(inputs.grids)
-        self.batch_sizes.append(pixels.shape[0])
-        if bool((pixels[:, 0, 0, 0] == BAD_PIXEL).any()):
+        assert all(picture.dtype == torch.uint8 for picture in pixels) and len(pixels) == len(inputs.grids)
+        self.batch_sizes.append(len(pixels))
+        if any(int(picture[0, 0, 0, 0]) == BAD_PIXEL for picture in pixels):
             raise RuntimeError("secret: the tower does not like this picture")
-        features = picture_features(pixels).reshape(-1, 1, 1).to(image_cache.data.dtype)
+        features = (
+            torch.cat([picture_features(picture) for picture in pixels]).reshape(-1, 1, 1).to(image_cache.data.dtype)
+        )
         self.ops.write_cache(image_cache, 0, [features], inputs.slots)
 
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
@@ -155,12 +167,17 @@ class FakeVision:
     feature_size: int = 1
     num_planes: int = 1
     max_tokens_per_image: int = IMAGE_TOKENS
+    max_tokens_per_item: int = IMAGE_TOKENS
     max_patches_per_image: int = IMAGE_TOKENS
     parameters: int = 1000
     preprocess: PreprocessSpec = PREPROCESS
 
-    def geometry(self, width: int, height: int) -> ImageGeometry:
-        return ImageGeometry(8, 8, IMAGE_TOKENS, IMAGE_TOKENS, (1, 1, IMAGE_TOKENS))
+    def plan_image(self, width: int, height: int) -> MediaPlan:
+        item = ItemPlan(8, 8, 1, IMAGE_TOKENS, IMAGE_TOKENS, (1, 1, IMAGE_TOKENS))
+        return MediaPlan((View.whole(8, 8),), (item,))
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        raise no_videos()
 
     def num_parameters(self) -> int:
         return self.parameters

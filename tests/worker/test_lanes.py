@@ -209,14 +209,14 @@ def test_image_features_reach_their_positions_whatever_the_chunks(rig: Rig, chun
     assert rig.generate(request, chunk=chunk, steps=1) == [[expected]]
 
 
-def test_pictures_of_one_size_share_an_encode_and_sizes_do_not_mix(rig: Rig) -> None:
+def test_pictures_of_all_sizes_share_an_encode(rig: Rig) -> None:
     small, small_pixels = picture_request(1, 10, 20)
     wide, wide_pixels = picture_request(2, 30, 40, width=16)
     rig.add(small, small_pixels)
     rig.add(wide, wide_pixels)
     items = [rig.item(small, 0), rig.item(wide, 0), rig.item(small, 1), rig.item(wide, 1)]
     assert all(o.error is None for o in rig.vision(*items))
-    assert rig.model.batch_sizes == [2, 2]
+    assert rig.model.batch_sizes == [4]
     for request, pixels in ((small, small_pixels), (wide, wide_pixels)):
         expected = int(fake_logits(context_of(request, pixels)).argmax())
         assert rig.generate(request, steps=1) == [[expected]]

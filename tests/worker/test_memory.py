@@ -70,7 +70,7 @@ def test_a_context_asked_for_by_name_is_refused_instead() -> None:
 
 def test_a_cache_for_no_picture_at_all_is_refused() -> None:
     with pytest.raises(ResourceError, match="image_cache_gib"):
-        plan(vision=FakeVision(max_tokens_per_image=65), num_image_blocks=1)
+        plan(vision=FakeVision(max_tokens_per_item=65), num_image_blocks=1)
     with pytest.raises(ResourceError, match="kv_cache_gib"):
         plan(num_kv_blocks=0)
     with pytest.raises(ResourceError, match="needs up to 148"):

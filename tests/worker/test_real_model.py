@@ -18,7 +18,8 @@ from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.models.registry import load_model
-from hydra_engine.models.tiny import IMAGE_ID, make_tiny
+from hydra_engine.models.tiny import make_tiny
+from hydra_engine.models.tiny.base import IMAGE_ID
 from hydra_engine.specs.registry import load_spec
 from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache
 from hydra_engine.worker.memory import plan_memory
@@ -55,11 +56,9 @@ def with_pictures(rig: Rig, request_id: int, seed: int, count: int, **sampling: 
     rng = np.random.default_rng(seed)
     prompt, images, pixels = [1, 20, 30], [], []
     for index in range(count):
-        shape = spec.vision.geometry(100, 50)
+        (shape,) = spec.vision.plan_image(100, 50).items
         digest = ImageDigest(bytes([seed, index]) * 16)
-        images.append(
-            ImageItem(digest, shape.width, shape.height, shape.num_patches, shape.num_tokens, len(prompt), shape.grid)
-        )
+        images.append(ImageItem(digest, 100, 50, shape.num_patches, shape.num_tokens, len(prompt), shape.grid))
         pixels.append(PixelPayload(digest, shape.width, shape.height, rng.bytes(shape.width * shape.height * 3)))
         prompt += [IMAGE_ID] * shape.num_tokens + [40 + index]
     request = make_request(request_id, prompt, images=tuple(images), seed=seed, **sampling)

@@ -5,6 +5,9 @@
 // running softmax. What a query does not see has weights of exactly 0 and leaves its sums as they are, and the products
 // of one query with one tile take the same operations in the same order in every shape of call.
 //
+// If causal, the running softmax starts anew at every multiple of kSpanKeys, and the spans' states are merged in order.
+// So the spans of a long context may be worked on by several threads, and the bits are those of one.
+//
 // Knows addresses and sizes; knows no Python. Arguments were checked by the caller (csrc/api/attention.cpp).
 #pragma once
 
@@ -15,6 +18,7 @@
 namespace hydra {
 
 constexpr int kKeyTile = 64;     // keys per step of the running softmax
+constexpr int64_t kSpanKeys = 512;  // keys whose softmax may be computed apart from the rest; whole tiles
 constexpr int kColumnTile = 16;  // (query, head) pairs that share the products with a key tile
 constexpr int64_t kMaxHeadDim = 256;
 
@@ -53,18 +57,32 @@ struct AttentionTask {
   const Sequence* sequence = nullptr;
   int64_t token_begin = 0, token_end = 0;
   int64_t head_begin = 0, head_end = 0;
+  // Where a sequence is cut by spans the task is span `span` alone and leaves its state here, [Hkv][columns]
+  // [partial_width]. A task that merges finds the states of all spans, span_stride floats apart.
+  float* partials = nullptr;
+  int64_t span = 0;
+  int64_t span_stride = 0;
 };
+
+// A column's state after a span, in floats: sums [partial_sums], total [kPartialTotal], top [1]; wide enough for any
+// level.
+constexpr int64_t kPartialTotal = 16;
+constexpr int64_t partial_sums(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
+constexpr int64_t partial_width(int64_t head_dim) { return partial_sums(head_dim) + 2 * kPartialTotal; }
 
 void attention(const AttentionCall& call);
 
 namespace scalar {
 void attend(const AttentionCall& call, const AttentionTask& task);
+void merge_spans(const AttentionCall& call, const AttentionTask& task);
 }
 namespace avx2 {
 void attend(const AttentionCall& call, const AttentionTask& task);
+void merge_spans(const AttentionCall& call, const AttentionTask& task);
 }
 namespace avx512 {
 void attend(const AttentionCall& call, const AttentionTask& task);
+void merge_spans(const AttentionCall& call, const AttentionTask& task);
 }
 namespace amx {
 void attend_bf16(const AttentionCall& call, const AttentionTask& task);

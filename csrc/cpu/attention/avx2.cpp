@@ -20,5 +20,16 @@ void attend(const AttentionCall& call, const AttentionTask& task) {
   }
 }
 
+void merge_spans(const AttentionCall& call, const AttentionTask& task) {
+  switch (call.dtype) {
+    case DType::f32:
+      return merge_with<FloatMath<float>>(call, task);
+    case DType::bf16:
+      return merge_with<FloatMath<bf16_t>>(call, task);
+    default:
+      return merge_with<FloatMath<f16_t>>(call, task);
+  }
+}
+
 }  // namespace hydra::avx2
 #endif

@@ -53,19 +53,49 @@ template <class Math>
 struct HeadState {
   typename Math::Element* q;  // [columns][Math::query_width(D)]
   ColumnState columns;
+  ColumnState span;  // of the current span, from the second one on
 };
 
-// One task on one thread.
+// What a task's columns are.
 template <class Math>
-struct Driver {
-  using Element = typename Math::Element;  // of packed queries, keys, values and weights
-  using Stored = typename Math::Stored;    // of the tensors
+struct TaskColumns {
+  using Stored = typename Math::Stored;  // of the tensors
 
   const AttentionCall& call;
   const AttentionTask& task;
   const Sequence& sequence;
-  int64_t dim, group, columns, column_tiles, query_width, sums_width;
+  int64_t dim, group, columns, sums_width;
   float factor;  // scale / ln(2): weights are powers of two
+
+  HYDRA_TARGET TaskColumns(const AttentionCall& c, const AttentionTask& t) : call(c), task(t), sequence(*t.sequence) {
+    dim = call.head_dim;
+    group = call.group();
+    columns = (task.token_end - task.token_begin) * group;
+    sums_width = Math::sums_width(dim);
+    factor = call.scale * 1.44269504088896341f;
+  }
+
+  // How many keys a column sees.
+  HYDRA_INLINE int64_t limit(int64_t column) const {
+    return call.causal ? sequence.first_position + task.token_begin + column / group + 1 : sequence.num_keys;
+  }
+
+  HYDRA_INLINE Stored* result(int64_t head, int64_t column) const {
+    const int64_t token = sequence.query_begin + task.token_begin + column / group;
+    return static_cast<Stored*>(call.out) + (token * call.num_heads + head * group + column % group) * dim;
+  }
+};
+
+// One task on one thread.
+template <class Math>
+struct Driver : TaskColumns<Math> {
+  using Base = TaskColumns<Math>;
+  using Element = typename Math::Element;  // of packed queries, keys, values and weights
+  using typename Base::Stored;
+  using Base::call, Base::task, Base::sequence, Base::dim, Base::group, Base::columns, Base::sums_width, Base::factor;
+
+  int64_t column_tiles, query_width;
+  int64_t key_begin, key_end;  // the keys of this task
   int64_t* limits;  // [columns]: how many keys a column sees
   HeadState<Math>* heads;
   Element* keys;
@@ -78,38 +108,43 @@ struct Driver {
   int next_slot = 0;
   int64_t next_count = 0;  // rows of the next tile
 
-  HYDRA_TARGET Driver(const AttentionCall& c, const AttentionTask& t) : call(c), task(t), sequence(*t.sequence) {
-    dim = call.head_dim;
-    group = call.group();
-    columns = (task.token_end - task.token_begin) * group;
+  HYDRA_TARGET Driver(const AttentionCall& c, const AttentionTask& t) : Base(c, t) {
     column_tiles = (columns + kColumnTile - 1) / kColumnTile;
     query_width = Math::query_width(dim);
-    sums_width = Math::sums_width(dim);
-    factor = call.scale * 1.44269504088896341f;
+    key_begin = task.partials ? task.span * kSpanKeys : 0;
+    key_end = Base::limit(columns - 1);
+    if (task.partials) key_end = std::min(key_end, key_begin + kSpanKeys);
     reserve();
   }
 
   HYDRA_TARGET void run() {
     Math::begin(static_cast<int>(std::min<int64_t>(columns, kColumnTile)));
-    set_limits();
-    const int64_t num_keys = limits[columns - 1];
-    find_rows(0, num_keys, 0);
-    next_count = std::min<int64_t>(kKeyTile, num_keys);
+    for (int64_t c = 0; c < columns; ++c) limits[c] = Base::limit(c);
+    find_rows(key_begin, 0);
+    next_count = std::min<int64_t>(kKeyTile, key_end - key_begin);
     for (int64_t head = task.head_begin; head < task.head_end; ++head) share_of(head).rest();
     for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(head);
-    for (int64_t tile = 0, begin = 0; begin < num_keys; ++tile, begin += kKeyTile) {
+    for (int64_t tile = 0, begin = key_begin; begin < key_end; ++tile, begin += kKeyTile) {
       const int current = static_cast<int>(tile & 1);
       next_slot = current ^ 1;
-      next_count = std::max<int64_t>(0, std::min<int64_t>(kKeyTile, num_keys - begin - kKeyTile));
-      if (next_count) find_rows(begin + kKeyTile, num_keys, next_slot);
-      const int count = static_cast<int>(std::min<int64_t>(kKeyTile, num_keys - begin));
+      next_count = std::max<int64_t>(0, std::min<int64_t>(kKeyTile, key_end - begin - kKeyTile));
+      if (next_count) find_rows(begin + kKeyTile, next_slot);
+      const int count = static_cast<int>(std::min<int64_t>(kKeyTile, key_end - begin));
       for (int64_t head = task.head_begin; head < task.head_end; ++head) visit(head, begin, count, current);
+      if (in_later_span(begin) && (begin + kKeyTile >= key_end || (begin + kKeyTile) % kSpanKeys == 0)) {
+        for (int64_t head = task.head_begin; head < task.head_end; ++head) merge_span(head, begin);
+      }
     }
-    for (int64_t head = task.head_begin; head < task.head_end; ++head) write_result(head);
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+      task.partials ? write_partial(head) : write_result(head);
+    }
     Math::end();
   }
 
  private:
+  // Whether the tile that starts at `begin` belongs to the second span of this task or to one behind it.
+  HYDRA_INLINE bool in_later_span(int64_t begin) const { return call.causal && begin >= key_begin + kSpanKeys; }
+
   HYDRA_TARGET void reserve() {
     static thread_local Scratch scratch;
     const int64_t num_heads = task.head_end - task.head_begin, padded = column_tiles * kColumnTile;
@@ -123,7 +158,8 @@ struct Driver {
     const int64_t limits_bytes = aligned(columns * 8);
     const int64_t heads_bytes = aligned(num_heads * static_cast<int64_t>(sizeof(HeadState<Math>)));
     const int64_t tile_bytes = kColumnTile * kKeyTile * 4;
-    const int64_t head_bytes = q_bytes + sums_bytes + top_bytes + total_bytes;
+    const int64_t states = in_later_span(key_end - 1) ? 2 : 1;
+    const int64_t head_bytes = q_bytes + states * (sums_bytes + top_bytes + total_bytes);
     char* memory = static_cast<char*>(scratch.reserve(limits_bytes + heads_bytes + num_heads * head_bytes + keys_bytes +
                                                       values_bytes + zero_bytes + 3 * tile_bytes));
     const auto take = [&memory](int64_t bytes) {
@@ -135,11 +171,14 @@ struct Driver {
     heads = reinterpret_cast<HeadState<Math>*>(take(heads_bytes));
     for (int64_t head = 0; head < num_heads; ++head) {
       heads[head].q = reinterpret_cast<Element*>(take(q_bytes));
-      ColumnState& state = heads[head].columns;
-      state.sums_width = sums_width;
-      state.sums = reinterpret_cast<float*>(take(sums_bytes));
-      state.top = reinterpret_cast<float*>(take(top_bytes));
-      state.total = reinterpret_cast<float*>(take(total_bytes));
+      for (int64_t i = 0; i < states; ++i) {
+        ColumnState& state = i == 0 ? heads[head].columns : heads[head].span;
+        state.sums_width = sums_width;
+        state.sums = reinterpret_cast<float*>(take(sums_bytes));
+        state.top = reinterpret_cast<float*>(take(top_bytes));
+        state.total = reinterpret_cast<float*>(take(total_bytes));
+        clear(state, padded);
+      }
     }
     keys = reinterpret_cast<Element*>(take(keys_bytes));
     values = reinterpret_cast<Element*>(take(values_bytes));
@@ -152,19 +191,10 @@ struct Driver {
     zeros = reinterpret_cast<const Stored*>(zero);
   }
 
-  HYDRA_TARGET void set_limits() {
-    for (int64_t c = 0; c < columns; ++c) {
-      limits[c] = call.causal ? sequence.first_position + task.token_begin + c / group + 1 : sequence.num_keys;
-    }
-  }
-
   HYDRA_TARGET void load_queries(int64_t head) {
     HeadState<Math>& state = heads[head - task.head_begin];
     const int64_t padded = column_tiles * kColumnTile;
     std::memset(static_cast<void*>(state.q), 0, static_cast<size_t>(padded * query_width) * sizeof(Element));
-    std::memset(state.columns.sums, 0, static_cast<size_t>(padded * sums_width) * 4);
-    std::memset(state.columns.total, 0, static_cast<size_t>(padded * kLanes) * 4);
-    std::fill(state.columns.top, state.columns.top + padded, -INFINITY);
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t token = sequence.query_begin + task.token_begin + c / group;
       const Stored* row = static_cast<const Stored*>(call.q) + token * call.q_stride + (head * group + c % group) * dim;
@@ -172,9 +202,9 @@ struct Driver {
     }
   }
 
-  // Addresses of head 0 of the tile's rows; none behind the sequence's last visible key.
-  HYDRA_TARGET void find_rows(int64_t begin, int64_t num_keys, int slot) {
-    const int64_t count = std::min<int64_t>(kKeyTile, num_keys - begin);
+  // Addresses of head 0 of the tile's rows; none behind the task's last key.
+  HYDRA_TARGET void find_rows(int64_t begin, int slot) {
+    const int64_t count = std::min<int64_t>(kKeyTile, key_end - begin);
     if (!sequence.blocks) {
       for (int64_t j = 0; j < count; ++j) {
         k_rows[slot][j] = sequence.k + (begin + j) * sequence.k_row_bytes;
@@ -251,19 +281,49 @@ struct Driver {
         visible[row] = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limits[first + row] - begin, used)));
       }
     }
-    const ColumnState tile_state{state.columns.sums + first * sums_width, sums_width, state.columns.top + first,
-                                 state.columns.total + first * kLanes};
+    const ColumnState& all_columns = in_later_span(begin) ? state.span : state.columns;
+    const ColumnState tile_state{all_columns.sums + first * sums_width, sums_width, all_columns.top + first,
+                                 all_columns.total + first * kLanes};
     weigh<Math>(tile, weights, all ? nullptr : visible, rows, used, factor, tile_state);
     Math::multiply_values(weights, rows, values, used, dim, tile_state.sums);
   }
 
-  HYDRA_TARGET void write_result(int64_t head) {
+  // At the end of a span whose last tile starts at `begin`. The span's state of a column that saw none of it is void.
+  HYDRA_TARGET void merge_span(int64_t head, int64_t begin) {
     HeadState<Math>& state = heads[head - task.head_begin];
+    const ColumnState &merged = state.columns, &span = state.span;
+    const int64_t span_begin = begin / kSpanKeys * kSpanKeys;
+    int64_t c = 0;
+    while (limits[c] <= span_begin) ++c;
+    for (; c < columns; ++c) {
+      merge_column(merged.sums + c * sums_width, merged.total + c * kLanes, merged.top + c, span.sums + c * sums_width,
+                   span.total + c * kLanes, span.top[c], sums_width, factor);
+    }
+    if (begin + kKeyTile < key_end) clear(span, column_tiles * kColumnTile);
+  }
+
+  HYDRA_TARGET static void clear(const ColumnState& state, int64_t padded) {
+    std::memset(state.sums, 0, static_cast<size_t>(padded * state.sums_width) * 4);
+    std::memset(state.total, 0, static_cast<size_t>(padded * kLanes) * 4);
+    std::fill(state.top, state.top + padded, -INFINITY);
+  }
+
+  HYDRA_TARGET void write_result(int64_t head) {
+    const ColumnState& state = heads[head - task.head_begin].columns;
     for (int64_t c = 0; c < columns; ++c) {
-      const int64_t token = sequence.query_begin + task.token_begin + c / group;
-      Stored* row = static_cast<Stored*>(call.out) + (token * call.num_heads + head * group + c % group) * dim;
-      Math::store_result(state.columns.sums + c * sums_width, 1.0f / sum(load(state.columns.total + c * kLanes)), dim,
-                         row);
+      Math::store_result(state.sums + c * sums_width, 1.0f / sum(load(state.total + c * kLanes)), dim,
+                         Base::result(head, c));
+    }
+  }
+
+  HYDRA_TARGET void write_partial(int64_t head) {
+    const ColumnState& state = heads[head - task.head_begin].columns;
+    for (int64_t c = 0; c < columns; ++c) {
+      float* sums = task.partials + (head * columns + c) * partial_width(dim);
+      float* total = sums + partial_sums(dim);
+      std::memcpy(sums, state.sums + c * sums_width, static_cast<size_t>(sums_width) * 4);
+      std::memcpy(total, state.total + c * kLanes, kLanes * 4);
+      total[kPartialTotal] = state.top[c];
     }
   }
 };
@@ -271,6 +331,26 @@ struct Driver {
 template <class Math>
 HYDRA_TARGET void attend_with(const AttentionCall& call, const AttentionTask& task) {
   Driver<Math>(call, task).run();
+}
+
+// From the states that the spans of a task have left, in the order in which one thread would have merged them.
+template <class Math>
+HYDRA_TARGET void merge_with(const AttentionCall& call, const AttentionTask& task) {
+  const TaskColumns<Math> shape(call, task);
+  const int64_t width = partial_width(shape.dim), sums_width = partial_sums(shape.dim);
+  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+    for (int64_t c = 0; c < shape.columns; ++c) {
+      float* sums = task.partials + (head * shape.columns + c) * width;
+      float* total = sums + sums_width;
+      const float* span = sums + task.span_stride;
+      for (int64_t begin = kSpanKeys; begin < shape.limit(c); begin += kSpanKeys, span += task.span_stride) {
+        const float* span_total = span + sums_width;
+        merge_column(sums, total, total + kPartialTotal, span, span_total, span_total[kPartialTotal], shape.sums_width,
+                     shape.factor);
+      }
+      Math::store_result(sums, 1.0f / sum(load(total)), shape.dim, shape.result(head, c));
+    }
+  }
 }
 
 }  // namespace hydra::HYDRA_LEVEL

@@ -6,24 +6,11 @@
 #pragma once
 
 #include <cmath>
-#include <utility>
 
 #include "cpu/attention/attention.h"
 #include "cpu/simd.h"
 
 namespace hydra::HYDRA_LEVEL {
-
-using Lanes = std::make_integer_sequence<int, kLanes>;
-
-HYDRA_INLINE vf fused_multiply_add(vf a, vf b, vf c) {
-#if HYDRA_LANES == 16
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif HYDRA_LANES == 8
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
 
 // The larger of two lanes; `b` where one of them is NaN.
 HYDRA_INLINE vf larger(vf a, vf b) {
@@ -100,13 +87,14 @@ struct ColumnState {
   float* total;        // [kColumnTile][kLanes]: running sum of weights, to be added up at the end
 };
 
-HYDRA_INLINE bool any(vi lanes) {
+// Bit i is set where lane i is: lanes are 0 or -1, as comparisons leave them.
+HYDRA_INLINE unsigned bits_of(vi lanes) {
 #if HYDRA_LANES == 16
-  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+  return _mm512_movepi32_mask((__m512i)lanes);
 #elif HYDRA_LANES == 8
-  return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
+  return static_cast<unsigned>(_mm256_movemask_ps((__m256)lanes));
 #else
-  return (lanes[0] | lanes[1] | lanes[2] | lanes[3]) != 0;
+  return (lanes[0] & 1u) | (lanes[1] & 2u) | (lanes[2] & 4u) | (lanes[3] & 8u);
 #endif
 }
 
@@ -180,23 +168,35 @@ HYDRA_INLINE void find_tops(float* scores, const int* visible, int rows, float* 
   }
 }
 
-// Moves the columns to their new largest scores; a column that keeps its own is multiplied by exactly 1.
+// Moves the columns to their new largest scores. A column that keeps its own would be multiplied by exactly 1.
 HYDRA_INLINE void rescale(const float* tops, float factor, int rows, const ColumnState& state) {
   alignas(64) float shrinks[kColumnTile];
-  bool changed = false;
+  unsigned changed = 0;
   for (int first = 0; first < kColumnTile; first += kLanes) {
     const vf old_top = load(state.top + first), new_top = larger(load(tops + first), old_top);
     store(shrinks + first, exp2_of<true>((old_top - new_top) * factor));
     store(state.top + first, new_top);
-    changed |= any(old_top != new_top);
+    changed |= bits_of(old_top != new_top) << first;
   }
-  if (!changed) return;
-  for (int row = 0; row < rows; ++row) {
+  for (changed &= (1u << rows) - 1; changed; changed &= changed - 1) {
+    const int row = __builtin_ctz(changed);
     const vf shrink = splat(shrinks[row]);
     store(state.total + row * kLanes, load(state.total + row * kLanes) * shrink);
     float* sums = state.sums + row * state.sums_width;
     for (int64_t d = 0; d < state.sums_width; d += kLanes) store(sums + d, load(sums + d) * shrink);
   }
+}
+
+// Adds to a column's state the state of a later span.
+HYDRA_INLINE void merge_column(float* sums, float* total, float* top, const float* span_sums, const float* span_total,
+                               float span_top, int64_t sums_width, float factor) {
+  const vf old_top = splat(*top), other_top = splat(span_top), new_top = larger(other_top, old_top);
+  const vf keep = exp2_of<true>((old_top - new_top) * factor), take = exp2_of<true>((other_top - new_top) * factor);
+  store(total, fused_multiply_add(load(total), keep, load(span_total) * take));
+  for (int64_t d = 0; d < sums_width; d += kLanes) {
+    store(sums + d, fused_multiply_add(load(sums + d), keep, load(span_sums + d) * take));
+  }
+  *top = new_top[0];
 }
 
 // `scores` and `weights` are [rows][kKeyTile], of which kVectors vectors are in use.

@@ -1,4 +1,4 @@
-// Row and block copies, cut over threads by bytes, and the choice of the rotation's instruction-set level.
+// Row and block copies, cut over threads by bytes, and the choice of the instruction-set level.
 #include "cpu/cache/cache.h"
 
 #include <algorithm>
@@ -43,17 +43,6 @@ void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const in
   });
 }
 
-void merge_rows(const CacheView& cache, int64_t layer, const int64_t* slots, const int64_t* targets, int64_t rows,
-                char* hidden) {
-  const int64_t bytes = cache.row_bytes();
-  char* plane = cache.plane(layer, 0);
-  parallel_rows(rows, bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) {
-      std::memcpy(hidden + targets[m] * bytes, cache.row(plane, slots[m]), static_cast<size_t>(bytes));
-    }
-  });
-}
-
 void copy_blocks(const CacheView& source, const CacheView& target, const int64_t* pairs, int64_t count) {
   const int64_t bytes = source.block_bytes();
   parallel_rows(count, bytes, [&](int64_t begin, int64_t end) {
@@ -75,7 +64,35 @@ void rope_level(const RopeCall& call, int64_t begin, int64_t end) {
   scalar::rope_tokens(call, begin, end);
 }
 
+void add_level(const MergeCall& call, int64_t begin, int64_t end) {
+#if HYDRA_X86
+  const Isa isa = current_isa();
+  if (isa >= Isa::avx512bf16) return avx512::add_merged(call, begin, end);
+  if (isa == Isa::avx2) return avx2::add_merged(call, begin, end);
+#endif
+  scalar::add_merged(call, begin, end);
+}
+
+void copy_merged(const MergeCall& call, int64_t begin, int64_t end) {
+  const int64_t bytes = call.cache.row_bytes();
+  char* plane = call.cache.plane(call.layer, 0);
+  for (int64_t m = begin; m < end; ++m) {
+    std::memcpy(static_cast<char*>(call.hidden) + call.targets[m] * bytes, call.cache.row(plane, call.slots[m]),
+                static_cast<size_t>(bytes));
+  }
+}
+
 }  // namespace
+
+void merge_rows(const MergeCall& call) {
+  parallel_rows(call.rows, call.cache.row_bytes(), [&](int64_t begin, int64_t end) {
+    if (call.accumulate) {
+      add_level(call, begin, end);
+    } else {
+      copy_merged(call, begin, end);
+    }
+  });
+}
 
 void rope_and_write(const RopeCall& call) {
   const int64_t heads = call.num_q_heads + 2 * call.cache.num_heads;

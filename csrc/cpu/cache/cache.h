@@ -1,5 +1,5 @@
 // Where a slot of a paged cache lies, and the moves of rows and blocks into, out of and between caches. Copies are
-// bytes; only the rotation computes. Knows no Python. Slots were checked by the caller (csrc/api/cache.cpp).
+// bytes; only rotations and sums compute. Knows no Python. Slots were checked by the caller (csrc/api/cache.cpp).
 #pragma once
 
 #include <cstdint>
@@ -43,9 +43,18 @@ void write_rows(const CacheView& cache, int64_t layer, const RowSource* sources,
 // Row m of `out` (contiguous) <- slots[m].
 void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const int64_t* slots, int64_t rows, char* out);
 
-// hidden[targets[m]] <- slots[m] of tensor 0.
-void merge_rows(const CacheView& cache, int64_t layer, const int64_t* slots, const int64_t* targets, int64_t rows,
-                char* hidden);
+struct MergeCall {
+  CacheView cache;
+  int64_t layer = 0;
+  const int64_t* slots = nullptr;    // [rows]
+  const int64_t* targets = nullptr;  // [rows], none twice
+  int64_t rows = 0;
+  void* hidden = nullptr;  // rows of H * D elements, contiguous
+  bool accumulate = false;
+};
+
+// hidden[targets[m]] <- slots[m] of tensor 0, or, with `accumulate`, their float32 sum rounded once.
+void merge_rows(const MergeCall& call);
 
 // Block pairs[2 * i + 1] of `target` <- block pairs[2 * i] of `source`, all layers.
 void copy_blocks(const CacheView& source, const CacheView& target, const int64_t* pairs, int64_t count);
@@ -58,6 +67,9 @@ struct RopeCall {
   const float* cos = nullptr;  // [T, D / 2]
   const float* sin = nullptr;
   int64_t cos_stride = 0, sin_stride = 0;
+  const void* q_norm = nullptr;  // [D]: each head is normed with this weight before it is rotated; null: not normed
+  const void* k_norm = nullptr;
+  float eps = 0;
   void* out = nullptr;  // rotated q, contiguous
   int64_t num_q_heads = 0;
   CacheView cache;
@@ -69,15 +81,18 @@ struct RopeCall {
 // out = rotate(q); rotate(k) and v -> slots. Pairs are (i, i + D / 2), the arithmetic is float32, rounded once.
 void rope_and_write(const RopeCall& call);
 
-// Tokens [begin, end) on the calling thread.
+// Tokens, or rows of a merge that accumulates, [begin, end) on the calling thread.
 namespace scalar {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
+void add_merged(const MergeCall& call, int64_t begin, int64_t end);
 }
 namespace avx2 {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
+void add_merged(const MergeCall& call, int64_t begin, int64_t end);
 }
 namespace avx512 {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
+void add_merged(const MergeCall& call, int64_t begin, int64_t end);
 }
 
 }  // namespace hydra

@@ -1,10 +1,9 @@
 // The row loops of one instruction-set level. Include after defining a level, see cpu/simd.h.
 #pragma once
 
-#include <cmath>
-
 #include "cpu/activation.h"
 #include "cpu/elementwise/elementwise.h"
+#include "cpu/row_math.h"
 
 namespace hydra::HYDRA_LEVEL {
 
@@ -22,43 +21,6 @@ namespace hydra::HYDRA_LEVEL {
       BODY                                               \
     }                                                    \
   } while (0)
-
-template <class T>
-HYDRA_INLINE vf load_some(const T* source, int count) {
-  return count == kLanes ? load(source) : load_part(source, count);
-}
-
-template <class T>
-HYDRA_INLINE void store_some(T* target, vf value, int count) {
-  if (count == kLanes) {
-    store(target, value);
-  } else {
-    store_part(target, value, count);
-  }
-}
-
-// Sum of (x - center)^2 over a row, and of x; four partial sums hide the latency of the additions.
-template <class T>
-HYDRA_TARGET float sum_of_squares(const T* x, int64_t columns, float center) {
-  vf sums[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= columns; i += 4 * kLanes) {
-    for (int part = 0; part < 4; ++part) {
-      const vf value = load(x + i + part * kLanes) - center;
-      sums[part] += value * value;
-    }
-  }
-  for (; i < columns; i += kLanes) {
-    const int64_t left = columns - i;
-    const vf value = load_some(x + i, left < kLanes ? static_cast<int>(left) : kLanes) - center;
-    if (left >= kLanes) {
-      sums[0] += value * value;
-    } else {
-      for (int lane = 0; lane < left; ++lane) sums[0][lane] += value[lane] * value[lane];
-    }
-  }
-  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
 
 template <class T>
 HYDRA_TARGET float sum_of_row(const T* x, int64_t columns) {
@@ -85,22 +47,18 @@ HYDRA_TARGET const T* add_residual(const RowsCall& call, const T* x, int64_t row
 }
 
 template <class T, bool kResidual>
-HYDRA_TARGET void rms_norm_row(const RowsCall& call, int64_t row) {
-  const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+HYDRA_TARGET void rms_norm_row(const RowsCall& call, int64_t row, const T* x) {
   const T* weight = static_cast<const T*>(call.weight);
   T* out = static_cast<T*>(call.out) + row * call.columns;
   if constexpr (kResidual) x = add_residual(call, x, row);
-  const float mean = sum_of_squares(x, call.columns, 0.0f) / static_cast<float>(call.columns);
-  const float scale = 1.0f / std::sqrt(mean + call.eps);
+  const float scale = rms_scale(x, call.columns, call.eps);
   HYDRA_FOR_VECTORS(call.columns, {
-    const vf normed = rounded<T>(load_some(x + i, count) * scale);
-    store_some(out + i, normed * load_some(weight + i, count), count);
+    store_some(out + i, load_normed(x + i, weight + i, scale, count), count);
   });
 }
 
 template <class T>
-HYDRA_TARGET void layer_norm_row(const RowsCall& call, int64_t row) {
-  const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+HYDRA_TARGET void layer_norm_row(const RowsCall& call, int64_t row, const T* x) {
   const T* weight = static_cast<const T*>(call.weight);
   const T* bias = static_cast<const T*>(call.bias);
   T* out = static_cast<T*>(call.out) + row * call.columns;
@@ -116,8 +74,7 @@ HYDRA_TARGET void layer_norm_row(const RowsCall& call, int64_t row) {
 
 // act(gate) is rounded to the dtype before the product, as if the activation were an operation of its own.
 template <class T, Activation kAct>
-HYDRA_TARGET void act_and_mul_row(const RowsCall& call, int64_t row) {
-  const T* gate = static_cast<const T*>(call.x) + row * call.x_stride;
+HYDRA_TARGET void act_and_mul_row(const RowsCall& call, int64_t row, const T* gate) {
   const T* up = gate + call.columns;
   T* out = static_cast<T*>(call.out) + row * call.columns;
   HYDRA_FOR_VECTORS(call.columns, {
@@ -127,37 +84,52 @@ HYDRA_TARGET void act_and_mul_row(const RowsCall& call, int64_t row) {
 }
 
 template <class T>
-HYDRA_TARGET void act_and_mul_row(const RowsCall& call, int64_t row) {
+HYDRA_TARGET void act_and_mul_row(const RowsCall& call, int64_t row, const T* gate) {
   switch (call.act) {
     case Activation::none:
-      return act_and_mul_row<T, Activation::none>(call, row);
+      return act_and_mul_row<T, Activation::none>(call, row, gate);
     case Activation::silu:
-      return act_and_mul_row<T, Activation::silu>(call, row);
+      return act_and_mul_row<T, Activation::silu>(call, row, gate);
     case Activation::gelu:
-      return act_and_mul_row<T, Activation::gelu>(call, row);
+      return act_and_mul_row<T, Activation::gelu>(call, row, gate);
     case Activation::gelu_tanh:
-      return act_and_mul_row<T, Activation::gelu_tanh>(call, row);
+      return act_and_mul_row<T, Activation::gelu_tanh>(call, row, gate);
     case Activation::quick_gelu:
-      return act_and_mul_row<T, Activation::quick_gelu>(call, row);
+      return act_and_mul_row<T, Activation::quick_gelu>(call, row, gate);
   }
 }
 
 template <class T>
+HYDRA_TARGET void rotate_row(const RowsCall& call, int64_t row, const T* x, int64_t token) {
+  rotate_head<false>(x, static_cast<T*>(call.out) + row * call.columns, call.columns / 2,
+                     call.cos + token * call.cos_stride, call.sin + token * call.sin_stride, x, 0.0f);
+}
+
+template <class T>
 HYDRA_TARGET void run_typed_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end) {
+  int64_t token = begin / call.heads, head = begin % call.heads;
   for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + token * call.x_stride + head * call.head_stride;
     switch (op) {
       case RowsOp::rms_norm:
-        rms_norm_row<T, false>(call, row);
+        rms_norm_row<T, false>(call, row, x);
         break;
       case RowsOp::add_rms_norm:
-        rms_norm_row<T, true>(call, row);
+        rms_norm_row<T, true>(call, row, x);
         break;
       case RowsOp::layer_norm:
-        layer_norm_row<T>(call, row);
+        layer_norm_row(call, row, x);
         break;
       case RowsOp::act_and_mul:
-        act_and_mul_row<T>(call, row);
+        act_and_mul_row(call, row, x);
         break;
+      case RowsOp::rotate:
+        rotate_row(call, row, x, token);
+        break;
+    }
+    if (++head == call.heads) {
+      head = 0;
+      ++token;
     }
   }
 }

@@ -1,0 +1,66 @@
+"""Encode, prefill and decode of every native family on its random miniature, in bf16.
+
+The miniatures are too small to say how fast a real model is; they show that each family's stages run, what a picture of
+640 x 480 becomes, and what a step costs beyond arithmetic. `python -m bench.families`; the last line is one JSON
+document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import card, emit, interleaved
+from bench.stages import PICTURE, Stages
+from hydra_engine.models.registry import FAMILIES
+from hydra_engine.models.tiny import make_tiny
+
+PROMPT, CONTEXT, ROWS = 128, 256, 8
+
+
+def measure(family: str, directory: Path, threads: int, repeats: int) -> dict[str, Any]:
+    make_tiny(family, directory, seed=1, dtype="bfloat16")
+    stages = Stages(directory, threads, ROWS, CONTEXT + 16, 1)
+    plan = stages.vision.plan_image(*PICTURE)
+    runs = {
+        "encode": stages.encode(1),
+        "prefill": stages.language(1, PROMPT, 0),
+        "decode": stages.language(ROWS, 1, CONTEXT - 1),
+    }
+    times = interleaved(runs, repeats)
+    return {
+        "family": family,
+        "patches": plan.num_patches,
+        "tokens": plan.num_tokens,
+        "spans": len(plan.items),
+        **{f"{stage}_ms": value.median * 1e3 for stage, value in times.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    arguments = parser.parse_args()
+    repeats = 3 if arguments.quick else arguments.repeats
+    print("family          patches  tokens  spans   encode 1   prefill 128   decode 8 rows of 256   (ms)")
+    figures = []
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        for family in FAMILIES:
+            row = measure(family, Path(folder) / family, arguments.threads, repeats)
+            figures.append(row)
+            print(
+                f"{family:14} {row['patches']:8} {row['tokens']:7} {row['spans']:6} {row['encode_ms']:10.2f} "
+                f"{row['prefill_ms']:13.2f} {row['decode_ms']:24.2f}",
+                flush=True,
+            )
+    emit({"bench": "families", "threads": arguments.threads, "figures": figures, "card": card()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,0 @@
-// The rotation without AVX2, and for other architectures.
-#define HYDRA_LEVEL scalar
-#define HYDRA_LANES 4
-#define HYDRA_TARGET
-#include "cpu/cache/rope.h"

@@ -1,0 +1,16 @@
+"""What the user may ask of a model's spec besides what its directory says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SpecOptions:
+    """`model_impl` is "auto" or "native" (the engine's own models), or "transformers" (its modules inside our stages).
+    `min_pixels` and `max_pixels` replace the processor's, for families with dynamic resolution."""
+
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None

@@ -1,0 +1,271 @@
+"""What a user's pictures and videos become: references are checked, fetched, decoded, and turned into payloads.
+
+Cheap checks of all references come first, then everything is loaded at once, bounded by worker threads; decoding what
+strangers send happens in a child process, once per content. Does not know prompts, tokens or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from hydra_engine.clock import Clock
+from hydra_engine.config import MediaConfig
+from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.outputs import StageSpan
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.intake import decode, videos
+from hydra_engine.intake.chat import MediaRef
+from hydra_engine.intake.child import FramesJob, Job
+from hydra_engine.intake.fetch import (
+    DataUrl,
+    InMemory,
+    LocalFile,
+    MediaFetcher,
+    RemoteFile,
+    Resolve,
+    Source,
+    classify,
+    read_local,
+)
+from hydra_engine.intake.pixel_cache import PixelCache
+from hydra_engine.intake.pixels import render
+from hydra_engine.intake.pool import WorkerPool
+from hydra_engine.intake.preprocess import content_of_file, content_of_image, payloads_of, plan_digest
+from hydra_engine.intake.processor_host import ProcessedPicture, ProcessorHost
+from hydra_engine.intake.sandbox import Sandbox
+from hydra_engine.specs.base import MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, VisionSpec
+from hydra_engine.specs.generic import GenericSpec
+from hydra_engine.specs.geometry import no_videos
+
+MAX_WAITING = 2048
+DEFAULT_FPS = 2.0  # of frames that come without; what Qwen's models sample videos at
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One picture or video, ready: `plan` says what takes its placeholder's place, `payloads` belong to its items."""
+
+    kind: str  # "image" or "video"
+    size: tuple[int, int]  # (width, height) of the upright source
+    plan: MediaPlan
+    payloads: tuple[PixelPayload, ...]
+    spans: tuple[StageSpan, ...] = ()  # fetch, preprocess
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """A video that came as a list of pictures."""
+
+    pictures: tuple[DataUrl | LocalFile | InMemory, ...]
+    fps: float
+
+
+class MediaLoader:
+    """One per intake; `load` runs on the loop, the work in threads and child processes."""
+
+    def __init__(self, spec: ModelSpec, limits: MediaConfig, clock: Clock, resolve: Resolve | None = None) -> None:
+        self._spec = spec
+        self._limits = limits
+        self._clock = clock
+        self._fetcher = MediaFetcher(limits, resolve)
+        self._sandbox = Sandbox()
+        self._pixels = PixelCache(limits.pixel_cache_mib << 20)
+        self._processor: ProcessorHost | None = None
+        if isinstance(spec, GenericSpec) and spec.vision is not None:
+            self._processor = ProcessorHost(spec)
+        self._workers = WorkerPool("intake-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING)
+
+    async def warm_up(self) -> None:
+        if self._spec.vision is not None:
+            await self._workers.run(self._sandbox.warm_up)
+        if self._processor is not None:
+            await self._workers.run(self._processor.warm_up)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._sandbox.close()
+        if self._processor is not None:
+            self._processor.close()
+
+    def check(self, refs: Sequence[MediaRef]) -> list[Source | Frames]:
+        """Counts and addresses, before anything is opened. Raises InvalidRequest naming the reference."""
+        if not refs:
+            return []
+        if self._spec.vision is None or self._spec.image_token_id is None:
+            raise InvalidRequest("this model takes no images", param=refs[0].param)
+        for kind, most in (("image", self._limits.max_images), ("video", self._limits.max_videos)):
+            found = [ref for ref in refs if ref.kind == kind]
+            if found and kind == "video" and self._spec.video_token_id is None:
+                error = no_videos()
+                error.param = found[0].param
+                raise error
+            if len(found) > most:
+                raise InvalidRequest(
+                    f"the request has {len(found)} {kind}s; at most {most} are allowed",
+                    code=f"too_many_{kind}s",
+                    param=found[most].param,
+                )
+        sources = []
+        for ref in refs:
+            try:
+                sources.append(self._classify(ref))
+            except InvalidRequest as error:
+                error.param = error.param or ref.param
+                raise
+        return sources
+
+    def _classify(self, ref: MediaRef) -> Source | Frames:
+        if ref.kind == "video" and isinstance(ref.value, list | tuple):
+            if len(ref.value) > self._limits.max_video_frames:
+                raise InvalidRequest(
+                    f"the video has {len(ref.value)} frames; at most {self._limits.max_video_frames}",
+                    code="video_too_large",
+                )
+            pictures = []
+            for frame in ref.value:
+                picture = classify(frame, self._limits)
+                if isinstance(picture, RemoteFile):
+                    raise InvalidRequest("the frames of a video must come as data or files, not as URLs")
+                pictures.append(picture)
+            return Frames(tuple(pictures), ref.fps or DEFAULT_FPS)
+        return classify(ref.value, self._limits, ref.kind)
+
+    async def load(self, refs: Sequence[MediaRef], sources: Sequence[Source | Frames]) -> list[Media]:
+        """In order; `sources` are what `check` returned. All or none: the first error ends the others."""
+        if not sources:
+            return []
+        turn = asyncio.Semaphore(self._limits.decode_workers)  # one request does not fill the queue of all
+        return await _all_or_none([self._load(ref, source, turn) for ref, source in zip(refs, sources, strict=True)])
+
+    async def _load(self, ref: MediaRef, source: Source | Frames, turn: asyncio.Semaphore) -> Media:
+        try:
+            spans: tuple[StageSpan, ...] = ()
+            if isinstance(source, RemoteFile):
+                started_s = self._clock.now()
+                source = InMemory(await self._fetcher.fetch(source))
+                spans = (StageSpan("fetch", started_s, self._clock.now()),)
+            async with turn:
+                media = await self._workers.run(self._decode, source, ref.kind)
+        except InvalidRequest as error:
+            error.param = error.param or ref.param
+            raise
+        return replace(media, spans=(*spans, *media.spans))
+
+    def _decode(self, source: Source | Frames, kind: str) -> Media:
+        """In a worker thread: a source that needs no network, to pixels."""
+        vision = self._spec.vision
+        assert vision is not None and not isinstance(source, RemoteFile)
+        started_s = self._clock.now()
+        value = source if isinstance(source, Frames) else read_local(source, self._limits)
+        if isinstance(value, Frames):
+            media = self._from_frames(value, vision)
+        elif kind == "video":
+            media = self._from_video(value, vision)
+        elif isinstance(value, bytes):
+            media = self._from_file(value, vision)
+        else:
+            from_memory = decode.from_pil if isinstance(value, Image.Image) else decode.from_array
+            media = self._from_picture(from_memory(value, self._limits), vision)
+        span = StageSpan("preprocess", started_s, self._clock.now(), tokens=media.plan.num_patches)
+        return replace(media, spans=(span,))
+
+    def _from_file(self, data: bytes, vision: VisionSpec) -> Media:
+        """The header here, the pixels in a child process."""
+        container = decode.inspected(data, self._limits)
+        size = decode.upright_size(container)
+        plan, spec, content = vision.plan_image(*size), vision.preprocess, content_of_file(data)
+
+        def make() -> tuple[PixelPayload, ...]:
+            with decode.room_for(container.width * container.height):
+                pixels = self._sandbox.render(Job(container, plan.views, spec.resample))
+                return self._payloads(pixels, content, plan, spec)
+
+        payloads = self._pixels.get_or_make(plan_digest(content, plan.views, spec), make)
+        return Media("image", size, _planned(plan, payloads), payloads)
+
+    def _from_picture(self, image: Image.Image, vision: VisionSpec) -> Media:
+        """A picture that is in memory already."""
+        plan, spec, content = vision.plan_image(*image.size), vision.preprocess, content_of_image(image)
+
+        def make() -> tuple[PixelPayload, ...]:
+            return self._payloads(render([image], plan.views, spec.resample), content, plan, spec)
+
+        payloads = self._pixels.get_or_make(plan_digest(content, plan.views, spec), make)
+        return Media("image", image.size, _planned(plan, payloads), payloads)
+
+    def _payloads(
+        self, pixels: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSpec
+    ) -> tuple[PixelPayload, ...]:
+        """Of one picture; models that run through transformers have a processor of their own."""
+        if self._processor is None:
+            return payloads_of(pixels, content, plan, spec)
+        digest = ImageDigest(plan_digest(content, plan.views, spec))
+        return (self._processor.process(digest, plan.views[0].canvas, pixels),)
+
+    def _from_video(self, data: bytes, vision: VisionSpec) -> Media:
+        """Nothing of the file is parsed in this process."""
+        info = videos.checked(self._sandbox.probe_video(videos.inspected(data, self._limits)), self._limits)
+        video = vision.plan_video(info)
+        job = videos.VideoJob(data, video.frames, video.media.views, vision.preprocess.resample)
+        return self._video(info, video, [content_of_file(data)], lambda: self._sandbox.render(job))
+
+    def _from_frames(self, frames: Frames, vision: VisionSpec) -> Media:
+        values = [read_local(picture, self._limits) for picture in frames.pictures]
+        if all(isinstance(value, bytes) for value in values):
+            return self._from_frame_files(values, frames.fps, vision)
+        if any(isinstance(value, bytes) for value in values):
+            raise InvalidRequest("the frames of a video must all be files or all be pictures in memory")
+        pictures = [self._in_memory(value) for value in values]
+        info = videos.info_of_frames([picture.size for picture in pictures], frames.fps, self._limits)
+        video = vision.plan_video(info)
+        chosen = [pictures[index] for index in video.frames]
+        contents = [content_of_image(picture) for picture in chosen]
+        return self._video(info, video, contents, lambda: render(chosen, video.media.views, vision.preprocess.resample))
+
+    def _from_frame_files(self, files: Sequence[bytes], fps: float, vision: VisionSpec) -> Media:
+        containers = [decode.inspected(data, self._limits) for data in files]
+        info = videos.info_of_frames([decode.upright_size(container) for container in containers], fps, self._limits)
+        video = vision.plan_video(info)
+        chosen = tuple(containers[index] for index in video.frames)
+        job = FramesJob(chosen, video.media.views, vision.preprocess.resample)
+        contents = [content_of_file(container.data) for container in chosen]
+        return self._video(info, video, contents, lambda: self._sandbox.render(job))
+
+    def _video(
+        self, info: VideoInfo, video: VideoPlan, contents: Sequence[bytes], make_pixels: Callable[[], bytes]
+    ) -> Media:
+        assert self._spec.vision is not None
+        plan, spec = video.media, self._spec.vision.preprocess
+        content = videos.content_of_frames(contents, video.frames)
+        payloads = self._pixels.get_or_make(
+            plan_digest(content, plan.views, spec), lambda: payloads_of(make_pixels(), content, plan, spec)
+        )
+        return Media("video", (info.width, info.height), plan, payloads)
+
+    def _in_memory(self, value: Any) -> Image.Image:
+        from_memory = decode.from_pil if isinstance(value, Image.Image) else decode.from_array
+        return from_memory(value, self._limits)
+
+
+def _planned(plan: MediaPlan, payloads: Sequence[PixelPayload]) -> MediaPlan:
+    """What a model's own processor makes of a picture is known once it has seen it."""
+    return payloads[0].plan() if isinstance(payloads[0], ProcessedPicture) else plan
+
+
+async def _all_or_none(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; at the first error, or when cancelled, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

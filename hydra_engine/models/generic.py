@@ -1,0 +1,153 @@
+"""A model that runs with the modules of transformers in our stages: its tower in the vision lane, its decoder over our
+paged cache with a whole step packed into one sequence.
+
+Attention is ours (`generic_attention.py`), and so are matrix products (`generic_parts.py`), because a row's result must
+not depend on its batch. Everything around them, scaled embeddings, norms, positions, capped logits, is the model's own
+code. Does not know requests or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.core.roles import Role
+from hydra_engine.models.generic_attention import NAME, STEP, Step, register
+from hydra_engine.models.generic_parts import (
+    accepts,
+    drop_all_but,
+    has_products,
+    replace,
+    take_over_products,
+    weights_bytes,
+)
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+
+
+class GenericModel:
+    """`module` is a loaded model of transformers with a language head; it is changed in place and belongs to this."""
+
+    def __init__(self, module: Any, spec: GenericSpec, backend: Backend) -> None:
+        register()
+        self._module = module
+        self._spec = spec
+        self._ops = backend.ops
+        self._dtype = backend.dtype
+        self._decoder = module.get_decoder()
+        self._embeddings = module.get_input_embeddings()
+        self._keeps_rows = accepts(module.forward, "logits_to_keep")
+        for config in (self._decoder.config, module.config.get_text_config(decoder=True)):
+            config._attn_implementation = NAME
+        take_over_products(self._decoder, backend.ops, backend.dtype)
+        take_over_products(module, backend.ops, backend.dtype, only=module.get_output_embeddings())
+        # Products that are not ours (the experts of a mixture, say) may depend on how many rows share them.
+        self.deterministic = not has_products(self._decoder)
+
+    @property
+    def weights_bytes(self) -> int:
+        return weights_bytes(self._module)
+
+    def keep(self, role: Role) -> None:
+        """Drops the parts that the role does not read. The embeddings stay in any case: the vision lane writes those of
+        the text inside a span."""
+        if not role.needs_vision:
+            drop_all_but(self._module, (self._decoder, self._module.get_output_embeddings()))
+        if not role.needs_language:
+            replace(self._module, self._module.get_output_embeddings(), None)
+            drop_all_but(self._decoder, (self._embeddings,))
+
+    # ---- vision
+
+    def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
+        """Span by span, because transformers' towers take one shape at a time."""
+        begin = 0
+        for arrays in batch.arrays:
+            end = begin + arrays[SPAN_TOKEN_IDS].shape[0]
+            rows = self._span(dict(arrays))
+            self._ops.write_cache(image_cache, 0, (rows.unsqueeze(1),), batch.slots[begin:end])
+            begin = end
+
+    def _span(self, arrays: dict[str, Tensor]) -> Tensor:
+        """[num_tokens, C]: features where image tokens stand, embeddings of the text between them."""
+        assert isinstance(self._spec.vision, GenericVisionSpec)
+        ids = arrays.pop(SPAN_TOKEN_IDS)
+        is_image = ids == self._spec.vision.facts.image_token_id
+        features = self._features(arrays)
+        wanted = (int(is_image.sum()), self._spec.vision.feature_size)
+        if features.shape != wanted:
+            raise ValueError(f"get_image_features: expected {list(wanted)}, got {list(features.shape)}")
+        rows = self._embed(ids).to(self._dtype)
+        rows[is_image] = features
+        return rows
+
+    def _features(self, arrays: dict[str, Tensor]) -> Tensor:
+        """[M, C]. Newer models return an object, older ones the features; those of several pieces come as a list."""
+        values = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in arrays.items()}
+        found = self._module.get_image_features(**values)
+        found = getattr(found, "pooler_output", found)
+        pieces = [found] if isinstance(found, Tensor) else list(found)
+        return torch.cat([piece.flatten(0, -2) for piece in pieces]).to(self._dtype)
+
+    # ---- language
+
+    def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
+        """[B', V] float32: the logits of `batch.logit_rows`, in their order."""
+        return self.step(batch, kv_cache, image_cache)[0]
+
+    def step(
+        self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None
+    ) -> tuple[Tensor, list[int]]:
+        """The logits, and the layers that wrote keys and values, in their order."""
+        step = Step(self._ops, kv_cache, batch, self._sees_itself)
+        arguments: dict[str, Any] = {STEP: step}
+        if self._keeps_rows:
+            arguments["logits_to_keep"] = batch.logit_rows
+        with _one_thread():
+            hidden = self._embed_rows(batch, image_cache)
+            output = self._module(
+                inputs_embeds=hidden[None],
+                position_ids=batch.positions[None],
+                # Of any content: with a mask given, transformers looks for no sequences of its own in the positions.
+                attention_mask=torch.ones((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device),
+                use_cache=False,
+                **arguments,
+            )
+            logits: Tensor = output.logits[0]
+        if not self._keeps_rows:
+            logits = logits.index_select(0, batch.logit_rows)
+        return logits.float(), step.layers
+
+    @property
+    def _sees_itself(self) -> bool:
+        return isinstance(self._spec.vision, GenericVisionSpec) and self._spec.vision.facts.whole
+
+    def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
+        hidden = self._embed(batch.token_ids).to(self._dtype).contiguous()
+        if batch.image_rows is not None and batch.image_slots is not None:
+            if images is None:
+                raise ValueError("image_rows: expected an image cache to read from, got none")
+            self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots)
+        return hidden
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, C]. Ids of image rows may lie outside the vocabulary; their embeddings are overwritten."""
+        embedded: Tensor = self._embeddings(token_ids.clamp(0, self._embeddings.weight.shape[0] - 1))
+        return embedded
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch computes what is left at the end of a thread's share with other instructions than the rest, so with several
+    threads a row's activations would depend on the number of rows. Our own ops have threads of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,76 @@
+"""Surgery on transformers' modules: their matrix products become ours, parts that a role does not need go.
+
+Knows torch modules only by their tree; does not know models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.backend.base import Ops
+
+
+class OpsLinear(nn.Module):
+    """A linear layer through `Ops.linear`. `weight` has shape and dtype for code that asks for them, and no memory."""
+
+    def __init__(self, linear: nn.Linear, ops: Ops, out_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._ops = ops
+        self._out_dtype = out_dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = torch.empty_like(linear.weight, device="meta")
+        self.packed = ops.pack_linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        return self._ops.linear(rows, self.packed, out_dtype=self._out_dtype).view(*x.shape[:-1], self.out_features)
+
+
+def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, only: nn.Module | None = None) -> None:
+    """Replaces the plain linear layers of `dtype` below `root`; `only` one of them, whose results are then float32.
+    What subclasses it or keeps a dtype of its own stays as it is."""
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            wanted = child is only if only is not None else type(child) is nn.Linear
+            if wanted and isinstance(child, nn.Linear) and child.weight.dtype is dtype:
+                setattr(parent, name, OpsLinear(child, ops, torch.float32 if only is not None else None))
+
+
+def has_products(root: nn.Module) -> bool:
+    """Whether a matrix is left below `root` besides tables of embeddings."""
+    tables = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
+    return any(parameter.dim() > 1 and id(parameter) not in tables for parameter in root.parameters())
+
+
+def replace(root: nn.Module, old: nn.Module, new: nn.Module | None) -> None:
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, name, new)
+
+
+def drop_all_but(root: nn.Module, kept: Sequence[nn.Module]) -> None:
+    """Below `root`, only what contains one of `kept` or belongs to one stays."""
+    for name, child in list(root.named_children()):
+        if any(child is one for one in kept):
+            continue
+        if any(one is part for one in kept for part in child.modules()):
+            drop_all_but(child, kept)
+        else:
+            setattr(root, name, None)
+
+
+def weights_bytes(root: nn.Module) -> int:
+    """Of parameters, buffers and packed weights, each counted once."""
+    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in (*root.parameters(), *root.buffers())}
+    packed = sum(module.packed.nbytes for module in root.modules() if isinstance(module, OpsLinear))
+    return sum(tensor.nbytes for tensor in tensors.values()) + packed
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters

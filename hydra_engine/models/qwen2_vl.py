@@ -1,0 +1,71 @@
+"""Qwen2-VL: a tower that attends within each picture, with rows and columns as rotary positions, and its merger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from hydra_engine.backend.base import Activation
+from hydra_engine.models.attention import PackedAttention, Rotary
+from hydra_engine.models.family import Family, Renames
+from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers import LayerNorm, Linear
+from hydra_engine.models.parameters import Scope
+from hydra_engine.models.qwen_merger import PatchMerger
+from hydra_engine.models.qwen_patches import PatchEmbedding, PatchRotary, patch_places, segments
+from hydra_engine.specs.base import VisionSpec
+from hydra_engine.specs.qwen2_vl import Qwen2VisionSpec, QwenTower
+
+# Names as published and as of transformers 4 -> canonical ones; first those of transformers 5.
+QWEN_RENAMES: Renames = (
+    ("model.visual.", "visual."),
+    ("model.language_model.", "language_model.model."),
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+EPS = 1e-6  # of all norms of the towers, whatever a config says
+
+
+class Qwen2Vision:
+    """Every span is a picture or a temporal patch of a video; what it attends to is itself."""
+
+    def __init__(self, scope: Scope, spec: VisionSpec) -> None:
+        assert isinstance(spec, Qwen2VisionSpec)
+        tower, geometry, scope = spec.tower, spec.geometry, scope.at("visual")
+        size = tower.hidden_size
+        self._merge, self._device = geometry.merge_size, scope.device
+        self._embed = PatchEmbedding(scope.at("patch_embed"), geometry, size, spec.preprocess, bias=False)
+        self._rotary = PatchRotary(tower.head_dim, tower.rope_theta, scope.device)
+        self._blocks = tuple(QwenBlock(scope.at(f"blocks.{i}"), tower) for i in range(tower.num_layers))
+        merger = scope.at("merger")
+        norm = LayerNorm(merger.at("ln_q"), size, EPS)
+        self._merger = PatchMerger(merger, norm, size, geometry.patches_per_token, spec.feature_size)
+
+    def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
+        places = patch_places(batch.grids, self._merge, self._device)
+        rotary = self._rotary(places, max(max(grid) for grid in batch.grids))
+        cu_seqlens = segments(batch.grids)
+        x = self._embed(batch.pixels)  # [P, C]
+        for block in self._blocks:
+            x = block(x, cu_seqlens, rotary)
+        return (self._merger(x),)
+
+
+class QwenBlock:
+    def __init__(self, scope: Scope, tower: QwenTower) -> None:
+        size = tower.hidden_size
+        self._norm1 = LayerNorm(scope.at("norm1"), size, EPS)
+        self._attention = PackedAttention(scope.at("attn"), size, tower.num_heads, qkv=("qkv",), out="proj")
+        self._norm2 = LayerNorm(scope.at("norm2"), size, EPS)
+        self._fc1 = Linear(scope, {"mlp.fc1": tower.intermediate_size}, size, bias=True)
+        self._fc2 = Linear(scope, {"mlp.fc2": size}, tower.intermediate_size, bias=True)
+        self._act = cast(Activation, tower.hidden_act)
+
+    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary) -> Tensor:
+        x = self._attention(self._norm1(x), x, cu_seqlens, rotary)
+        return self._fc2(self._fc1(self._norm2(x), self._act), residual=x)
+
+
+QWEN2_VL = Family(Qwen2Vision, vision_names=("visual.",), renames=QWEN_RENAMES)

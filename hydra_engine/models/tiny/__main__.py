@@ -1,0 +1,25 @@
+"""`python -m hydra_engine.models.tiny DIR`: writes one random checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hydra_engine.models.tiny import TINY, make_tiny
+from hydra_engine.models.tiny.llava import make_bench_checkpoint
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a checkpoint with random weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--bench", action="store_true", help="about 0.5 billion parameters instead of a miniature")
+    parser.add_argument("--family", default="llava", choices=tuple(TINY))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.bench:
+        make_bench_checkpoint(arguments.directory, seed=arguments.seed)
+    else:
+        make_tiny(arguments.family, arguments.directory, seed=arguments.seed)
+
+
+main()

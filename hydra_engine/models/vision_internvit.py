@@ -1,0 +1,68 @@
+"""The InternViT tower up to the hidden state that is read: uint8 tiles in, hidden states of their patches out.
+
+Layer scale is multiplied into the weights of the projections before it. Does not know the projector or caches.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from hydra_engine.backend.base import Activation
+from hydra_engine.models.layers import LayerNorm
+from hydra_engine.models.parameters import Scope
+from hydra_engine.models.vision_layers import (
+    LayerNames,
+    LayerShape,
+    PatchEmbeddings,
+    PatchNames,
+    PatchShape,
+    VisionLayer,
+)
+from hydra_engine.specs.base import PreprocessSpec
+from hydra_engine.specs.internvl import InternVitSpec
+
+_PATCHES = PatchNames("patch_embeddings.projection", "cls_token", "position_embeddings", leading=(2, 1))
+_LAYER = LayerNames(
+    norms=("layernorm_before", "layernorm_after"),
+    attention="attention",
+    out="projection_layer",
+    scales=("lambda_1", "lambda_2"),
+)
+
+
+class InternVit:
+    def __init__(self, scope: Scope, spec: InternVitSpec, preprocess: PreprocessSpec) -> None:
+        size = spec.hidden_size
+        self._num_patches = spec.num_patches
+        patches = PatchShape(spec.grid_side, spec.patch_size, size, bias=True)
+        self._embed = PatchEmbeddings(scope.at("embeddings"), patches, preprocess, _PATCHES)
+        shape = LayerShape(
+            size,
+            spec.num_heads,
+            spec.intermediate_size,
+            cast(Activation, spec.hidden_act),
+            spec.norm_eps,
+            rms_norms=spec.rms_norms,
+            qkv_bias=spec.qkv_bias,
+            qk_norm=spec.qk_norm,
+        )
+        layers = range(spec.feature_layer)
+        self._layers = tuple(VisionLayer(scope.at(f"encoder.layer.{i}"), shape, _LAYER) for i in layers)
+        self._norm = LayerNorm(scope.at("layernorm"), size, spec.norm_eps) if spec.final_norm else None
+        unread = range(spec.feature_layer, spec.num_layers)
+        scope.skip("embeddings.mask_token", *(f"encoder.layer.{i}." for i in unread))
+        if self._norm is None:
+            scope.skip("layernorm.")
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """uint8 [I, height, width, 3] -> [I, patches, C] without class tokens"""
+        num_images, rows = pixels.shape[0], self._num_patches + 1
+        cu_seqlens = range(0, num_images * rows + 1, rows)
+        state = self._embed(pixels)  # [I * rows, C]
+        for layer in self._layers:
+            state = layer(state, cu_seqlens)
+        if self._norm is not None:
+            state = self._norm(state)
+        return state.view(num_images, rows, -1)[:, 1:]

@@ -1,0 +1,254 @@
+"""Qwen2-VL and Qwen2.5-VL: towers for pictures of any size and for videos, over a Qwen2 decoder with M-RoPE.
+
+One spec for both: they cut pictures and videos alike, and differ in the tower's layers and in how time counts. Knows
+config.json in its flat old and its nested new layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hydra_engine.errors import CheckpointError, InvalidImage
+from hydra_engine.specs.base import LanguageSpec, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
+from hydra_engine.specs.clip import normalisation, processor_settings
+from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
+from hydra_engine.specs.fields import Fields
+from hydra_engine.specs.files import ModelFiles
+from hydra_engine.specs.qwen_frames import FrameSampling, as_float32, frame_sampling
+from hydra_engine.specs.qwen_geometry import (
+    PatchGeometry,
+    PixelLimits,
+    most_tokens,
+    patch_geometry,
+    pixel_limits,
+    smart_resize,
+)
+
+PICTURES = PixelLimits(56 * 56, 1280 * 28 * 28)  # the processor class's
+
+
+@dataclass(frozen=True, slots=True)
+class QwenTower:
+    """Shape of the tower. Qwen2.5-VL: `window_tokens` is the side of a window, in which all layers but `full_layers`
+    attend, and the MLPs are gated. Qwen2-VL: 0, plain MLPs, LayerNorm instead of RMSNorm."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    hidden_act: str
+    rope_theta: float
+    window_tokens: int = 0
+    full_layers: frozenset[int] = frozenset()
+
+    @property
+    def windowed(self) -> bool:
+        return self.window_tokens > 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def num_parameters(self, patch_values: int, merged: int, feature_size: int) -> int:
+        """Patches of `patch_values` numbers, `merged` of them per feature."""
+        c, f = self.hidden_size, self.intermediate_size
+        norm = c if self.windowed else 2 * c
+        mlp = 3 * c * f + 2 * f + c if self.windowed else 2 * c * f + f + c
+        layer = 4 * (c * c + c) + mlp + 2 * norm
+        wide = c * merged
+        merger = norm + wide * wide + wide + wide * feature_size + feature_size
+        return patch_values * c + self.num_layers * layer + merger
+
+    def layer_flops(self, num_rows: int) -> int:
+        """Of one layer, attention not counted."""
+        mlp = (3 if self.windowed else 2) * self.hidden_size * self.intermediate_size
+        return 2 * num_rows * (4 * self.hidden_size**2 + mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen2VisionSpec:
+    """`tokens_per_second` 0: temporal patches of a video count 0, 1, 2, ... (Qwen2-VL); else by their time."""
+
+    tower: QwenTower
+    geometry: PatchGeometry
+    limits: PixelLimits
+    sampling: FrameSampling
+    tokens_per_second: int
+    max_time: int  # no temporal position of a video reaches this
+    feature_size: int
+    preprocess: PreprocessSpec
+    num_planes: int = 1
+
+    @property
+    def max_tokens_per_image(self) -> int:
+        return most_tokens(self.geometry.factor, self.limits)
+
+    @property
+    def max_tokens_per_item(self) -> int:
+        """A temporal patch of a video may have more than any picture."""
+        limits = self.sampling.limits
+        most = max(limits.max_pixels, int(limits.min_pixels * 1.05))
+        return max(self.max_tokens_per_image, most_tokens(self.geometry.factor, PixelLimits(limits.min_pixels, most)))
+
+    @property
+    def max_patches_per_image(self) -> int:
+        return self.max_tokens_per_item * self.geometry.patches_per_token
+
+    def plan_image(self, width: int, height: int) -> MediaPlan:
+        size = smart_resize(width, height, self.geometry.factor, self.limits)
+        return MediaPlan((View.whole(*size),), (self.geometry.item(size),))
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        """One span per temporal patch; the last frame fills up the last of them."""
+        frames = self.sampling.choose(video)
+        depth, factor = self.geometry.temporal_patch_size, self.geometry.factor
+        size = smart_resize(video.width, video.height, factor, self.sampling.frame_limits(len(frames), factor))
+        times = self._times(video, len(frames))
+        sources = (min(index, len(frames) - 1) for index in range(len(times) * depth))
+        views = tuple(View.whole(*size, source=source) for source in sources)
+        items = [self.geometry.item(size, depth, time=time, continues=index > 0) for index, time in enumerate(times)]
+        return VideoPlan(frames, MediaPlan(views, tuple(items)))
+
+    def num_parameters(self) -> int:
+        geometry = self.geometry
+        values = 3 * geometry.temporal_patch_size * geometry.patch_size**2
+        return self.tower.num_parameters(values, geometry.patches_per_token, self.feature_size)
+
+    def flops(self, num_patches: int) -> int:
+        """Of one picture with that many patches, its windows taken as full."""
+        tower, merged = self.tower, self.geometry.patches_per_token
+        seen = min(num_patches, tower.window_tokens**2 * merged) if tower.windowed else num_patches
+        num_full = len(tower.full_layers) if tower.windowed else tower.num_layers
+        pairs = num_patches * (num_full * num_patches + (tower.num_layers - num_full) * seen)
+        values = 3 * self.geometry.temporal_patch_size * self.geometry.patch_size**2
+        wide = tower.hidden_size * merged
+        merger = num_patches // merged * wide * (wide + self.feature_size)
+        linear = tower.num_layers * tower.layer_flops(num_patches)
+        return linear + 2 * (num_patches * values * tower.hidden_size + merger) + 4 * pairs * tower.hidden_size
+
+    def _times(self, video: VideoInfo, num_frames: int) -> list[int]:
+        """Temporal positions of the video's temporal patches, relative to its first.
+
+        With `tokens_per_second` their distance is rounded to float32 before it is multiplied, and the product is
+        rounded before it is cut off: that is what the families' processor and model do.
+        """
+        depth = self.geometry.temporal_patch_size
+        count = math.ceil(num_frames / depth)
+        if not self.tokens_per_second:
+            return list(range(count))
+        seconds = depth / (num_frames / video.num_frames * video.fps)
+        if seconds * count * self.tokens_per_second >= self.max_time:
+            raise InvalidImage(
+                f"the video lasts {seconds * count:.0f} seconds, this model takes less than "
+                f"{self.max_time // self.tokens_per_second}; cut it or give its frames at a higher rate"
+            )
+        distance = as_float32(self.tokens_per_second * as_float32(seconds))
+        return [int(as_float32(index * distance)) for index in range(count)]
+
+
+def build_qwen2_vl(files: ModelFiles) -> ModelSpec:
+    vision = files.config.section("vision_config")
+    hidden = vision.integer("embed_dim", 1280)
+    tower = QwenTower(
+        hidden_size=hidden,
+        num_layers=vision.integer("depth", 32),
+        num_heads=vision.integer("num_heads", 16),
+        intermediate_size=int(hidden * vision.number("mlp_ratio", 4)),
+        hidden_act=activation(vision, "hidden_act", "quick_gelu"),
+        rope_theta=_rope_theta(vision),
+    )
+    return _build(files, "qwen2_vl", tower, width_field="hidden_size", tokens_per_second=0)
+
+
+def build_qwen2_5_vl(files: ModelFiles) -> ModelSpec:
+    vision = files.config.section("vision_config")
+    side = vision.integer("spatial_merge_size", 2) * vision.integer("patch_size", 14)
+    window = vision.integer("window_size", 112)
+    if window < side:
+        raise vision.wrong("window_size", f"at least {side} pixels, the width of one token")
+    tower = QwenTower(
+        hidden_size=vision.integer("hidden_size", 3584),
+        num_layers=vision.integer("depth", 32),
+        num_heads=vision.integer("num_heads", 16),
+        intermediate_size=vision.integer("intermediate_size", 3420),
+        hidden_act=activation(vision, "hidden_act", "silu"),
+        rope_theta=_rope_theta(vision),
+        window_tokens=window // side,
+        full_layers=_full_layers(vision),
+    )
+    rate = vision.integer("tokens_per_second", 4)
+    return _build(files, "qwen2_5_vl", tower, width_field="out_hidden_size", tokens_per_second=rate)
+
+
+def _build(files: ModelFiles, family: str, tower: QwenTower, *, width_field: str, tokens_per_second: int) -> ModelSpec:
+    """`width_field` of the tower's config says how wide its features are."""
+    config, vision = files.config, files.config.section("vision_config")
+    nested = config.section_if_present("text_config")
+    text = config if nested is None else nested
+    tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
+    language = build_language(text, tie_embeddings=tie, nested=nested is not None)
+    if vision.integer(width_field, 3584) != language.hidden_size:
+        raise vision.wrong(width_field, f"{language.hidden_size}, the decoder's hidden size")
+    if tower.hidden_size % (4 * tower.num_heads):
+        raise CheckpointError(
+            f"the vision tower's hidden size {tower.hidden_size} must be a multiple of 4 for each of its "
+            f"{tower.num_heads} heads"
+        )
+    tokens = special_tokens(files.generation, config, text)
+    return ModelSpec(
+        family=family,
+        architecture=files.architecture,
+        language=language,
+        vision=_vision(files, family, tower, tokens_per_second, language),
+        image_token_id=config.integer("image_token_id", 151655, at_least=0),
+        video_token_id=config.integer("video_token_id", 151656, at_least=0),
+        bos_token_id=tokens.bos_token_id,
+        pad_token_id=tokens.pad_token_id,
+        eos_token_ids=tokens.eos_token_ids,
+        dtype=stored_dtype(config, text),
+    )
+
+
+def _vision(
+    files: ModelFiles, family: str, tower: QwenTower, tokens_per_second: int, language: LanguageSpec
+) -> Qwen2VisionSpec:
+    vision = files.config.section("vision_config")
+    images = processor_settings(files.images)
+    videos = images if files.videos is None else processor_settings(files.videos)
+    geometry = patch_geometry(vision, images, patch_size=14)
+    patch_geometry(vision, videos, patch_size=14)
+    identity = f"{family}/{geometry.patch_size}/{geometry.merge_size}/{geometry.temporal_patch_size}"
+    preprocess = normalisation(images, identity)
+    if normalisation(videos, identity) != preprocess:
+        raise CheckpointError(f"{videos.where} and {images.where} normalise pixels in different ways")
+    return Qwen2VisionSpec(
+        tower=tower,
+        geometry=geometry,
+        limits=pixel_limits(images, PICTURES, files.options),
+        sampling=frame_sampling(videos, geometry.temporal_patch_size, files.options),
+        tokens_per_second=tokens_per_second,
+        max_time=language.max_position,
+        feature_size=language.hidden_size,
+        preprocess=preprocess,
+    )
+
+
+def _rope_theta(vision: Fields) -> float:
+    rope = vision.section_if_present("rope_parameters")
+    if rope is None:
+        return 10000.0
+    kind = rope.text("rope_type", "axial")
+    if kind not in ("axial", "default"):
+        raise rope.wrong("rope_type", '"axial"')
+    return rope.number("rope_theta", 10000.0)
+
+
+def _full_layers(vision: Fields) -> frozenset[int]:
+    """Indices beyond the tower's layers say nothing: towers cut short keep the list of the whole one."""
+    depth = vision.integer("depth", 32)
+    value = vision.get("fullatt_block_indexes")
+    layers = [7, 15, 23, 31] if value is None else value
+    if not isinstance(layers, list) or any(type(index) is not int or index < 0 for index in layers):
+        raise vision.wrong("fullatt_block_indexes", "a list of layers, counted from 0")
+    return frozenset(index for index in layers if index < depth)

@@ -1,0 +1,241 @@
+"""Models through transformers in the real engine: the processor's child, the stages, and what is refused when."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine import Engine
+from hydra_engine.errors import CheckpointError, InvalidRequest
+from hydra_engine.models.tiny import make_tiny
+from hydra_engine.specs.hf_describe import load_config, model_class
+from hydra_engine.specs.hf_processor import load_processor
+from tests.engine.conftest import EngineFactory, picture
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = ("smolvlm", "gemma3", "llava")
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+NARROW = {"token_budget": 9, "image_budget": 1}  # less than a picture's span
+CASES: list[tuple[str, list[tuple[int, int]]]] = [
+    ("What is this?", []),
+    ("One picture.", [(64, 40)]),
+    ("\nTwo of them: compare.", [(30, 90), (64, 64)]),
+    ("x", [(300, 4)]),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("generic")
+    for family in FAMILIES:
+        make_tiny(family, root / family, seed=5)
+    return {family: root / family for family in FAMILIES}
+
+
+def pictures_of(sizes: list[tuple[int, int]]) -> list[Any]:
+    return [picture(index, *size) for index, size in enumerate(sizes)]
+
+
+def asked(engine: Engine, prompt: str, sizes: list[tuple[int, int]]) -> Any:
+    return engine.submit(prompt, pictures_of(sizes) or None, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def transformers_says(models: Mapping[str, Path]) -> Mapping[str, list[tuple[int, list[int]]]]:
+    """Per family and case: the length of the prompt and the greedy tokens."""
+    return {family: [reference(directory, *case) for case in CASES] for family, directory in models.items()}
+
+
+def reference(directory: Path, prompt: str, sizes: list[tuple[int, int]]) -> tuple[int, list[int]]:
+    config = load_config(directory, trust_remote_code=False)
+    processor = load_processor(directory, config.model_type, trust_remote_code=False)
+    model = model_class(config, directory, trust_remote_code=False).from_pretrained(directory, dtype=torch.float32)
+    content = [{"type": "image"}] * len(sizes) + [{"type": "text", "text": prompt}]
+    messages = [{"role": "user", "content": content}]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    pictures = pictures_of(sizes) or None
+    inputs = processor(images=pictures, text=[text], add_special_tokens=False, return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None)
+    length = inputs["input_ids"].shape[1]
+    return length, output[0, length:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*((family, {}) for family in FAMILIES), *((family, NARROW) for family in FAMILIES if family != "llava")],
+    ids=str,
+)
+def test_tokens_equal_transformers(
+    make_engine: EngineFactory,
+    models: Mapping[str, Path],
+    transformers_says: Mapping[str, list[tuple[int, list[int]]]],
+    family: str,
+    options: dict[str, Any],
+) -> None:
+    engine = make_engine(model=models[family], model_impl="transformers", **options)
+    assert engine.summary.family == "transformers" and engine.summary.deterministic
+    results = [handle.result(60) for handle in [asked(engine, *case) for case in CASES]]
+    for case, result, (length, tokens) in zip(CASES, results, transformers_says[family], strict=True):
+        assert list(result.token_ids) == tokens, case
+        assert result.usage.prompt_tokens == length, case
+        assert result.usage.num_images == len(case[1])
+
+
+def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path]) -> None:
+    code = f"""
+        import os, sys
+        from PIL import Image
+        from hydra_engine import Engine
+        engine = Engine({str(models["gemma3"])!r}, model_impl="transformers", processes=True, threads=1)
+        host = engine.front.intake._loader._processor
+        first = engine.generate("Hello", Image.new("RGB", (30, 40), "teal"), **{OPTIONS!r})
+        pids = [host._child._process.pid, engine.front._links[0].process.pid]
+        engine.close()
+        print("torch" in sys.modules, len(first.token_ids), *pids)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    has_torch, num_tokens, *pids = done.stdout.split()
+    assert (has_torch, num_tokens) == ("False", "24")
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_picture_comes_as_a_file_too_and_is_encoded_once(
+    make_engine: EngineFactory, models: Mapping[str, Path]
+) -> None:
+    engine = make_engine(model=models["smolvlm"], model_impl="transformers")
+    image = picture(1, 50, 70)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    expected = engine.generate("What?", image, **OPTIONS)
+    again = [engine.generate("What?", buffer.getvalue(), **OPTIONS) for _ in range(2)]
+    assert [result.token_ids for result in again] == [expected.token_ids] * 2
+    assert [result.usage.cached_images for result in again] == [0, 1]
+
+
+def test_a_processor_that_dies_fails_one_picture_and_comes_back(
+    make_engine: EngineFactory, models: Mapping[str, Path]
+) -> None:
+    engine = make_engine(model=models["gemma3"], model_impl="transformers")
+    host = engine.front.intake._loader._processor
+    assert host is not None and host._child is not None
+    first = host._child._process
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    expected = engine.generate("What?", picture(1), **OPTIONS)  # it was idle: nobody notices
+    second = host._child._process
+    os.kill(second.pid, signal.SIGSTOP)
+    handle = engine.submit("What?", picture(2), **OPTIONS)
+    time.sleep(0.1)
+    os.kill(second.pid, signal.SIGKILL)
+    with pytest.raises(InvalidRequest, match="the model's processor failed on it"):
+        handle.result(30)
+    assert engine.generate("What?", picture(1), **OPTIONS).token_ids == expected.token_ids
+
+
+def test_placeholders_that_do_not_match_name_both_counts(
+    make_engine: EngineFactory, models: Mapping[str, Path]
+) -> None:
+    engine = make_engine(model=models["gemma3"], model_impl="transformers")
+    with pytest.raises(InvalidRequest, match="the prompt has 2 image placeholders but 1 images were given"):
+        engine.generate("<start_of_image> and <start_of_image>", picture(1), raw=True, **OPTIONS)
+    with pytest.raises(InvalidRequest, match="the text holds the model's image token <image_soft_token>"):
+        engine.generate("<start_of_image> or <image_soft_token>", picture(1), raw=True, **OPTIONS)
+    with pytest.raises(InvalidRequest, match="the text holds the model's image placeholder"):
+        engine.generate("<start_of_image>", picture(1), **OPTIONS)
+    ids = engine.front.intake.tokenizer.encode("<s>a<start_of_image>", add_special_tokens=False)
+    written = engine.generate("<s>a<start_of_image>", picture(1), raw=True, **OPTIONS)
+    assert engine.generate(ids, picture(1), **OPTIONS).token_ids == written.token_ids
+
+
+def test_an_unknown_architecture_lists_the_known_ones_and_offers_the_adapter(models: Mapping[str, Path]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Engine(models["gemma3"])
+    words = caught.value.message
+    assert "'Gemma3ForConditionalGeneration' has no native implementation" in words
+    assert "LlavaForConditionalGeneration" in words and "--model-impl transformers" in words
+
+
+CONFIGURATION = """
+import os, pathlib
+from transformers import LlavaConfig
+if os.environ.get("HOMEMADE_MARK"):
+    pathlib.Path(os.environ["HOMEMADE_MARK"]).touch()
+class HomemadeConfig(LlavaConfig):
+    model_type = "homemade"
+"""
+MODELING = """
+from transformers import LlavaForConditionalGeneration
+from .configuration_homemade import HomemadeConfig
+class HomemadeForConditionalGeneration(LlavaForConditionalGeneration):
+    config_class = HomemadeConfig
+"""
+
+
+@pytest.fixture
+def homemade(models: Mapping[str, Path], tmp_path: Path) -> Path:
+    """A model whose code comes with it."""
+    directory = tmp_path / "homemade"
+    directory.mkdir()
+    for file in models["llava"].iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    config["model_type"], config["architectures"] = "homemade", ["HomemadeForConditionalGeneration"]
+    config["auto_map"] = {
+        "AutoConfig": "configuration_homemade.HomemadeConfig",
+        "AutoModelForImageTextToText": "modeling_homemade.HomemadeForConditionalGeneration",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "configuration_homemade.py").write_text(CONFIGURATION)
+    (directory / "modeling_homemade.py").write_text(MODELING)
+    return directory
+
+
+def test_code_that_comes_with_a_model_is_refused_and_never_run(
+    homemade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOMEMADE_MARK", str(tmp_path / "mark"))
+    with pytest.raises(CheckpointError, match="--trust-remote-code the code that comes with the model"):
+        Engine(homemade)
+    with pytest.raises(CheckpointError, match="never run unless you give --trust-remote-code"):
+        Engine(homemade, model_impl="transformers")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_code_that_comes_with_a_model_runs_when_it_is_trusted(
+    homemade: Path,
+    tmp_path: Path,
+    transformers_says: Mapping[str, list[tuple[int, list[int]]]],
+) -> None:
+    prompt, sizes = CASES[1]
+    code = f"""
+        from hydra_engine import Engine
+        from tests.engine.test_generic import OPTIONS, pictures_of
+        with Engine({str(homemade)!r}, model_impl="transformers", trust_remote_code=True, threads=1) as engine:
+            print(*engine.generate({prompt!r}, pictures_of({sizes!r}), **OPTIONS).token_ids)
+    """
+    mark = {"HOMEMADE_MARK": str(tmp_path / "mark"), "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | mark | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mark").exists()
+    assert list(map(int, done.stdout.split())) == transformers_says["llava"][1][1]

@@ -1,0 +1,145 @@
+"""Both sides of the generic adapter's tests: prompts made by intake's code over the model's processor, computed in our
+stages by the driver, and the same text and pictures given to transformers' processor and model as a whole.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.roles import EPD, Role
+from hydra_engine.intake.generic_prompt import place_in_text
+from hydra_engine.intake.media import Media
+from hydra_engine.intake.processor_host import ProcessedPicture
+from hydra_engine.intake.tokenizer import load_tokenizer
+from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.specs.hf_describe import load_config, model_class
+from hydra_engine.specs.hf_processor import PictureProcessor, load_processor
+from tests.models.driver import Driver, Request, Span
+
+GENERIC = SpecOptions(model_impl="transformers")
+Part = str | Image.Image
+
+
+class Prompt(NamedTuple):
+    parts: tuple[Part, ...]
+    token_ids: list[int]  # one token per feature
+    spans: list[tuple[int, Span]]  # first token, span
+
+    @property
+    def pictures(self) -> list[Image.Image]:
+        return [part for part in self.parts if isinstance(part, Image.Image)]
+
+
+class Pair:
+    def __init__(self, model_dir: Path, backend: Backend, *, role: Role = EPD, **driver: Any) -> None:
+        self.driver = Driver(model_dir, backend, role=role, options=GENERIC, **({"num_blocks": 1024} | driver))
+        spec = self.driver.spec
+        assert isinstance(spec, GenericSpec)
+        self.spec, self.model_dir = spec, model_dir
+        self.tokenizer = load_tokenizer(model_dir)
+
+    @cached_property
+    def reference(self) -> Any:
+        config = load_config(self.model_dir, trust_remote_code=False)
+        kind = model_class(config, self.model_dir, trust_remote_code=False)
+        return kind.from_pretrained(self.model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @property
+    def vision(self) -> GenericVisionSpec:
+        assert isinstance(self.spec.vision, GenericVisionSpec)
+        return self.spec.vision
+
+    # ---- ours
+
+    def prompt(self, *parts: Part) -> Prompt:
+        placeholder = self.vision.facts.placeholder if self.spec.vision is not None else ""
+        pictures = [part for part in parts if isinstance(part, Image.Image)]
+        text = "".join(part if isinstance(part, str) else placeholder for part in parts)
+        if not pictures:
+            return Prompt(parts, self.tokenizer.encode(text, add_special_tokens=False), [])
+        expansions = [self._processor.expand(picture) for picture in pictures]
+        media = []
+        for picture, found in zip(pictures, expansions, strict=True):
+            payload = ProcessedPicture(
+                ImageDigest(bytes(32)), *picture.size, b"", 1, (), found.before, found.behind, found.num_tokens, 1
+            )
+            media.append(Media("image", picture.size, payload.plan(), (payload,)))
+        ids, media = place_in_text(text, media, self.spec, self.tokenizer, add_special_tokens=False)
+        token_ids: list[int] = []
+        spans = []
+        for id in ids:
+            if id != self.vision.facts.image_token_id:
+                token_ids.append(id)
+                continue
+            picture, found = pictures[len(spans)], expansions[len(spans)]
+            arrays = {name: torch.from_numpy(array) for name, array in found.arrays.items()}
+            arrays[SPAN_TOKEN_IDS] = torch.tensor(found.token_ids)
+            spans.append((len(token_ids), Span(torch.empty(0), picture.size, (1, 1, 1), found.num_tokens, arrays)))
+            token_ids += found.token_ids
+        return Prompt(parts, token_ids, spans)
+
+    def request(self, prompt: Prompt) -> Request:
+        slots = self.driver.encode([span for _, span in prompt.spans]) if prompt.spans else []
+        starts = [start for start, _ in prompt.spans]
+        return self.driver.request(prompt.token_ids, list(zip(starts, slots, strict=True)))
+
+    # ---- transformers
+
+    def inputs(self, prompt: Prompt) -> dict[str, Tensor]:
+        placeholder = self.vision.facts.placeholder if self.spec.vision is not None else ""
+        text = "".join(part if isinstance(part, str) else placeholder for part in prompt.parts)
+        if not prompt.pictures:
+            ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        processor = load_processor(self.model_dir, self.vision.facts.model_type, trust_remote_code=False)
+        outputs = processor(images=prompt.pictures, text=[text], add_special_tokens=False, return_tensors="pt")
+        return dict(outputs)
+
+    @torch.inference_mode()
+    def logits(self, prompt: Prompt) -> Tensor:
+        """[T, V]"""
+        return self.reference(**self.inputs(prompt)).logits[0]
+
+    @torch.inference_mode()
+    def features(self, prompt: Prompt) -> Tensor:
+        """[M, C]: of all pictures, in order."""
+        inputs = self.inputs(prompt)
+        found = self.reference.get_image_features(
+            **{name: inputs[name] for name in self.vision.facts.inputs if name in inputs}
+        ).pooler_output
+        return torch.cat([piece.flatten(0, -2) for piece in ([found] if isinstance(found, Tensor) else found)])
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt, num_tokens: int) -> list[int]:
+        inputs = self.inputs(prompt)
+        ids = self.reference.generate(
+            **inputs, max_new_tokens=num_tokens, min_new_tokens=0, eos_token_id=None, do_sample=False
+        )
+        return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        facts = self.vision.facts
+        return PictureProcessor(
+            self.model_dir,
+            facts.model_type,
+            image_token_id=facts.image_token_id,
+            inputs=facts.inputs,
+            trust_remote_code=False,
+        )
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    rng = np.random.default_rng(seed + 1000 * width + height)
+    smooth = rng.integers(0, 255, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(smooth).resize((width, height), Image.Resampling.BICUBIC)

@@ -1,0 +1,85 @@
+"""Qwen3-VL beyond the shared parity tests: sizes of published models, cost, and what a picture's features depend on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.backend.select import create_backend
+from hydra_engine.core.roles import Role
+from hydra_engine.models.qwen3_vl import RENAMES
+from hydra_engine.models.registry import build_model
+from hydra_engine.models.weights import canonical_name
+from hydra_engine.specs.base import ModelSpec
+from hydra_engine.specs.registry import load_spec
+from tests.models.conftest import CheckpointFactory
+from tests.models.families.base import Pair, clip, picture
+from tests.models.families.qwen3_vl import QWEN3_VL
+from tests.unit.test_specs_qwen3_vl import IMAGES, MODELS, VIDEOS
+
+
+def published(name: str, directory: Path) -> ModelSpec:
+    (directory / "config.json").write_text(json.dumps(MODELS[name]))
+    (directory / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS))
+    return load_spec(directory)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_of_published_models(name: str, tmp_path: Path) -> None:
+    """As many as transformers builds; and our model asks a file for the same tensors."""
+    spec = published(name, tmp_path)
+    with torch.device("meta"):
+        model = transformers.Qwen3VLForConditionalGeneration(transformers.AutoConfig.from_pretrained(tmp_path))
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert spec.vision is not None
+    vision = sum(torch.Size(shape).numel() for name, shape in theirs.items() if name.startswith("model.visual."))
+    assert spec.vision.num_parameters() == vision
+    assert spec.language.num_parameters() == sum(torch.Size(shape).numel() for shape in theirs.values()) - vision
+    ops = create_backend("cpu", torch.float32, backend="reference", threads=1).ops
+    slots = build_model(spec, ops, torch.bfloat16, Role.parse("EPD")).slots
+    assert {slot: wanted.shape for slot, wanted in slots.items() if not wanted.optional} == {
+        canonical_name(name, RENAMES): shape for name, shape in theirs.items()
+    }
+
+
+def test_flops_are_those_that_torch_counts(checkpoint: CheckpointFactory) -> None:
+    directory = checkpoint("qwen3-vl-flops", "qwen3_vl")
+    spec = load_spec(directory)
+    config = transformers.AutoConfig.from_pretrained(directory, attn_implementation="eager")
+    assert spec.vision is not None
+    with torch.device("meta"):
+        model = transformers.Qwen3VLForConditionalGeneration(config)
+    (item,) = spec.vision.plan_image(40, 32).items
+    values, grid = torch.zeros(item.num_patches, 3 * 2 * 4 * 4), torch.tensor([item.grid])
+    model = model.to_empty(device="cpu")
+    with FlopCounterMode(display=False) as counted, torch.inference_mode():
+        model.get_image_features(values, grid)
+    assert spec.vision.flops(item.num_patches) == counted.get_total_flops()
+
+
+def test_features_do_not_depend_on_what_else_is_encoded(checkpoint: CheckpointFactory, backend: Backend) -> None:
+    pair = Pair(QWEN3_VL, "plain", checkpoint("qwen3-vl-batch", "qwen3_vl"), backend, num_blocks=768)
+    media = [picture((40, 32)), clip((30, 50), 5, 2.0), picture((70, 50)), picture((40, 32), 1), picture((400, 2))]
+    spans = pair.spans(media)
+    together = pair.driver.encode(spans)
+    for span, slots in zip(spans, together, strict=True):
+        (alone,) = pair.driver.encode([span])
+        for plane in range(pair.vision.num_planes):
+            assert torch.equal(pair.driver.features(slots, plane), pair.driver.features(alone, plane))
+
+
+def test_a_model_that_is_only_asked_about_text_needs_no_image_cache(
+    checkpoint: CheckpointFactory, backend: Backend
+) -> None:
+    pair = Pair(QWEN3_VL, "plain", checkpoint("qwen3-vl-batch", "qwen3_vl"), backend, num_blocks=64)
+    ids = [1, 90, 17, 201, 33]
+    with_cache = pair.driver.run(pair.driver.request(ids), [])
+    pair.driver.image_cache = None  # type: ignore[assignment]
+    assert torch.equal(pair.driver.run(pair.driver.request(ids), []), with_cache)

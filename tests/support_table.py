@@ -1,0 +1,103 @@
+"""The table of model families in the README, written from test results: `make support` runs the parity tests and this.
+
+    python -m tests.support_table RESULTS.xml     rewrites the table from a pytest JUnit file
+
+A cell says what the tests of that family measured; a family with a failing or missing test gets no mark. Tests name
+their family, check and largest difference with `record_property`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- models: written by `make support` -->", "<!-- models: end -->"
+
+# family -> (name, checkpoints it is for, what it takes)
+FAMILIES = {
+    "llava": ("LLaVA-1.5", "llava-hf/llava-1.5-7b-hf, 13b", "pictures"),
+    "llava_next": ("LLaVA-NeXT", "llava-hf/llava-v1.6-vicuna-7b-hf, mistral", "pictures in tiles"),
+    "qwen2_vl": ("Qwen2-VL", "Qwen/Qwen2-VL-2B, 7B, 72B-Instruct", "pictures of any size, videos"),
+    "qwen2_5_vl": ("Qwen2.5-VL", "Qwen/Qwen2.5-VL-3B, 7B, 72B-Instruct", "pictures of any size, videos"),
+    "qwen3_vl": ("Qwen3-VL", "Qwen/Qwen3-VL-2B, 4B, 8B, 32B-Instruct", "pictures of any size, videos"),
+    "internvl": ("InternVL 2.5, 3", "OpenGVLab/InternVL3-1B-hf to 78B-hf", "pictures in tiles"),
+    "minicpmv4_6": ("MiniCPM-V 4.6 tower", "with Qwen2, Qwen3 or Llama decoders", "pictures in slices"),
+    "generic": ("anything else", "`--model-impl transformers`: tested on SmolVLM and Gemma 3", "pictures"),
+    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3", "no vision lane"),
+}
+CHECKS = ("positions", "features", "logits", "greedy", "cuts", "prefixes", "batches", "halves", "bfloat16", "server")
+COLUMNS = {
+    "features and positions": ("positions", "features"),
+    "logits, largest difference": ("logits",),
+    "64 greedy tokens": ("greedy",),
+    "chunks, shared prefixes, mixed batches": ("cuts", "prefixes", "batches"),
+    "E, P, D apart": ("halves",),
+    "bf16": ("bfloat16",),
+    "served": ("server",),
+}
+
+
+@dataclass(slots=True)
+class Check:
+    passed: int = 0
+    failed: int = 0
+    difference: float = 0.0
+
+
+@dataclass(slots=True)
+class Results:
+    """family -> check -> what its tests said"""
+
+    checks: dict[str, dict[str, Check]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Check)))
+
+
+def read(path: Path) -> Results:
+    results = Results()
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        properties = {p.get("name"): p.get("value") or "" for p in case.iter("property")}
+        if "family" not in properties:
+            continue
+        bad = case.find("failure") is not None or case.find("error") is not None or case.find("skipped") is not None
+        for name in properties["checks"].split():
+            check = results.checks[properties["family"]][name]
+            check.failed += bad
+            check.passed += not bad
+            if name == "logits":
+                check.difference = max(check.difference, float(properties.get("difference", 0.0)))
+    return results
+
+
+def table(results: Results) -> str:
+    lines = [
+        "| family | checkpoints | takes | " + " | ".join(COLUMNS) + " |",
+        "| --- | --- | --- |" + " --- |" * len(COLUMNS),
+    ]
+    for family, (name, checkpoints, takes) in FAMILIES.items():
+        cells = [_cell(results.checks.get(family, {}), checks) for checks in COLUMNS.values()]
+        lines.append(f"| {name} | {checkpoints} | {takes} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(found: dict[str, Check], names: tuple[str, ...]) -> str:
+    checks = [found[name] for name in names if name in found]
+    if not checks:
+        return ""
+    if any(check.failed for check in checks):
+        return "fails"
+    difference = max(check.difference for check in checks)
+    return f"{difference:.0e}".replace("e-0", "e-") if difference else "✓"
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table(read(Path(sys.argv[1])))}\n{END}{behind}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
