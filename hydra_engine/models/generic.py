@@ -23,6 +23,7 @@ from hydra_engine.models.generic_parts import (
     drop_all_but,
     has_products,
     replace,
+    set_attention,
     take_over_products,
     weights_bytes,
 )
@@ -42,8 +43,7 @@ class GenericModel:
         self._decoder = module.get_decoder()
         self._embeddings = module.get_input_embeddings()
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
-        for config in (self._decoder.config, module.config.get_text_config(decoder=True)):
-            config._attn_implementation = NAME
+        set_attention(module, NAME)
         take_over_products(self._decoder, backend.ops, backend.dtype)
         take_over_products(module, backend.ops, backend.dtype, only=module.get_output_embeddings())
         # Products that are not ours (the experts of a mixture, say) may depend on how many rows share them.

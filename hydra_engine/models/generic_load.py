@@ -20,7 +20,7 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.generic import GenericModel
-from hydra_engine.models.generic_parts import accepts
+from hydra_engine.models.generic_parts import accepts, set_attention
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.weights import Checkpoint, Progress, all_finite, listed
 from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
@@ -128,7 +128,8 @@ class Probe:
         return torch.tensor([self.span[0], len(self.token_ids) - 1])
 
     def by_itself(self, module: Any, dtype: torch.dtype) -> Tensor:
-        """[2, V] float32, by the model's own forward."""
+        """[2, V] float32, by the model's own forward. With eager attention, which leaves nothing of a model out."""
+        set_attention(module, "eager")
         device = next(module.parameters()).device
         inputs = {
             name: (value.to(dtype) if value.is_floating_point() else value).to(device)

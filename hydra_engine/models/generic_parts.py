@@ -72,5 +72,11 @@ def weights_bytes(root: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors.values()) + packed
 
 
+def set_attention(module: Any, name: str) -> None:
+    """Of the decoder; towers keep what they were loaded with. A decoder may have a copy of the text config."""
+    for config in (module.get_decoder().config, module.config.get_text_config(decoder=True)):
+        config._attn_implementation = name
+
+
 def accepts(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters

@@ -33,7 +33,8 @@ class RequestBook:
     that the blocks may be gone when the request is considered for its start. It is looked up again then, and an image
     that is not covered any more needs features after all (`recheck`). That happens at most once between two starts of
     a request, for only an arrival or a preemption makes an image CACHED; from there on the request is one like all
-    others, and the rules of age in `policy.py` bring it to its end.
+    others, and the rules of age in `policy.py` bring it to its end. Features that several images share are as old as
+    the oldest of these images: what may be taken from a younger request may still be taken when younger ones share it.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class RequestBook:
         state.images_planned.add(index)
         self._follow(key)
 
-    def finish_features(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
+    def finish_features(self, key: FeatureKey, *, failed: bool) -> list[RequestState]:
         """An encode has come back. Returns the requests that it was for, as far as they still need it.
 
         One that failed ends the request that it was planned for, which is not this method's business; those that shared

@@ -135,7 +135,7 @@ class StageScheduler:
             elif state.ending is None:
                 self._book.end(state, Ending(FinishReason.ERROR, error=error))
             key = state.image_keys[item.image_index]
-            users = self._book.finish_features(key, result.ended_s, failed=error is not None)
+            users = self._book.finish_features(key, failed=error is not None)
             sharing |= {user.request.id: user for user in users}
         events: list[Event] = []
         for request_id, count in patches.items():

@@ -115,7 +115,7 @@ def _check_model(config: Any, text: Any, model: Any) -> None:
         reason = "its layers keep a state besides keys and values"
     elif layer_types:
         reason = f"it has layers of type {', '.join(sorted(layer_types))}"
-    elif _mentions(getattr(text, "rope_parameters", None), "mrope_section"):
+    elif _mentions(getattr(text, "rope_parameters", None), "mrope_section") or _has_rope_index(model):
         reason = "its positions have several axes (M-RoPE)"
     elif getattr(text, "kv_lora_rank", None):
         reason = "it keeps latent keys and values (MLA)"
@@ -127,6 +127,11 @@ def _check_model(config: Any, text: Any, model: Any) -> None:
         reason = "its attention cannot be replaced"
     if reason is not None:
         raise CheckpointError(f"{model.__name__} cannot run through transformers here: {reason}")
+
+
+def _has_rope_index(model: Any) -> bool:
+    """Whether a class beside this one places tokens on several axes; where settings do not say so, defaults do."""
+    return any(hasattr(value, "get_rope_index") for value in vars(sys.modules[model.__module__]).values())
 
 
 def _mentions(values: Any, name: str) -> bool:

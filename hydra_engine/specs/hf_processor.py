@@ -141,7 +141,8 @@ def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool)
         return transformers.AutoProcessor.from_pretrained(str(model_dir), **options)
     except PROCESSOR_ERRORS as error:
         reason = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"transformers cannot load the model's processor: {reason}") from error
+        hint = "" if import_utils.is_torchvision_available() else "; it may need torchvision, which is not installed"
+        raise CheckpointError(f"transformers cannot load the model's processor: {reason}{hint}") from error
 
 
 def _class_of(model_dir: Path, model_type: str) -> Any:

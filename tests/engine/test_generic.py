@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 from hydra_engine import Engine
 from hydra_engine.errors import CheckpointError, InvalidRequest
@@ -188,11 +190,13 @@ class HomemadeForConditionalGeneration(LlavaForConditionalGeneration):
 
 @pytest.fixture
 def homemade(models: Mapping[str, Path], tmp_path: Path) -> Path:
-    """A model whose code comes with it."""
+    """A model whose code comes with it, its weights under the names that they have in memory."""
     directory = tmp_path / "homemade"
     directory.mkdir()
     for file in models["llava"].iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    save_file(model.state_dict(), directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     config["model_type"], config["architectures"] = "homemade", ["HomemadeForConditionalGeneration"]
     config["auto_map"] = {

@@ -78,7 +78,7 @@ def test_only_tokens_whose_window_slides_leave_the_paged_kernel(directories: Map
         step = Step(pair.driver.backend.ops, pair.driver.kv_cache, batch, sees_itself=False)
         (chosen,) = step.selections(rule, everybody=False) or [None]
         places = [] if chosen is None else (chosen.tokens - 3 + request.num_computed - count).tolist()
-        assert all(3 <= token for token in ([] if chosen is None else chosen.tokens.tolist()))
+        assert all(token >= 3 for token in ([] if chosen is None else chosen.tokens.tolist()))
         seen += places
         begun += [] if chosen is None else chosen.counts.tolist()
     assert seen == list(range(16, 40)) and set(begun) == {16}
