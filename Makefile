@@ -38,7 +38,7 @@ serve: build
 	@$(BIN)/python -m hydra_engine serve demo $(ARGS)
 
 test: build
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 check: build
 	$(BIN)/ruff format --check .
@@ -49,7 +49,7 @@ check: build
 # The README's table of model families, from the results of the tests that gate them.
 SUPPORT_TESTS := tests/models tests/server/test_families.py tests/engine/test_generic.py
 support: build
-	@$(BIN)/python -m pytest -q -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)
 	@$(BIN)/python -m tests.support_table build/support.xml
 
 bench: build

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -29,7 +30,21 @@ FAMILIES = {
     "generic": ("anything else", "`--model-impl transformers`: tested on SmolVLM and Gemma 3", "pictures"),
     "text": ("text only", "Llama, Mistral, Qwen2, Qwen3", "no vision lane"),
 }
-CHECKS = ("positions", "features", "logits", "greedy", "cuts", "prefixes", "batches", "halves", "bfloat16", "server")
+CHECKS = {  # how the names of tests begin, and what they check
+    "test_positions": "positions",
+    "test_features": "features",
+    "test_merged": "features",
+    "test_logits_and": "logits greedy",
+    "test_logits_do": "cuts",
+    "test_a_shared": "prefixes",
+    "test_mixed": "batches",
+    "test_a_row": "batches",
+    "test_a_picture_has": "batches",
+    "test_halves": "halves",
+    "test_bfloat16": "bfloat16",
+    "test_the_server": "server",
+    "test_tokens_equal": "server",
+}
 COLUMNS = {
     "features and positions": ("positions", "features"),
     "logits, largest difference": ("logits",),
@@ -39,6 +54,14 @@ COLUMNS = {
     "bf16": ("bfloat16",),
     "served": ("server",),
 }
+
+
+def record(test_name: str, family: str, record_property: Callable[[str, object], None]) -> None:
+    """Says what a test is about, for the table."""
+    checks = [checks for begin, checks in CHECKS.items() if test_name.startswith(begin)]
+    if checks:
+        record_property("family", family)
+        record_property("checks", checks[0])
 
 
 @dataclass(slots=True)

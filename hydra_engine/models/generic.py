@@ -24,6 +24,7 @@ from hydra_engine.models.generic_parts import (
     has_products,
     replace,
     set_attention,
+    take_over_head,
     take_over_products,
     weights_bytes,
 )
@@ -45,7 +46,7 @@ class GenericModel:
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
         set_attention(module, NAME)
         take_over_products(self._decoder, backend.ops, backend.dtype)
-        take_over_products(module, backend.ops, backend.dtype, only=module.get_output_embeddings())
+        self._head = take_over_head(module, backend.ops, backend.dtype)
         # Products that are not ours (the experts of a mixture, say) may depend on how many rows share them.
         self.deterministic = not has_products(self._decoder)
 
@@ -57,9 +58,9 @@ class GenericModel:
         """Drops the parts that the role does not read. The embeddings stay in any case: the vision lane writes those of
         the text inside a span."""
         if not role.needs_vision:
-            drop_all_but(self._module, (self._decoder, self._module.get_output_embeddings()))
+            drop_all_but(self._module, (self._decoder, self._head, self._embeddings))
         if not role.needs_language:
-            replace(self._module, self._module.get_output_embeddings(), None)
+            replace(self._module, self._head, None)
             drop_all_but(self._decoder, (self._embeddings,))
 
     # ---- vision

@@ -73,19 +73,19 @@ class Step:
     def _select(self, rule: MaskRule, everybody: bool) -> list[Selection]:
         if rule.is_causal and not everybody and not (self.sees_itself and self.batch.image_rows is not None):
             return []
-        plan, ends = self.batch.attention, self._picture_ends()
+        plan, ends, device = self.batch.attention, self._picture_ends(), self.batch.slots.device
         bounds, found = plan.cu_q.tolist(), []
         for row, num_context in enumerate(plan.num_context.tolist()):
             begin, end = bounds[row], bounds[row + 1]
             if begin == end:
                 continue
-            queries = torch.arange(num_context - (end - begin), num_context)[:, None]
-            keys = torch.arange(num_context)[None, :]
-            first = queries[:, 0].tolist()[0] - begin  # from a row of the step to its position
-            seen_until = queries if ends is None else torch.maximum(queries, ends[begin:end, None] + first)
+            start = num_context - (end - begin)
+            queries = torch.arange(start, num_context, device=device)[:, None]
+            keys = torch.arange(num_context, device=device)[None, :]
+            seen_until = queries if ends is None else torch.maximum(queries, ends[begin:end, None] - begin + start)
             before = torch.as_tensor(rule.allowed(0, 0, queries, keys)).expand(end - begin, num_context)
             sees = (before & (keys <= queries)) | ((keys > queries) & (keys <= seen_until))
-            chosen = (sees != (keys <= queries)).any(1) if not everybody else torch.ones(end - begin, dtype=torch.bool)
+            chosen = torch.ones_like(sees[:, 0]) if everybody else (sees != (keys <= queries)).any(1)
             if chosen.any():
                 found.append(self._selection(row, begin + chosen.nonzero()[:, 0], sees[chosen]))
         return found
@@ -97,11 +97,11 @@ class Step:
         # Stable, so that the positions of each token come in order; the unseen ones end up behind.
         table = (~sees[:, low:]).to(torch.int8).argsort(dim=1, stable=True)[:, : int(counts.max())]
         size = self.cache.block_size
-        places = torch.arange(low, sees.shape[1])
-        blocks = self.batch.attention.block_tables[row].to(torch.int64).index_select(0, places // size)
+        places = torch.arange(low, sees.shape[1], device=sees.device)
+        blocks = self.batch.attention.block_tables[row].to(places).index_select(0, places // size)
         cu_q = torch.arange(len(tokens) + 1, dtype=torch.int32)
         table = table.to(torch.int32).contiguous()
-        plan = self.ops.plan_attention(cu_q, counts, table)
+        plan = self.ops.plan_attention(cu_q, counts.cpu(), table.cpu())
         return Selection(tokens, blocks * size + places % size, table, counts, plan)
 
     def _picture_ends(self) -> Tensor | None:
@@ -110,8 +110,7 @@ class Step:
         rows = self.batch.image_rows
         if not self.sees_itself or rows is None:
             return None
-        num_tokens = self.batch.token_ids.shape[0]
-        ends = torch.full((num_tokens,), -1, dtype=torch.int64)
+        ends = torch.full_like(self.batch.slots, -1)
         for first, last in _runs(sorted(rows.tolist()), self.batch.attention.cu_q.tolist()):
             ends[first : last + 1] = last
         return ends
@@ -183,7 +182,7 @@ def _with_bounded_scores(
     """[n, Hq, D] in float32 arithmetic, a token at a time: its result depends on nothing but what it sees."""
     keys, values = (context.data[:, 0, index, 0].float() for index in (0, 1))  # [context, Hkv, D]
     num_heads, num_kv_heads, dim = q.shape[1], keys.shape[1], q.shape[2]
-    out = torch.empty((len(chosen.tokens), num_heads, dim), dtype=q.dtype)
+    out = q.new_empty((len(chosen.tokens), num_heads, dim))
     for index, (token, count) in enumerate(zip(chosen.tokens.tolist(), chosen.counts.tolist(), strict=True)):
         places = chosen.table[index, :count].to(torch.int64)
         seen, mixed = keys.index_select(0, places), values.index_select(0, places)

@@ -141,7 +141,8 @@ class Probe:
         return (logits if keeps else logits.index_select(0, rows)).float()
 
     def by_us(self, model: GenericModel, spec: GenericSpec, backend: Backend) -> tuple[Tensor, list[int]]:
-        """[2, V] float32 through caches of this prompt alone, and the layers that wrote to them."""
+        """[2, V] float32 through caches of this prompt alone, and the layers that wrote to them. In two steps, so that
+        what a layer knows of earlier tokens can only come from the caches and from positions."""
         device, language = backend.device.torch_device, spec.language
         begin, end = self.span
         num_tokens, num_image = len(self.token_ids), end - begin
@@ -151,20 +152,37 @@ class Probe:
             arrays = {name: value.to(device) for name, value in self.arrays.items()}
             model.encode(VisionInput((), ((1, 1),), ((1, 1, 1),), image_slots, (arrays,)), images)
         keys = _cache(num_tokens, (language.num_layers, 2), (language.num_kv_heads, language.head_dim), backend)
+        cut = end or num_tokens // 2
+        image_rows = torch.arange(begin, end, device=device) if num_image else None
+        first, layers = model.step(self._piece(0, cut, begin, keys, backend, image_rows, image_slots), keys, images)
+        rest, _ = model.step(self._piece(cut, num_tokens, num_tokens - 1, keys, backend), keys, None)
+        return torch.cat((first, rest)), layers
+
+    def _piece(
+        self,
+        begin: int,
+        end: int,
+        row: int,
+        keys: PagedCache,
+        backend: Backend,
+        image_rows: Tensor | None = None,
+        image_slots: Tensor | None = None,
+    ) -> LanguageInput:
+        """Tokens [begin, end), with the logits of one of them."""
+        device = backend.device.torch_device
+        places = torch.arange(begin, end, device=device)
+        count, context = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
         blocks = torch.arange(keys.num_blocks, dtype=torch.int32)[None]
-        bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
-        places = torch.arange(num_tokens, device=device)
-        batch = LanguageInput(
-            token_ids=self.token_ids.to(device),
+        return LanguageInput(
+            token_ids=self.token_ids[begin:end].to(device),
             positions=places,
             slots=places,
-            attention=backend.ops.plan_attention(bounds, bounds[1:], blocks),
-            logit_rows=self.rows.to(device),
-            position_end=num_tokens,
-            image_rows=places[begin:end] if num_image else None,
-            image_slots=image_slots if num_image else None,
+            attention=backend.ops.plan_attention(count, context, blocks),
+            logit_rows=torch.tensor([row - begin], device=device),
+            position_end=end,
+            image_rows=image_rows,
+            image_slots=image_slots,
         )
-        return model.step(batch, keys, images)
 
 
 def _cache(num_slots: int, layers: tuple[int, int], heads: tuple[int, int], backend: Backend) -> PagedCache:

@@ -31,14 +31,24 @@ class OpsLinear(nn.Module):
         return self._ops.linear(rows, self.packed, out_dtype=self._out_dtype).view(*x.shape[:-1], self.out_features)
 
 
-def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, only: nn.Module | None = None) -> None:
-    """Replaces the plain linear layers of `dtype` below `root`; `only` one of them, whose results are then float32.
-    What subclasses it or keeps a dtype of its own stays as it is."""
+def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
+    """Replaces the plain linear layers of `dtype` below `root`; others keep their own arithmetic."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
-            wanted = child is only if only is not None else type(child) is nn.Linear
-            if wanted and isinstance(child, nn.Linear) and child.weight.dtype is dtype:
-                setattr(parent, name, OpsLinear(child, ops, torch.float32 if only is not None else None))
+            if type(child) is nn.Linear and child.weight.dtype is dtype:
+                setattr(parent, name, OpsLinear(child, ops, None))
+
+
+def take_over_head(root: Any, ops: Ops, dtype: torch.dtype) -> nn.Module:
+    """Replaces the layer over the vocabulary, whose results are then float32, and returns what stands there now."""
+    head = root.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise ValueError("the model has no layer over its vocabulary")
+    if type(head) is not nn.Linear or head.weight.dtype is not dtype:
+        return head
+    ours = OpsLinear(head, ops, torch.float32)
+    replace(root, head, ours)
+    return ours
 
 
 def has_products(root: nn.Module) -> bool:

@@ -40,8 +40,8 @@ _COMMAND = (sys.executable, "-m", "hydra_engine.specs.hf_describe")
 
 @dataclass(frozen=True, slots=True)
 class PictureFacts:
-    """What the processor makes of pictures. `inputs` are the arguments of the model's get_image_features that the
-    processor gives; the largest numbers are those of a few pictures of ordinary and extreme shapes."""
+    """What the processor makes of pictures. `inputs` are the arguments that the model's get_image_features knows; the
+    largest numbers are those of a few pictures of ordinary and extreme shapes."""
 
     model_type: str
     placeholder: str  # stands for one picture in a rendered prompt

@@ -153,9 +153,15 @@ def _language(text: Any, config: Any) -> LanguageSpec:
         vocab_size=_number(text, "vocab_size"),
         rms_eps=1e-6,
         rope_theta=10000.0,
-        max_position=_number(text, "max_position_embeddings"),
+        max_position=_max_position(text),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
     )
+
+
+def _max_position(text: Any) -> int:
+    """As far as given positions decide what is computed: attention with a temperature counts tokens by itself."""
+    longest = _number(text, "max_position_embeddings")
+    return min(longest, _number(text, "floor_scale")) if getattr(text, "attn_temperature_tuning", None) else longest
 
 
 def _number(text: Any, name: str) -> int:

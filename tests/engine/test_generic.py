@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,24 @@ from hydra_engine.errors import CheckpointError, InvalidRequest
 from hydra_engine.models.tiny import make_tiny
 from hydra_engine.specs.hf_describe import load_config, model_class
 from hydra_engine.specs.hf_processor import load_processor
-from tests.engine.conftest import EngineFactory, picture
+from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.support_table import record
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("smolvlm", "gemma3", "llava")
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-NARROW = {"token_budget": 9, "image_budget": 1}  # less than a picture's span
 CASES: list[tuple[str, list[tuple[int, int]]]] = [
     ("What is this?", []),
     ("One picture.", [(64, 40)]),
     ("\nTwo of them: compare.", [(30, 90), (64, 64)]),
     ("x", [(300, 4)]),
 ]
+
+
+@pytest.fixture(autouse=True)
+def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """What the README's table is made from."""
+    record(request.node.name, "generic", record_property)
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +82,50 @@ def reference(directory: Path, prompt: str, sizes: list[tuple[int, int]]) -> tup
     return length, output[0, length:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [*((family, {}) for family in FAMILIES), *((family, NARROW) for family in FAMILIES if family != "llava")],
-    ids=str,
-)
-def test_tokens_equal_transformers(
-    make_engine: EngineFactory,
-    models: Mapping[str, Path],
-    transformers_says: Mapping[str, list[tuple[int, list[int]]]],
-    family: str,
-    options: dict[str, Any],
-) -> None:
-    engine = make_engine(model=models[family], model_impl="transformers", **options)
+@pytest.fixture(scope="module")
+def engines(models: Mapping[str, Path]) -> Iterator[Mapping[str, Engine]]:
+    """One per family, with the defaults of engine tests; they end with holding nothing."""
+    options: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 64}
+    with contextlib.ExitStack() as stack:
+        yield {
+            family: stack.enter_context(Engine(directory, model_impl="transformers", **options))
+            for family, directory in models.items()
+        }
+
+
+@pytest.fixture(autouse=True)
+def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "engines" in request.fixturenames:
+        for engine in request.getfixturevalue("engines").values():
+            assert_at_rest(engine)
+
+
+def check_all(engine: Engine, expected: list[tuple[int, list[int]]]) -> None:
+    """All cases at once."""
     assert engine.summary.family == "transformers" and engine.summary.deterministic
     results = [handle.result(60) for handle in [asked(engine, *case) for case in CASES]]
-    for case, result, (length, tokens) in zip(CASES, results, transformers_says[family], strict=True):
+    for case, result, (length, tokens) in zip(CASES, results, expected, strict=True):
         assert list(result.token_ids) == tokens, case
         assert result.usage.prompt_tokens == length, case
         assert result.usage.num_images == len(case[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_transformers(
+    engines: Mapping[str, Engine], transformers_says: Mapping[str, list[tuple[int, list[int]]]], family: str
+) -> None:
+    check_all(engines[family], transformers_says[family])
+
+
+def test_budgets_smaller_than_a_picture_change_nothing(
+    make_engine: EngineFactory,
+    models: Mapping[str, Path],
+    transformers_says: Mapping[str, list[tuple[int, list[int]]]],
+) -> None:
+    """Also where its rows see each other, so that no chunk may end among them."""
+    engine = make_engine(model=models["gemma3"], model_impl="transformers", token_budget=9, image_budget=1)
+    check_all(engine, transformers_says["gemma3"])
 
 
 def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path]) -> None:
@@ -116,10 +148,8 @@ def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_picture_comes_as_a_file_too_and_is_encoded_once(
-    make_engine: EngineFactory, models: Mapping[str, Path]
-) -> None:
-    engine = make_engine(model=models["smolvlm"], model_impl="transformers")
+def test_a_picture_comes_as_a_file_too_and_is_encoded_once(engines: Mapping[str, Engine]) -> None:
+    engine = engines["smolvlm"]
     image = picture(1, 50, 70)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -129,30 +159,27 @@ def test_a_picture_comes_as_a_file_too_and_is_encoded_once(
     assert [result.usage.cached_images for result in again] == [0, 1]
 
 
-def test_a_processor_that_dies_fails_one_picture_and_comes_back(
-    make_engine: EngineFactory, models: Mapping[str, Path]
-) -> None:
-    engine = make_engine(model=models["gemma3"], model_impl="transformers")
+def test_a_processor_that_dies_fails_one_picture_and_comes_back(engines: Mapping[str, Engine]) -> None:
+    engine = engines["gemma3"]
     host = engine.front.intake._loader._processor
     assert host is not None and host._child is not None
     first = host._child._process
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    expected = engine.generate("What?", picture(1), **OPTIONS)  # it was idle: nobody notices
+    expected = engine.generate("What?", picture(91), **OPTIONS)  # it was idle: nobody notices
     second = host._child._process
     os.kill(second.pid, signal.SIGSTOP)
-    handle = engine.submit("What?", picture(2), **OPTIONS)
+    handle = engine.submit("What?", picture(92), **OPTIONS)
     time.sleep(0.1)
     os.kill(second.pid, signal.SIGKILL)
     with pytest.raises(InvalidRequest, match="the model's processor failed on it"):
         handle.result(30)
-    assert engine.generate("What?", picture(1), **OPTIONS).token_ids == expected.token_ids
+    assert engine.generate("What?", picture(91), **OPTIONS).token_ids == expected.token_ids
+    assert len(engine.generate("What?", picture(92), **OPTIONS).token_ids) == 24
 
 
-def test_placeholders_that_do_not_match_name_both_counts(
-    make_engine: EngineFactory, models: Mapping[str, Path]
-) -> None:
-    engine = make_engine(model=models["gemma3"], model_impl="transformers")
+def test_placeholders_that_do_not_match_name_both_counts(engines: Mapping[str, Engine]) -> None:
+    engine = engines["gemma3"]
     with pytest.raises(InvalidRequest, match="the prompt has 2 image placeholders but 1 images were given"):
         engine.generate("<start_of_image> and <start_of_image>", picture(1), raw=True, **OPTIONS)
     with pytest.raises(InvalidRequest, match="the text holds the model's image token <image_soft_token>"):

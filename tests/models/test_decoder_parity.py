@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hydra_engine.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.reference_hf import TransformersModel
+from tests.support_table import record
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -36,6 +38,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"text": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """What the README's table is made from."""
+    record(request.node.name, "text", record_property)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

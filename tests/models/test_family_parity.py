@@ -19,6 +19,7 @@ from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver
 from tests.models.families.base import Checkpoints, FamilyCase, Pair, Reference, conversations, picture, words
 from tests.models.families.cases import CASES
+from tests.support_table import record
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -38,21 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, case: FamilyCase, record_property: Callable[[str, object], None]) -> None:
     """What the README's table is made from."""
-    checks = {
-        "test_positions": "positions",
-        "test_features": "features",
-        "test_logits_and": "logits greedy",
-        "test_merged": "features",
-        "test_logits_do": "cuts",
-        "test_a_shared": "prefixes",
-        "test_mixed": "batches",
-        "test_a_row": "batches",
-        "test_a_picture": "batches",
-        "test_halves": "halves",
-        "test_bfloat16": "bfloat16",
-    }
-    record_property("family", case.family)
-    record_property("checks", next(names for begin, names in checks.items() if request.node.name.startswith(begin)))
+    record(request.node.name, case.family, record_property)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> float:

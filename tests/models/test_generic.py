@@ -19,6 +19,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.models.tiny import make_tiny
 from tests.models.conftest import BACKENDS
 from tests.models.generic_pair import Pair, Prompt, picture
+from tests.support_table import record
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -32,6 +33,12 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llava": ("llava", {}),
 }
 PLAIN = ("smolvlm", "gemma3", "llava")
+
+
+@pytest.fixture(autouse=True)
+def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """What the README's table is made from."""
+    record(request.node.name, "generic", record_property)
 
 
 @pytest.fixture(scope="module")

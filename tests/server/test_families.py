@@ -22,6 +22,7 @@ from PIL import Image
 from hydra_engine.backend.select import create_backend
 from tests.models.families.base import Checkpoints, FamilyCase, Media, Pair, clip, picture
 from tests.models.families.cases import CASES
+from tests.support_table import record
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 24
@@ -89,8 +90,7 @@ def data_url(kind: str, buffer: io.BytesIO) -> str:
 def test_the_server_says_what_transformers_says(
     case: FamilyCase, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    record_property("family", case.family)
-    record_property("checks", "server")
+    record("test_the_server", case.family, record_property)
     variant = next(iter(case.variants))
     model_dir = Checkpoints(tmp_path).of(case, variant)
     backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
