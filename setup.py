@@ -4,17 +4,24 @@ The extension is not linked against torch: it takes addresses, sizes and strides
 torch version and needs seconds, not minutes. Instruction-set variants are chosen per function inside the sources,
 so the flags below are the same for every x86-64 machine.
 
-HYDRA_CPU_ONLY=1 leaves device sources out even where a CUDA toolkit exists; there are none yet.
-HYDRA_BUILD_JOBS sets how many files are compiled at once (2 unless set). CXX names the compiler.
+Where an nvcc of CUDA 12.5 or newer is found, csrc/cuda is compiled too, with the CUDA runtime linked statically: the
+result imports on machines without a driver. Elsewhere csrc/cuda/absent.cpp stands in for it.
+
+HYDRA_CPU_ONLY=1 leaves CUDA out even where a toolkit exists. HYDRA_CUDA_ARCHS lists what is compiled for: "90" for
+machine code of that compute capability, "90+ptx" for intermediate code that newer devices translate; "80;90;90+ptx"
+unless set. HYDRA_NVCC_FLAGS is added to nvcc's flags, NVCC names it. HYDRA_BUILD_JOBS sets how many files are compiled
+at once (2 unless set). CXX names the compiler.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pybind11
@@ -22,13 +29,20 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp"))
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix() for kind in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind)
+)
+CUDA_SOURCES = ROOT / "csrc" / "cuda"
+ABSENT = CUDA_SOURCES / "absent.cpp"
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 # No errno and no trapping from the math functions: both only forbid vectorisation, neither changes a result.
 COMPILE_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 # GCC 12 reports its own AVX-512 headers.
 COMPILE_FLAGS += ["-Wno-maybe-uninitialized"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-s"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v"]
+MIN_CUDA = (12, 5)
+DEFAULT_ARCHS = "80;90;90+ptx"
 
 
 def compiler() -> str:
@@ -41,12 +55,72 @@ def compiler() -> str:
     return name
 
 
+@dataclass(frozen=True)
+class Toolkit:
+    nvcc: list[str]
+    root: Path
+    runtime: Path  # libcudart_static.a
+    archs: tuple[str, ...]  # "80", "90", "90+ptx"
+
+    def gencode(self) -> list[str]:
+        flags = []
+        for arch in self.archs:
+            number = arch.removesuffix("+ptx")
+            kind = "compute" if arch.endswith("+ptx") else "sm"
+            flags += ["-gencode", f"arch=compute_{number},code={kind}_{number}"]
+        return flags
+
+    def codes(self) -> str:
+        """Names as the compiler's: "sm_80 sm_90 compute_90"."""
+        return " ".join(f"compute_{a.removesuffix('+ptx')}" if a.endswith("+ptx") else f"sm_{a}" for a in self.archs)
+
+
+def toolkit() -> Toolkit | None:
+    """The CUDA toolkit to compile with; None, with the reason printed, where there is none to use."""
+    if os.environ.get("HYDRA_CPU_ONLY", "0") not in ("", "0"):
+        print("CUDA is left out: HYDRA_CPU_ONLY is set", flush=True)
+        return None
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda"))]
+    nvcc = next(filter(shutil.which, candidates), None)
+    if nvcc is None:
+        print("CUDA is left out: no nvcc found", flush=True)
+        return None
+    # The nvcc on the path may be a script somewhere else: only the program itself knows its root.
+    said = subprocess.run(
+        [nvcc, "--dryrun", "-c", "x.cu"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stderr
+    top = re.search(r"TOP=(\S+)", said)
+    version = re.search(r"release (\d+)\.(\d+)", subprocess.check_output([nvcc, "--version"], text=True))
+    if top is None or version is None or (int(version[1]), int(version[2])) < MIN_CUDA:
+        print(f"CUDA is left out: {nvcc} is older than CUDA {MIN_CUDA[0]}.{MIN_CUDA[1]} or does not answer", flush=True)
+        return None
+    root = Path(top[1]).resolve()
+    runtimes = [root / folder / "libcudart_static.a" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    runtime = next((path for path in runtimes if path.exists()), None)
+    if runtime is None:
+        print(f"CUDA is left out: {nvcc} has no libcudart_static.a beside it", flush=True)
+        return None
+    archs = tuple(re.split(r"[;, ]+", os.environ.get("HYDRA_CUDA_ARCHS") or DEFAULT_ARCHS))
+    if wrong := [arch for arch in archs if not re.fullmatch(r"\d{2,3}[af]?(\+ptx)?", arch)]:
+        raise SystemExit(f"hydra-engine: HYDRA_CUDA_ARCHS: expected values like 90 or 90+ptx, got {wrong[0]!r}")
+    return Toolkit([nvcc], root, runtime, archs)
+
+
+def native_sources(sources: list[str], cuda: Toolkit | None) -> list[str]:
+    """Those of `sources` that belong to a build with or without CUDA, device code first: its files take longest."""
+    folder = CUDA_SOURCES.relative_to(ROOT).as_posix() + "/"
+    absent = ABSENT.relative_to(ROOT).as_posix()
+    chosen = [path for path in sources if (path != absent if cuda else path == absent) or not path.startswith(folder)]
+    return sorted(chosen, key=lambda path: (not path.endswith(".cu"), path))
+
+
 def is_stale(target: Path, depfile: Path) -> bool:
     """Whether `target` is missing or older than anything that its last compilation read."""
     if not target.exists() or not depfile.exists():
         return True
     built = target.stat().st_mtime
-    inputs = [ROOT / name for name in depfile.read_text().replace("\\\n", " ").split()[1:]]
+    inputs = [ROOT / name for name in depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()]
     inputs.append(Path(__file__))
     return any(not path.exists() or path.stat().st_mtime > built for path in inputs)
 
@@ -55,37 +129,64 @@ class IncrementalBuild(build_ext):
     """Compiles only what changed (headers included), a few files at once, and replaces the library atomically."""
 
     def build_extension(self, ext: Extension) -> None:
-        cxx = shlex.split(compiler())
-        objects = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
-        includes = [f"-I{ROOT / 'csrc'}", f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
-
-        def compile_one(source: str) -> Path:
-            target = objects / Path(source).with_suffix(".o")
-            depfile = target.with_suffix(".d")
-            if self.force or is_stale(target, depfile):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                started = time.time()  # the object's age: an edit during the compilation makes it stale
-                fresh = target.with_suffix(f".{os.getpid()}.o")
-                outputs = ["-MMD", "-MF", str(depfile), "-c", source, "-o", str(fresh)]
-                print(f"compiling {source}", flush=True)
-                subprocess.run([*cxx, *COMPILE_FLAGS, *includes, *outputs], cwd=ROOT, check=True)
-                os.utime(fresh, (started, started))
-                os.replace(fresh, target)
-            return target
-
+        self.cxx = shlex.split(compiler())
+        self.cuda = toolkit()
+        self.objects = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
         with ThreadPoolExecutor(int(os.environ.get("HYDRA_BUILD_JOBS", "2"))) as pool:
-            compiled = list(pool.map(compile_one, ext.sources))
+            compiled = list(pool.map(self.compile_one, native_sources(ext.sources, self.cuda)))
+        # Says which objects the library is made of: with another choice of CUDA they are others, none of them newer.
+        manifest = self.objects / "linked"
+        names = "\n".join(map(str, compiled))
+        if not manifest.exists() or manifest.read_text() != names:
+            manifest.write_text(names)
         library = Path(self.get_ext_fullpath(ext.name))
-        if library.exists() and all(path.stat().st_mtime <= library.stat().st_mtime for path in compiled):
+        if library.exists() and all(path.stat().st_mtime <= library.stat().st_mtime for path in (*compiled, manifest)):
             return
         library.parent.mkdir(parents=True, exist_ok=True)
         fresh = library.with_suffix(f".{os.getpid()}")
-        subprocess.run([*cxx, *map(str, compiled), *LINK_FLAGS, "-o", str(fresh)], cwd=ROOT, check=True)
+        runtime = [] if self.cuda is None else [str(self.cuda.runtime), "-ldl", "-lrt"]
+        subprocess.run([*self.cxx, *map(str, compiled), *runtime, *LINK_FLAGS, "-o", str(fresh)], cwd=ROOT, check=True)
         os.replace(fresh, library)
+
+    def compile_one(self, source: str) -> Path:
+        folder, command = self.objects, [*self.cxx, *COMPILE_FLAGS, "-Icsrc"]
+        if self.cuda is not None and CUDA_SOURCES in (ROOT / source).parents:
+            folder = folder / self.cuda.codes().replace(" ", "-")
+            if source.endswith(".cu"):
+                extra = shlex.split(os.environ.get("HYDRA_NVCC_FLAGS", ""))
+                command = [*self.cuda.nvcc, *NVCC_FLAGS, *self.cuda.gencode(), *extra, "-Icsrc"]
+            else:
+                # As a system's: their warnings are not ours.
+                codes = self.cuda.codes()
+                command += ["-isystem", str(self.cuda.root / "include"), f'-DHYDRA_CUDA_CODE="{codes}"']
+        else:
+            command += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
+        target = folder / Path(source).with_suffix(".o")
+        depfile = target.with_suffix(".d")
+        if not self.force and not is_stale(target, depfile):
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        started = time.time()  # the object's age: an edit during the compilation makes it stale
+        fresh = target.with_suffix(f".{os.getpid()}.o")
+        print(f"compiling {source}", flush=True)
+        outputs = ["-MMD", "-MF", str(depfile), "-c", source, "-o", str(fresh)]
+        done = subprocess.run(
+            [*command, *outputs], cwd=ROOT, capture_output=source.endswith(".cu"), text=True, check=False
+        )
+        if done.returncode:
+            hint = "; HYDRA_CPU_ONLY=1 builds without CUDA" if source.endswith(".cu") else ""
+            raise SystemExit(f"{done.stderr or ''}hydra-engine: {source} does not compile{hint}")
+        if source.endswith(".cu"):
+            # Registers and spills of every kernel, looked at by tests/native.
+            target.with_suffix(".ptxas").write_text(done.stderr)
+        os.utime(fresh, (started, started))
+        os.replace(fresh, target)
+        return target
 
 
 setup(
-    packages=find_packages(include=["hydra_engine", "hydra_engine.*"]),
+    packages=[*find_packages(include=["hydra_engine", "hydra_engine.*"]), "hydra_kernels"],
+    package_dir={"hydra_kernels": "kernels/hydra_kernels"},
     package_data={
         "hydra_engine": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],

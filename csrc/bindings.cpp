@@ -9,4 +9,6 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_cache(m);
   hydra::register_attention(m);
   hydra::register_image(m);
+  hydra::register_cuda_cache(m);
+  hydra::register_cuda_ipc(m);
 }

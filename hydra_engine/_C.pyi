@@ -5,6 +5,7 @@ dtype: 0 float32, 1 bfloat16, 2 float16. act: 0 none, 1 silu, 2 gelu, 3 gelu_tan
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 # ---- processor and threads
 def isa() -> str: ...
@@ -126,6 +127,91 @@ class CacheDesc:
         accumulate: bool = False,
     ) -> None: ...
     def copy_to(self, target: CacheDesc, pairs: int, count: int) -> None: ...
+
+# ---- CUDA. Where it cannot be used, all but cuda_probe, check_range and the settings raise RuntimeError and say why.
+# Errors of CUDA are RuntimeErrors with its text, file and line. stream: a cudaStream_t.
+def cuda_probe() -> dict[str, Any]: ...
+def cuda_synchronous() -> bool: ...
+def set_cuda_synchronous(on: bool) -> None: ...
+def cuda_check_faults(device: int) -> None: ...
+def check_range(name: str, values: int, count: int, least: int, size: int) -> None: ...
+
+class CudaCacheDesc:
+    """The methods of CacheDesc on a stream; all addresses but `pairs` are device memory."""
+
+    def __init__(
+        self,
+        data: int,
+        num_blocks: int,
+        num_layers: int,
+        num_tensors: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: int,
+        device: int,
+    ) -> None: ...
+    def write(
+        self,
+        stream: int,
+        layer: int,
+        first: int,
+        first_stride: int,
+        second: int,
+        second_stride: int,
+        slots: int,
+        rows: int,
+    ) -> None: ...
+    def rope_and_write(
+        self,
+        stream: int,
+        layer: int,
+        q: int,
+        q_stride: int,
+        num_q_heads: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        cos: int,
+        cos_stride: int,
+        sin: int,
+        sin_stride: int,
+        slots: int,
+        tokens: int,
+        out: int,
+        q_norm: int = 0,
+        k_norm: int = 0,
+        eps: float = 0.0,
+    ) -> None: ...
+    def gather(self, stream: int, layer: int, index: int, slots: int, rows: int, out: int) -> None: ...
+    def merge(
+        self,
+        stream: int,
+        layer: int,
+        slots: int,
+        targets: int,
+        rows: int,
+        hidden: int,
+        hidden_rows: int,
+        accumulate: bool = False,
+    ) -> None: ...
+    def copy_to(self, stream: int, target: CudaCacheDesc, pairs: int, count: int) -> None: ...
+
+CUDA_POOL_GRANULARITY: int
+
+def cuda_allocate(nbytes: int, device: int) -> int: ...
+def cuda_release(address: int, device: int) -> None: ...
+def cuda_ipc_export(address: int, device: int) -> bytes: ...
+def cuda_ipc_open(handle: bytes, nbytes: int, device: int) -> int: ...
+def cuda_ipc_close(address: int, device: int) -> None: ...
+def cuda_event_create(device: int) -> int: ...
+def cuda_event_export(event: int, device: int) -> bytes: ...
+def cuda_event_open(handle: bytes, device: int) -> int: ...
+def cuda_event_record(event: int, stream: int, device: int) -> None: ...
+def cuda_event_wait(event: int, stream: int, device: int) -> None: ...
+def cuda_event_is_done(event: int, device: int) -> bool: ...
+def cuda_event_destroy(event: int, device: int) -> None: ...
 
 # ---- attention; the plan's tensors are int32 and must outlive it
 class AttentionPlan:

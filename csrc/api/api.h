@@ -22,5 +22,7 @@ void register_elementwise(pybind11::module_& m);
 void register_cache(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_image(pybind11::module_& m);
+void register_cuda_cache(pybind11::module_& m);
+void register_cuda_ipc(pybind11::module_& m);
 
 }  // namespace hydra

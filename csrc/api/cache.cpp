@@ -4,7 +4,7 @@
 #include "cpu/cache/cache.h"
 
 #include "api/api.h"
-#include "check.h"
+#include "api/cache_checks.h"
 
 namespace hydra {
 namespace {
@@ -19,32 +19,6 @@ void run(int64_t bytes, Fn&& fn) {
   if (bytes < kReleaseBytes) return fn();
   py::gil_scoped_release release;
   fn();
-}
-
-void check_range(const char* name, const int64_t* values, int64_t count, int64_t least, int64_t size) {
-  // One unsigned comparison per value, and a loop without an exit that the compiler can vectorise.
-  uint64_t bad = 0;
-  const uint64_t range = static_cast<uint64_t>(size - least);
-  for (int64_t i = 0; i < count; ++i) bad |= static_cast<uint64_t>(values[i] - least) >= range;
-  if (!bad) return;
-  for (int64_t i = 0; i < count; ++i) {
-    HYDRA_CHECK(values[i] >= least && values[i] < size, name, ": expected ", least, " to ", size - 1, ", got ",
-                values[i], " at index ", i);
-  }
-}
-
-CacheView make_cache(Address data, int64_t num_blocks, int64_t num_layers, int64_t num_tensors, int64_t block_size,
-                     int64_t num_heads, int64_t head_dim, int dtype) {
-  HYDRA_CHECK(num_blocks >= 0 && num_layers >= 1 && block_size >= 1 && num_heads >= 1 && head_dim >= 1,
-              "cache: expected sizes [N >= 0, L, X, S, H, D >= 1], got [", num_blocks, ", ", num_layers, ", ",
-              num_tensors, ", ", block_size, ", ", num_heads, ", ", head_dim, "]");
-  HYDRA_CHECK(num_tensors == 1 || num_tensors == 2, "cache: expected 1 or 2 tensors per layer, got ", num_tensors);
-  return {pointer<char>(data), num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim,
-          dtype_from_int(dtype)};
-}
-
-void check_layer(const CacheView& cache, int64_t layer) {
-  HYDRA_CHECK(layer >= 0 && layer < cache.num_layers, "layer: expected 0 to ", cache.num_layers - 1, ", got ", layer);
 }
 
 // Strides count elements; the second source is not looked at where the cache has one tensor.
@@ -63,9 +37,7 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
           int64_t k_stride, Address v, int64_t v_stride, Address cos, int64_t cos_stride, Address sin,
           int64_t sin_stride, Address slots, int64_t tokens, Address out, Address q_norm, Address k_norm, float eps) {
   check_layer(cache, layer);
-  HYDRA_CHECK(cache.num_tensors == 2 && cache.head_dim % 2 == 0,
-              "cache: expected 2 tensors per layer and an even head dim, got ", cache.num_tensors, " and ",
-              cache.head_dim);
+  check_rope_cache(cache);
   check_range("slots", pointer<int64_t>(slots), tokens, -1, cache.num_slots());
   RopeCall call;
   call.q = pointer<void>(q);
@@ -93,8 +65,7 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
 
 void gather(const CacheView& cache, int64_t layer, int64_t tensor, Address slots, int64_t rows, Address out) {
   check_layer(cache, layer);
-  HYDRA_CHECK(tensor >= 0 && tensor < cache.num_tensors, "index: expected 0 to ", cache.num_tensors - 1, ", got ",
-              tensor);
+  check_tensor(cache, tensor);
   check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
   run(rows * cache.row_bytes(),
       [&] { gather_rows(cache, layer, tensor, pointer<int64_t>(slots), rows, pointer<char>(out)); });
@@ -117,13 +88,8 @@ void merge(const CacheView& cache, int64_t layer, Address slots, Address targets
 }
 
 void copy_to(const CacheView& source, const CacheView& target, Address pairs, int64_t count) {
-  HYDRA_CHECK(source.block_bytes() == target.block_bytes(), "target: expected blocks of ", source.block_bytes(),
-              " bytes, got ", target.block_bytes());
   const int64_t* ids = pointer<int64_t>(pairs);
-  for (int64_t i = 0; i < count; ++i) {
-    check_range("pairs[:, 0]", ids + 2 * i, 1, 0, source.num_blocks);
-    check_range("pairs[:, 1]", ids + 2 * i + 1, 1, 0, target.num_blocks);
-  }
+  check_pairs(source, target, ids, count);
   run(count * source.block_bytes(), [&] { copy_blocks(source, target, ids, count); });
 }
 

@@ -6,7 +6,7 @@ tell (a slot or block id out of range) is checked by the implementation where it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,6 +37,20 @@ def check_new_cache(cache: PagedCache) -> None:
         raise ValueError(
             "cache: expected contiguous [N, L, X, S, H, D] of float32, bfloat16 or float16, got " + described(data)
         )
+
+
+def check_plane(cache: PagedCache, layer: int, index: int) -> None:
+    """Tensor `index` of `layer` exists."""
+    check_cache(cache, layer)
+    if not 0 <= index < cache.data.shape[2]:
+        raise ValueError(f"index: expected 0 to {cache.data.shape[2] - 1}, got {index}")
+
+
+def check_device(device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """All of them, by name, on `device`: an address says nothing about where it points."""
+    for name, tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected {device}, got {described(tensor)}")
 
 
 def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:

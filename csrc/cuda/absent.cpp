@@ -1,0 +1,51 @@
+// The CUDA side of a build without a CUDA toolkit: the same entry points, all of which say so.
+#include <stdexcept>
+
+#include "cuda/cache.h"
+#include "cuda/device.h"
+#include "cuda/ipc.h"
+
+namespace hydra::cuda {
+namespace {
+
+constexpr const char* kProblem =
+    "the extension was built without CUDA: no nvcc 12.5 or newer was found, or HYDRA_CPU_ONLY was set; build it again "
+    "where there is one";
+
+[[noreturn]] void fail() { throw std::runtime_error(kProblem); }
+
+}  // namespace
+
+Probe probe() {
+  Probe result;
+  result.status = "not_built";
+  result.problem = kProblem;
+  return result;
+}
+
+void require_device(int) { fail(); }
+bool synchronous() { return false; }
+void set_synchronous(bool) {}
+void check_faults(int) { fail(); }
+void check_device_address(const char*, std::uintptr_t) { fail(); }
+
+void write_rows(const Target&, const CacheView&, int64_t, const RowSource*, const int64_t*, int64_t) { fail(); }
+void gather_rows(const Target&, const CacheView&, int64_t, int64_t, const int64_t*, int64_t, char*) { fail(); }
+void merge_rows(const Target&, const MergeCall&, int64_t) { fail(); }
+void copy_blocks(const Target&, const CacheView&, const CacheView&, const int64_t*, int64_t) { fail(); }
+void rope_and_write(const Target&, const RopeCall&) { fail(); }
+
+std::uintptr_t allocate(int64_t, int) { fail(); }
+void release(std::uintptr_t, int) { fail(); }
+std::string export_memory(std::uintptr_t, int) { fail(); }
+std::uintptr_t open_memory(const std::string&, int64_t, int) { fail(); }
+void close_memory(std::uintptr_t, int) { fail(); }
+std::uintptr_t create_event(int) { fail(); }
+std::string export_event(std::uintptr_t, int) { fail(); }
+std::uintptr_t open_event(const std::string&, int) { fail(); }
+void record_event(std::uintptr_t, std::uintptr_t, int) { fail(); }
+void wait_event(std::uintptr_t, std::uintptr_t, int) { fail(); }
+bool event_is_done(std::uintptr_t, int) { fail(); }
+void destroy_event(std::uintptr_t, int) { fail(); }
+
+}  // namespace hydra::cuda

@@ -1,0 +1,109 @@
+"""Pieces of the attention kernels: head dims in two parts, keys of a paged cache, one step of the running softmax.
+
+A head dim D is held as two tiles of D0 + D1 columns (`split_head_dim`), each a power of two as Triton wants, so that 72
+and 80 are computed as 64 + 16 and not as 128. With D1 = 0 the second tile is passed along and never computed.
+
+The running softmax (Milakov and Gimelshein 2018; Dao et al. 2022) works in base 2 on scores times scale * log2(e). A
+tile of keys that a query does not see changes nothing for it, bit for bit: weights 0, factor 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hydra_kernels._common import dot
+
+# Below every score, and finite, so that a difference of two is never NaN.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def load_parts(
+    base: tl.tensor, rows: tl.tensor, mask: tl.tensor, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows of D elements at base + rows, zero where `mask` is false, as [R, D0] and [R, D1]."""
+    first = tl.arange(0, D0)[None, :]
+    if D < D0:
+        part0 = tl.load(base + rows[:, None] + first, mask=mask[:, None] & (first < D), other=0.0)
+    else:
+        part0 = tl.load(base + rows[:, None] + first, mask=mask[:, None], other=0.0)
+    part1 = part0
+    if D1 > 0:
+        second = D0 + tl.arange(0, D1)[None, :]
+        if D < D0 + D1:
+            part1 = tl.load(base + rows[:, None] + second, mask=mask[:, None] & (second < D), other=0.0)
+        else:
+            part1 = tl.load(base + rows[:, None] + second, mask=mask[:, None], other=0.0)
+    return part0, part1
+
+
+@triton.jit
+def store_parts(
+    base: tl.tensor,
+    rows: tl.tensor,
+    part0: tl.tensor,
+    part1: tl.tensor,
+    mask: tl.tensor,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+) -> None:
+    """The reverse of `load_parts`, rounding to the element type of `base`."""
+    first = tl.arange(0, D0)[None, :]
+    tl.store(base + rows[:, None] + first, part0.to(base.dtype.element_ty), mask=mask[:, None] & (first < D))
+    if D1 > 0:
+        second = D0 + tl.arange(0, D1)[None, :]
+        tl.store(base + rows[:, None] + second, part1.to(base.dtype.element_ty), mask=mask[:, None] & (second < D))
+
+
+@triton.jit
+def paged_rows(
+    table: tl.tensor,
+    position: tl.tensor,
+    mask: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Offsets of the cache rows of context positions, read through one row of the block table."""
+    block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
+    return block.to(tl.int64) * stride_block + position % BLOCK_SIZE * stride_slot
+
+
+@triton.jit
+def attend(
+    q0: tl.tensor,
+    q1: tl.tensor,
+    k0: tl.tensor,
+    k1: tl.tensor,
+    v0: tl.tensor,
+    v1: tl.tensor,
+    visible: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc0: tl.tensor,
+    acc1: tl.tensor,
+    scale: tl.tensor,
+    MASKED: tl.constexpr,
+    D1: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """One tile of keys: q [M, D], k, v [K, D], visible [M, K] (read only if MASKED), top, total [M], acc [M, D].
+
+    scale includes log2(e). Returns the new (top, total, acc0, acc1).
+    """
+    scores = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32), DTYPE)
+    if D1 > 0:
+        scores = dot(q1, tl.trans(k1), scores, DTYPE)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, axis=1)
+    weights = weights.to(v0.dtype)
+    acc0 = dot(weights, v0, acc0 * shrink[:, None], DTYPE)
+    if D1 > 0:
+        acc1 = dot(weights, v1, acc1 * shrink[:, None], DTYPE)
+    return new_top, total, acc0, acc1

@@ -1,0 +1,89 @@
+"""Argument checks that the wrappers share: one sentence naming the argument, what was expected and what came.
+
+They look at shapes, dtypes, strides and devices only, never at contents, so they cost no synchronisation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """[T, C] of a compute dtype with a dense last dimension; of `like`'s shape, dtype and device where it is given."""
+    good = x.dim() == 2 and x.dtype in FLOATS and _is_dense(x)
+    if like is not None:
+        good = good and x.shape == like.shape and x.dtype is like.dtype and x.device == like.device
+    if not good:
+        wanted = "[T, C] of a float type" if like is None else f"{list(like.shape)} {like.dtype} on {like.device}"
+        raise ValueError(f"{name}: expected {wanted} with a dense last dimension, got {described(x)}")
+
+
+def check_heads(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """[T, H, D] of a compute dtype with a dense last dimension, tokens and heads at any stride; with the head dim,
+    dtype and device of `like` where it is given."""
+    good = x.dim() == 3 and x.dtype in FLOATS and _is_dense(x) and x.shape[2] > 0
+    if like is not None:
+        good = good and x.shape[2] == like.shape[-1] and x.dtype is like.dtype and x.device == like.device
+    if not good:
+        wanted = "D] of a float type" if like is None else f"{like.shape[-1]}] {like.dtype} on {like.device}"
+        raise ValueError(f"{name}: expected [T, H, {wanted} with a dense last dimension, got {described(x)}")
+
+
+def check_vector(name: str, x: Tensor, count: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Contiguous [count] of `dtype`; any length where `count` is None."""
+    if (
+        x.dim() != 1
+        or (count is not None and x.shape[0] != count)
+        or x.dtype is not dtype
+        or not x.is_contiguous()
+        or x.device != device
+    ):
+        wanted = "M" if count is None else count
+        raise ValueError(f"{name}: expected contiguous [{wanted}] {dtype} on {device}, got {described(x)}")
+
+
+def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, num_context: Tensor) -> int:
+    """q [T, Hq, D]; k_cache, v_cache [N, S, Hkv, D] with equal strides; block_tables [B, max_blocks] int32 with dense
+    rows; num_context [B] int32. Returns Hq / Hkv."""
+    check_heads("q", q)
+    if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or k_cache.dtype is not q.dtype or not _is_dense(k_cache):
+        raise ValueError(
+            f"k_cache: expected [N, S, Hkv, {q.shape[2]}] {q.dtype} with a dense last dimension, "
+            f"got {described(k_cache)}"
+        )
+    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride() or v_cache.dtype is not k_cache.dtype:
+        raise ValueError(f"v_cache: expected what k_cache is, {described(k_cache)}, got {described(v_cache)}")
+    if q.shape[1] == 0 or k_cache.shape[2] == 0 or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"q: expected a multiple of {k_cache.shape[2]} KV heads, got {q.shape[1]} heads")
+    check_vector("num_context", num_context, None, torch.int32, q.device)
+    batch = num_context.shape[0]
+    if (
+        block_tables.dim() != 2
+        or block_tables.shape[0] != batch
+        or block_tables.dtype is not torch.int32
+        or not _is_dense(block_tables)
+    ):
+        raise ValueError(
+            f"block_tables: expected [{batch}, max_blocks] torch.int32 with dense rows, got {described(block_tables)}"
+        )
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("block_tables", block_tables)):
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected a tensor on {q.device} like q, got {described(tensor)}")
+    return q.shape[1] // k_cache.shape[2]
+
+
+def check_scale(scale: float) -> None:
+    """The kernels take the maximum before they scale, which needs a positive factor."""
+    if not scale > 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] <= 1

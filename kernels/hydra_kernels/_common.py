@@ -1,0 +1,110 @@
+"""What all kernels share: the matrix product that also works when interpreting, and how launches are sized.
+
+Launch parameters are plain tables, read from here at every call; nothing is tuned while serving.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETING: bool = triton.knobs.runtime.interpret
+# The interpreter multiplies the bit patterns of bfloat16 operands as integers; on a GPU operands stay as they are.
+DOT_DTYPE = tl.float32 if INTERPRETING else None
+
+LOG2_E = 1.4426950408889634
+_MAX_WARPS = 16
+_ELEMENTS_PER_THREAD = 16
+
+
+@triton.jit
+def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """acc + a @ b in float32; float32 operands go through three products of tf32 and keep their precision. `DTYPE` is
+    DOT_DTYPE."""
+    if DTYPE is not None:
+        a = a.to(DTYPE)
+        b = b.to(DTYPE)
+    return tl.dot(a, b, acc=acc, input_precision="tf32x3")
+
+
+class RowLaunch(NamedTuple):
+    """Rows and columns of one program's tile, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def row_launch(columns: int) -> RowLaunch:
+    """Whole rows in registers, about two 16-byte pieces of a 16-bit row per thread; short rows share a program."""
+    padded = triton.next_power_of_2(columns)
+    rows = max(1, 2048 // padded)
+    warps = min(_MAX_WARPS, max(1, rows * padded // (32 * _ELEMENTS_PER_THREAD)))
+    return RowLaunch(rows, padded, warps)
+
+
+def split_head_dim(dim: int) -> tuple[int, int]:
+    """Two powers of two, of at least 16 or 0, that cover `dim`: 72 and 80 are 64 + 16, not 128."""
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = 0 if first >= dim else max(16, triton.next_power_of_2(dim - first))
+    return (2 * first, 0) if rest == first else (first, rest)
+
+
+def split_for_lanes(dim: int) -> tuple[int, int]:
+    """For kernels that reduce over the head dim in lanes: 128 as 64 + 64 takes a third of the registers of one tile."""
+    return (64, 64) if split_head_dim(dim) == (128, 0) else split_head_dim(dim)
+
+
+class AttentionLaunch(NamedTuple):
+    """Query rows and keys of one tile, warps and pipeline stages of one program."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the padded head dim, for 16-bit tensors: the first entry that is wide enough.
+_DECODE_MHA = {
+    64: AttentionLaunch(1, 64, 4, 4),
+    128: AttentionLaunch(1, 32, 4, 4),
+    256: AttentionLaunch(1, 16, 4, 4),
+}
+_DECODE_GQA = {
+    64: AttentionLaunch(16, 64, 4, 5),
+    128: AttentionLaunch(16, 64, 4, 5),
+    256: AttentionLaunch(16, 32, 4, 4),
+}
+_PREFILL = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(128, 64, 8, 3), 256: AttentionLaunch(64, 32, 4, 2)}
+_PACKED = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(128, 64, 8, 3), 256: AttentionLaunch(64, 32, 4, 2)}
+_WINDOW = {64: AttentionLaunch(64, 64, 4, 2), 128: AttentionLaunch(64, 64, 4, 2), 256: AttentionLaunch(64, 32, 4, 2)}
+
+
+def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
+    """For `group` query heads per KV head; more than one of them go through the tensor cores, 16 or more rows."""
+    if group == 1:
+        return _launch(_DECODE_MHA, dim, dtype)
+    return _launch(_DECODE_GQA, dim, dtype)._replace(rows=max(16, triton.next_power_of_2(group)))
+
+
+def prefill_launch(dim: int, dtype: torch.dtype) -> AttentionLaunch:
+    return _launch(_PREFILL, dim, dtype)
+
+
+def packed_launch(dim: int, max_length: int, dtype: torch.dtype) -> AttentionLaunch:
+    """Segments of up to 64 rows (windows) take one tile of 64."""
+    return _launch(_WINDOW if max_length <= _WINDOW[64].rows else _PACKED, dim, dtype)
+
+
+def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> AttentionLaunch:
+    width = sum(split_head_dim(dim))
+    launch = next((entry for limit, entry in table.items() if width <= limit), None)
+    if launch is None:
+        raise ValueError(f"q: expected a head dim of at most {max(table)}, got {dim}")
+    if dtype.itemsize == 2:
+        return launch
+    # float32 tiles of the same size fit neither the registers nor the shared memory of every GPU.
+    return AttentionLaunch(max(16, launch.rows // 2), max(16, launch.keys // 2), launch.warps, 2)

@@ -1,0 +1,171 @@
+"""RMSNorm, RMSNorm behind a residual addition, and LayerNorm, over the last dimension.
+
+Rounding is that of transformers: RMSNorm rounds the normalised value to the dtype before the weight (LlamaRMSNorm),
+LayerNorm once at the end. Sums are float32. One program holds whole rows in registers, so every row is read once and
+depends on nothing but itself. Bound by memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._checks import check_heads, check_rows, check_vector
+from hydra_kernels._common import row_launch
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    stride_token: tl.tensor,
+    stride_residual: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    """Row r is head r % HEADS of token r // HEADS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    mask = (row < num_rows) & (column < COLUMNS)
+    value = tl.load(x + row // HEADS * stride_token + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
+    if ADD:
+        place = residual + row * stride_residual + column
+        total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        value = total.to(x.dtype.element_ty)
+        tl.store(place, value, mask=mask)
+    wide = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / COLUMNS + eps)
+    normed = (wide * factor).to(x.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, (normed * scale).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    stride_row: tl.tensor,
+    eps: tl.tensor,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    inside = column < COLUMNS
+    mask = (row < num_rows) & inside
+    wide = tl.load(x + row * stride_row + column, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(wide, axis=1, keep_dims=True) / COLUMNS
+    centred = tl.where(inside, wide - mean, 0.0)
+    factor = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / COLUMNS + eps)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, (centred * factor * scale + shift).to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension.
+
+    x [T, C] or [T, H, D], tokens and heads at any stride; weight [C] or [D] of x's dtype. Returns a new contiguous
+    tensor of x's shape.
+    """
+    if x.dim() == 3:
+        check_heads("x", x)
+    else:
+        check_rows("x", x)
+    check_vector("weight", weight, x.shape[-1], x.dtype, x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads, stride_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    num_rows = x.shape[0] * heads
+    if num_rows and x.shape[-1]:
+        tile = row_launch(x.shape[-1])
+        _rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x,
+            x,
+            weight,
+            out,
+            num_rows,
+            x.stride(0),
+            0,
+            eps,
+            HEADS=heads,
+            STRIDE_HEAD=stride_head,
+            COLUMNS=x.shape[-1],
+            ROWS=tile.rows,
+            PADDED=tile.columns,
+            ADD=False,
+            num_warps=tile.warps,
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x, rounded to the dtype, in place; returns rms_norm(residual), new and contiguous.
+
+    x, residual [T, C], rows at any stride; weight [C] of their dtype.
+    """
+    check_rows("x", x)
+    check_rows("residual", residual, x)
+    check_vector("weight", weight, x.shape[1], x.dtype, x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        tile = row_launch(x.shape[1])
+        _rms_norm_kernel[(triton.cdiv(x.shape[0], tile.rows),)](
+            x,
+            residual,
+            weight,
+            out,
+            x.shape[0],
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            HEADS=1,
+            STRIDE_HEAD=0,
+            COLUMNS=x.shape[1],
+            ROWS=tile.rows,
+            PADDED=tile.columns,
+            ADD=True,
+            num_warps=tile.warps,
+        )
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, rounded once; the variance is that of
+    the centred values, not a difference of squares.
+
+    x [T, C], rows at any stride; weight, bias [C] of x's dtype. Returns a new contiguous [T, C].
+    """
+    check_rows("x", x)
+    check_vector("weight", weight, x.shape[1], x.dtype, x.device)
+    check_vector("bias", bias, x.shape[1], x.dtype, x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        tile = row_launch(x.shape[1])
+        _layer_norm_kernel[(triton.cdiv(x.shape[0], tile.rows),)](
+            x,
+            weight,
+            bias,
+            out,
+            x.shape[0],
+            x.stride(0),
+            eps,
+            COLUMNS=x.shape[1],
+            ROWS=tile.rows,
+            PADDED=tile.columns,
+            num_warps=tile.warps,
+        )
+    return out

@@ -1,0 +1,127 @@
+"""Bidirectional attention within the segments of packed rows: whole pictures and windows of vision towers.
+
+One program takes a tile of queries of one head and one segment and visits the segment's keys, all full tiles without a
+mask. Head dims 72 and 80 are computed as 64 + 16 columns. Bound by tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts
+from hydra_kernels._checks import check_heads, check_scale, check_vector, described
+from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim
+
+
+@triton.jit
+def _packed_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    cu_seqlens: tl.tensor,
+    scale: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    HEADS: tl.constexpr,
+    STRIDE_Q_HEAD: tl.constexpr,
+    STRIDE_K_HEAD: tl.constexpr,
+    STRIDE_V_HEAD: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Grid (tiles of the longest segment, H, segments)."""
+    head, segment = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_seqlens + segment)
+    length = tl.load(cu_seqlens + segment + 1) - begin
+    first_row = tl.program_id(0) * ROWS
+    if first_row >= length:
+        return
+    row = first_row + tl.arange(0, ROWS)
+    real = row < length
+    token = (begin + row).to(tl.int64)
+    q0, q1 = load_parts(q, token * stride_q + head * STRIDE_Q_HEAD, real, D, D0, D1)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc0 = tl.zeros([ROWS, D0], tl.float32)
+    acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 16], tl.float32)
+    every = tl.full([KEYS], True, tl.int1)
+    whole = length // KEYS * KEYS
+    for start in tl.range(0, whole, KEYS, num_stages=STAGES):
+        key = (begin + start + tl.arange(0, KEYS)).to(tl.int64)
+        k0, k1 = load_parts(k, key * stride_k + head * STRIDE_K_HEAD, every, D, D0, D1)
+        v0, v1 = load_parts(v, key * stride_v + head * STRIDE_V_HEAD, every, D, D0, D1)
+        top, total, acc0, acc1 = attend(
+            q0, q1, k0, k1, v0, v1, real[:, None], top, total, acc0, acc1, scale, False, D1, DTYPE
+        )
+    if whole < length:
+        position = whole + tl.arange(0, KEYS)
+        valid = position < length
+        key = (begin + position).to(tl.int64)
+        k0, k1 = load_parts(k, key * stride_k + head * STRIDE_K_HEAD, valid, D, D0, D1)
+        v0, v1 = load_parts(v, key * stride_v + head * STRIDE_V_HEAD, valid, D, D0, D1)
+        top, total, acc0, acc1 = attend(
+            q0, q1, k0, k1, v0, v1, valid[None, :], top, total, acc0, acc1, scale, True, D1, DTYPE
+        )
+    places = (token * HEADS + head) * D
+    store_parts(out, places, acc0 / total[:, None], acc1 / total[:, None], real, D, D0, D1)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, *, max_length: int) -> Tensor:
+    """softmax(scale * q K^T) V within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> new contiguous [P, H, D].
+
+    q, k, v [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens [segments + 1] int32
+    rising from 0 to P, no segment longer than `max_length`; empty segments are legal. Nothing is read back from the
+    device.
+    """
+    check_heads("q", q)
+    for name, tensor in (("k", k), ("v", v)):
+        check_heads(name, tensor, q)
+        if tensor.shape != q.shape:
+            raise ValueError(f"{name}: expected {list(q.shape)} like q, got {described(tensor)}")
+    check_scale(scale)
+    check_vector("cu_seqlens", cu_seqlens, None, torch.int32, q.device)
+    num_rows, num_heads, dim = q.shape
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens: expected [segments + 1], got no entry")
+    if not 0 <= max_length <= num_rows:
+        raise ValueError(f"max_length: expected 0 to {num_rows}, the packed rows, got {max_length}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    segments = cu_seqlens.shape[0] - 1
+    if segments == 0 or max_length == 0 or num_heads == 0:
+        return out
+    launch = packed_launch(dim, max_length, q.dtype)
+    first, rest = split_head_dim(dim)
+    _packed_kernel[(triton.cdiv(max_length, launch.rows), num_heads, segments)](
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens,
+        scale * LOG2_E,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        HEADS=num_heads,
+        STRIDE_Q_HEAD=q.stride(1),
+        STRIDE_K_HEAD=k.stride(1),
+        STRIDE_V_HEAD=v.stride(1),
+        D=dim,
+        D0=first,
+        D1=rest,
+        ROWS=launch.rows,
+        KEYS=launch.keys,
+        STAGES=launch.stages,
+        DTYPE=DOT_DTYPE,
+        num_warps=launch.warps,
+    )
+    return out

@@ -1,0 +1,152 @@
+"""Causal attention of a packed step over a paged cache: chunks of prompts and decode rows alike.
+
+One program takes a tile of rows of one request and one KV head. Row m of a tile is query head m % group of query token
+m // group, so that all heads of a group share the K and V that are read, and a row with one query (decode) fills a tile
+with its group. Tiles of keys start at position 0 whatever the chunk, and a row's sums do not depend on the other rows
+of its tile: a token gets the same result in every chunking and every batch. Bound by tensor cores.
+
+Rows of one request are visited from the last tile to the first: the longest programs start first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
+from hydra_kernels._checks import check_paged, check_scale, check_vector
+from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim
+
+
+@triton.jit
+def _prefill_kernel(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    out: tl.tensor,
+    block_tables: tl.tensor,
+    cu_q: tl.tensor,
+    num_context: tl.tensor,
+    scale: tl.tensor,
+    stride_q: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    stride_table: tl.tensor,
+    HEADS: tl.constexpr,
+    STRIDE_Q_HEAD: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Grid (tiles of the longest request, Hkv, B)."""
+    head, request = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_q + request)
+    num_rows = (tl.load(cu_q + request + 1) - begin) * GROUP
+    context = tl.load(num_context + request)
+    tile = tl.cdiv(num_rows, ROWS) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token = begin + row // GROUP
+    query_head = head * GROUP + row % GROUP
+    real = row < num_rows
+    q0, q1 = load_parts(q, token.to(tl.int64) * stride_q + query_head * STRIDE_Q_HEAD, real, D, D0, D1)
+    first_position = context - num_rows // GROUP
+    row_position = first_position + row // GROUP
+    # All rows see the keys below `common`; none sees those from `end` on.
+    common = (first_position + tile * ROWS // GROUP + 1) // KEYS * KEYS
+    end = tl.minimum(context, first_position + (tile * ROWS + ROWS - 1) // GROUP + 1)
+    table = block_tables + request.to(tl.int64) * stride_table
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc0 = tl.zeros([ROWS, D0], tl.float32)
+    acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 16], tl.float32)
+    every = tl.full([KEYS], True, tl.int1)
+    for start in tl.range(0, common, KEYS, num_stages=STAGES):
+        position = start + tl.arange(0, KEYS)
+        rows = paged_rows(table, position, every, stride_block, stride_slot, BLOCK_SIZE) + head * STRIDE_HEAD
+        k0, k1 = load_parts(k_cache, rows, every, D, D0, D1)
+        v0, v1 = load_parts(v_cache, rows, every, D, D0, D1)
+        top, total, acc0, acc1 = attend(
+            q0, q1, k0, k1, v0, v1, real[:, None], top, total, acc0, acc1, scale, False, D1, DTYPE
+        )
+    for start in tl.range(common, end, KEYS):
+        position = start + tl.arange(0, KEYS)
+        valid = position < end
+        rows = paged_rows(table, position, valid, stride_block, stride_slot, BLOCK_SIZE) + head * STRIDE_HEAD
+        k0, k1 = load_parts(k_cache, rows, valid, D, D0, D1)
+        v0, v1 = load_parts(v_cache, rows, valid, D, D0, D1)
+        visible = position[None, :] <= row_position[:, None]
+        top, total, acc0, acc1 = attend(q0, q1, k0, k1, v0, v1, visible, top, total, acc0, acc1, scale, True, D1, DTYPE)
+    places = (token.to(tl.int64) * HEADS + query_head) * D
+    store_parts(out, places, acc0 / total[:, None], acc1 / total[:, None], real, D, D0, D1)
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_q: Tensor,
+    num_context: Tensor,
+    scale: float,
+    *,
+    max_q: int,
+) -> Tensor:
+    """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> new contiguous [T, Hq, D].
+
+    q [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), the last of its
+    num_context[r] tokens, at most `max_q` of them. k_cache, v_cache [N, S, Hkv, D] strided views of a block-major
+    cache, block_tables [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context, cu_q [B + 1]
+    and num_context [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows behind cu_q[B] are not written.
+    Nothing is read back from the device.
+    """
+    group = check_paged(q, k_cache, v_cache, block_tables, num_context)
+    check_scale(scale)
+    batch = num_context.shape[0]
+    check_vector("cu_q", cu_q, batch + 1, torch.int32, q.device)
+    if not 0 <= max_q <= q.shape[0]:
+        raise ValueError(f"max_q: expected 0 to {q.shape[0]}, the tokens of the step, got {max_q}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch == 0 or max_q == 0:
+        return out
+    dim = q.shape[2]
+    launch = prefill_launch(dim, q.dtype)
+    first, rest = split_head_dim(dim)
+    _prefill_kernel[(triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_tables,
+        cu_q,
+        num_context,
+        scale * LOG2_E,
+        q.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        block_tables.stride(0),
+        HEADS=q.shape[1],
+        STRIDE_Q_HEAD=q.stride(1),
+        STRIDE_HEAD=k_cache.stride(2),
+        BLOCK_SIZE=k_cache.shape[1],
+        GROUP=group,
+        D=dim,
+        D0=first,
+        D1=rest,
+        ROWS=launch.rows,
+        KEYS=launch.keys,
+        STAGES=launch.stages,
+        DTYPE=DOT_DTYPE,
+        num_warps=launch.warps,
+    )
+    return out

@@ -1,0 +1,45 @@
+"""Tests that run kernels: skipped, with the reason, where CUDA cannot be used."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hydra_engine import _C
+from hydra_engine.backend import cuda_device
+from tests.gpu.on_device import OnDevice
+
+
+def missing() -> str:
+    found = cuda_device.probe()
+    if found.status != "ok":
+        return found.problem
+    return "" if torch.cuda.is_available() else "torch was built without CUDA"
+
+
+@pytest.fixture(scope="session")
+def cuda() -> torch.device:
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def synchronous(cuda: torch.device) -> Iterator[None]:
+    """Every launch is waited for, so that what a kernel met is raised by its own call."""
+    before = _C.cuda_synchronous()
+    _C.set_cuda_synchronous(True)
+    yield
+    _C.set_cuda_synchronous(before)
+
+
+@pytest.fixture
+def ops(cuda: torch.device, synchronous: None) -> OnDevice:
+    return OnDevice(cuda)
+
+
+@pytest.fixture
+def threads() -> int:
+    """The cases cut large calls over processor threads; a device has its own way."""
+    return 1

@@ -1,0 +1,88 @@
+"""The cache ops of a device for test cases whose tensors lie in host memory.
+
+Every call takes its tensors to the device with their strides, runs there and brings back what it wrote, also when it
+raises. Indices stay in host memory, where the wrappers check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend import cuda_cache
+from hydra_engine.backend.base import PagedCache
+
+
+class OnDevice:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._descs = cuda_cache.CudaCacheDescs()
+
+    def moved(self, host: Tensor) -> Tensor:
+        """The same view of a copy of the whole memory behind it."""
+        memory = torch.empty(0, dtype=host.dtype).set_(host.untyped_storage())
+        return memory.to(self._device).as_strided(host.shape, host.stride(), host.storage_offset())
+
+    def cache(self, host: PagedCache) -> PagedCache:
+        return PagedCache(self.moved(host.data))
+
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        there = self.cache(cache)
+        try:
+            cuda_cache.write_cache(self._descs.of(there), there, layer, [self.moved(r) for r in rows], slots)
+        finally:
+            cache.data.copy_(there.data)
+
+    def rope_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        there = self.cache(cache)
+        inputs = [self.moved(x) for x in (q, k, v, cos, sin)]
+        norms = [None if weight is None else self.moved(weight) for weight in (q_norm, k_norm)]
+        try:
+            out = cuda_cache.rope_and_write(self._descs.of(there), *inputs, there, layer, slots, *norms, eps)
+            return out.cpu()
+        finally:
+            cache.data.copy_(there.data)
+
+    def merge_image_tokens(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        plane: int = 0,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        there, target = self.cache(cache), self.moved(hidden)
+        try:
+            cuda_cache.merge_image_tokens(self._descs.of(there), target, rows, there, slots, plane, accumulate)
+        finally:
+            hidden.copy_(target)
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        there = self.cache(cache)
+        return cuda_cache.gather_cache(self._descs.of(there), there, layer, index, slots).cpu()
+
+    def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
+        from_there = self.cache(source)
+        to_there = from_there if source is target else self.cache(target)
+        try:
+            cuda_cache.copy_blocks(self._descs.of(from_there), self._descs.of(to_there), from_there, to_there, pairs)
+        finally:
+            target.data.copy_(to_there.data)

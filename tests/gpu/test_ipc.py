@@ -1,0 +1,76 @@
+"""A pool of device memory and an event between two real processes."""
+
+import base64
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hydra_engine.backend import cuda_ipc
+
+pytestmark = pytest.mark.cuda
+ROOT = Path(__file__).parents[2]
+SHAPE = [6, 2, 2, 4, 2, 16]
+PAIRS = [[5, 0], [2, 8], [0, 3]]
+
+
+def test_a_peer_maps_a_pool_once_and_pulls_blocks_behind_an_event(cuda: torch.device) -> None:
+    pool = cuda_ipc.Pool(torch.Size(SHAPE).numel() * 4, 0)
+    assert pool.nbytes == 2 << 20
+    handle, event = pool.export(), cuda_ipc.SharedEvent(0)
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "tests.gpu.ipc_peer", str(theirs.fileno())]
+    # The socket ends before the peer is waited for, so a failed assertion ends the peer too.
+    peer = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+    theirs.close()
+    with peer, ours, ours.makefile("rw") as stream:
+        pool.tensor()[: values.nbytes].view(torch.float32).copy_(values.flatten())
+        event.record()
+        first = {
+            "handle": base64.b64encode(handle.handle).decode(),
+            "event": base64.b64encode(event.export().handle).decode(),
+            "nbytes": handle.nbytes,
+            "owner": handle.owner,
+            "generation": handle.generation,
+            "shape": SHAPE,
+            "pairs": PAIRS,
+        }
+        stream.write(json.dumps(first) + "\n")
+        stream.flush()
+        answer = json.loads(stream.readline())
+        stream.write("end\n")
+        stream.flush()
+        assert peer.wait(60) == 0
+    blocks = torch.tensor(answer["blocks"])
+    for source, target in PAIRS:
+        assert torch.equal(blocks[target], values[source])
+    assert answer["opened_once"] and answer["open"] == 0
+    assert "ValueError: nbytes: the handle's allocation has" in answer["larger_than_the_pool"]
+    assert "the pool is open with" in answer["other_size"]
+    assert "was closed" in answer["closed"] and "is stale" in answer["stale"]
+    with pytest.raises(ValueError, match="peers_closed"):
+        pool.free()
+    event.close()
+    pool.free(peers_closed=True)
+
+
+def test_a_process_does_not_open_its_own_handles(cuda: torch.device) -> None:
+    pool, event = cuda_ipc.Pool(100, 0), cuda_ipc.SharedEvent(0)
+    with pytest.raises(ValueError, match="of this process"):
+        cuda_ipc.PEER_POOLS.open(pool.export(), 0)
+    with pytest.raises(ValueError, match="of this process"):
+        cuda_ipc.SharedEvent(0, event.export())
+    event.close()
+    pool.free(peers_closed=True)
+    with pytest.raises(ValueError, match="is freed"):
+        pool.tensor()
+
+
+def test_an_error_of_cuda_says_what_and_where(cuda: torch.device) -> None:
+    with pytest.raises(RuntimeError, match=r"CUDA error 2 .*out of memory.*cudaMalloc.*csrc/cuda/ipc\.cpp:\d+"):
+        cuda_ipc.Pool(1 << 50, 0)

@@ -1,0 +1,116 @@
+"""Compiles what a wrapper would launch, for a GPU that is not there.
+
+A wrapper is called with CPU tensors while its launches are recorded instead of run; each recorded launch is then
+compiled with the types, constants and divisibility that Triton's own launcher would have found in those arguments.
+Needs a process without the interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+_ALIGNMENT = 16  # what Triton's launcher looks for in addresses and integers
+SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes per program
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a kernel: every argument by its name."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """registers per thread and shared memory per program, in bytes; `stack` is not 0 when registers were spilled."""
+
+    ptx: str
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+
+    def count(self, instruction: str) -> int:
+        return len(re.findall(instruction, self.ptx))
+
+
+def record(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[Launch]:
+    """The launches that `call` makes."""
+    launches: list[Launch] = []
+
+    def run(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        names = self.arg_names
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        arguments = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
+        assert set(arguments) == set(names)
+        launches.append(Launch(self, arguments, options, grid))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    call()
+    monkeypatch.undo()
+    return launches
+
+
+def compile_for(launch: Launch, capability: int) -> Compiled:
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name], number = _POINTERS[value.dtype], value.data_ptr()
+        elif isinstance(value, int):
+            signature[name], number = ("i32" if abs(value) < 2**31 else "i64"), value
+        else:
+            signature[name], number = "fp32", 1
+        if number % _ALIGNMENT == 0:
+            attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    registers, stack = _resources(compiled.asm["cubin"])
+    return Compiled(compiled.asm["ptx"], registers, stack, compiled.metadata.shared, int(compiled.metadata.num_warps))
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, stack bytes) per thread, as the disassembler reports them."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    path = Path(triton.knobs.cache.dir) / f"resources-{hash(cubin) & 0xFFFFFFFF:08x}.cubin"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(cubin)
+    try:
+        text = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    finally:
+        path.unlink()
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])

@@ -1,0 +1,97 @@
+"""Decode attention against the reference: group sizes, head dims, splits, poison, empty contexts, messages."""
+
+import pytest
+import torch
+
+from hydra_kernels.decode_attention import choose_num_splits, decode_attention
+from tests.kernels.comparison import DTYPES, assert_attention_close
+from tests.kernels.paged import Step, make_step
+
+# (Hq, Hkv, D): one head per KV head and groups of 2, 7 and 17, head dims of one and of two tiles, with and without rest
+HEADS = [(2, 2, 128), (1, 1, 72), (1, 1, 20), (1, 1, 256), (4, 2, 64), (7, 1, 80), (17, 1, 96), (2, 1, 72)]
+CONTEXTS = [1, 135, 0]
+
+
+def decode(step: Step, scale: float, num_splits: int) -> torch.Tensor:
+    tables, context = step.block_tables, step.num_context
+    return decode_attention(step.q, step.k_cache, step.v_cache, tables, context, scale, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_matches_the_reference(heads: tuple[int, int, int], num_splits: int) -> None:
+    step = make_step([(1, max(1, context)) for context in CONTEXTS], heads, 16, torch.float32)
+    expected = step.expected(0.1)
+    step.num_context[2] = 0
+    expected[2] = 0
+    assert_attention_close(decode(step, 0.1, num_splits), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 80), (4, 2, 128)], ids=str)
+def test_sixteen_bits(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    step = make_step([(1, 40), (1, 7)], heads, 16, dtype)
+    assert_attention_close(decode(step, 0.1, 2), step.expected(0.1).to(dtype))
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_block_sizes(block_size: int) -> None:
+    step = make_step([(1, 70), (1, 5)], (2, 1, 32), block_size, torch.float32)
+    assert_attention_close(decode(step, 0.2, 2), step.expected(0.2))
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 32), (2, 1, 32)], ids=str)
+def test_more_splits_than_tiles(heads: tuple[int, int, int]) -> None:
+    """Some splits have nothing to read, and what they would have written is never looked at."""
+    step = make_step([(1, 65), (1, 3)], heads, 16, torch.float32)
+    assert_attention_close(decode(step, 0.2, 6), step.expected(0.2))
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 64)], ids=str)
+def test_a_request_gets_the_same_bits_alone_and_in_a_batch(heads: tuple[int, int, int]) -> None:
+    step = make_step([(1, 90), (1, 33)], heads, 16, torch.float16)
+    together = decode(step, 0.1, 2)
+    single = Step(step.q[1:], step.cache, step.block_tables[1:], step.cu_q[:2], step.num_context[1:])
+    assert torch.equal(decode(single, 0.1, 2), together[1:])
+
+
+def test_scores_far_from_zero() -> None:
+    step = make_step([(1, 50)], (2, 1, 64), 16, torch.float32)
+    result = decode(step, 40.0, 3)
+    assert torch.isfinite(result).all()
+    assert_attention_close(result, step.expected(40.0))
+
+
+def test_no_requests() -> None:
+    step = make_step([], (2, 1, 64), 16, torch.float32)
+    assert decode(step, 0.1, 4).shape == (0, 2, 64)
+
+
+def test_number_of_splits() -> None:
+    assert choose_num_splits(1, 32, 1024, 132) == 16  # at least 64 keys each
+    assert choose_num_splits(1, 32, 8192, 132) == 17  # 544 programs for 132 SMs
+    assert choose_num_splits(64, 32, 8192, 132) == 1
+    assert choose_num_splits(0, 4, 0, 132) == 1
+    assert choose_num_splits(1, 1, 10**6, 132) == 128
+
+
+def test_messages() -> None:
+    step = make_step([(1, 5)], (2, 1, 64), 16, torch.float32)
+    with pytest.raises(ValueError, match="num_splits: expected 1 to 128, got 0"):
+        decode(step, 0.1, 0)
+    with pytest.raises(ValueError, match="scale: expected a positive number"):
+        decode(step, -1.0, 1)
+    with pytest.raises(ValueError, match=r"num_context: expected \[2\], one for each query, got \[1\]"):
+        decode(Step(step.q.expand(2, -1, -1), step.cache, step.block_tables, step.cu_q, step.num_context), 0.1, 1)
+    with pytest.raises(ValueError, match=r"block_tables: expected \[1, max_blocks\] torch.int32"):
+        decode(Step(step.q, step.cache, step.block_tables.long(), step.cu_q, step.num_context), 0.1, 1)
+    with pytest.raises(ValueError, match=r"k_cache: expected .* torch.float16"):
+        decode(Step(step.q.half(), step.cache, step.block_tables, step.cu_q, step.num_context), 0.1, 1)
+    with pytest.raises(ValueError, match="v_cache: expected what k_cache is"):
+        k = step.k_cache
+        decode_attention(step.q, k, k.half(), step.block_tables, step.num_context, 0.1, num_splits=1)
+    with pytest.raises(ValueError, match="q: expected a multiple of 2 KV heads, got 3 heads"):
+        wide = make_step([(1, 5)], (4, 2, 64), 16, torch.float32)
+        decode(Step(wide.q[:, :3], wide.cache, wide.block_tables, wide.cu_q, wide.num_context), 0.1, 1)
+    with pytest.raises(ValueError, match="q: expected a head dim of at most 256, got 300"):
+        decode(make_step([(1, 5)], (1, 1, 300), 16, torch.float32), 0.1, 1)

@@ -1,0 +1,142 @@
+"""Every kernel compiled ahead of time for sm_80 and sm_90 from what its wrapper launches: it fits, does not spill,
+moves 16 bytes at a time, and uses the tensor cores of the target."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_kernels.activation import act_and_mul
+from hydra_kernels.decode_attention import decode_attention
+from hydra_kernels.norms import add_rms_norm, layer_norm, rms_norm
+from hydra_kernels.packed_attention import packed_attention
+from hydra_kernels.prefill_attention import prefill_attention
+from hydra_kernels.rotary import rotate
+from hydra_kernels.sampling import greedy
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels; unset TRITON_INTERPRET"
+)
+KERNELS = Path(__file__).parents[2] / "kernels" / "hydra_kernels"
+BF16 = torch.bfloat16
+INDICES = torch.zeros(5, dtype=torch.int32)
+
+
+def rows(columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(8, columns, dtype=dtype)
+
+
+def decode(heads: int, kv_heads: int, dim: int, splits: int) -> object:
+    cache = torch.zeros(4, 2, 2, 16, kv_heads, dim, dtype=BF16)
+    q = torch.zeros(4, heads + 2 * kv_heads, dim, dtype=BF16)[:, :heads]
+    tables = torch.zeros(4, 64, dtype=torch.int32)
+    return decode_attention(q, cache[:, 1, 0], cache[:, 1, 1], tables, INDICES[:4], 0.1, num_splits=splits)
+
+
+def prefill(heads: int, kv_heads: int, dim: int) -> object:
+    cache = torch.zeros(4, 2, 2, 16, kv_heads, dim, dtype=BF16)
+    q = torch.zeros(300, heads + 2 * kv_heads, dim, dtype=BF16)[:, :heads]
+    tables = torch.zeros(4, 64, dtype=torch.int32)
+    return prefill_attention(q, cache[:, 1, 0], cache[:, 1, 1], tables, INDICES, INDICES[:4], 0.1, max_q=300)
+
+
+def packed(dim: int, max_length: int) -> object:
+    q, k, v = torch.zeros(600, 3, 16, dim, dtype=BF16).unbind(1)
+    return packed_attention(q, k, v, INDICES, 0.1, max_length=max_length)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "rms_norm-4096": lambda: rms_norm(rows(4096), rows(4096)[0], 1e-5),
+    "rms_norm-heads": lambda: rms_norm(torch.zeros(8, 36, 128, dtype=BF16)[:, :28], rows(128)[0], 1e-5),
+    "add_rms_norm-3584": lambda: add_rms_norm(rows(3584), rows(3584), rows(3584)[0], 1e-5),
+    "layer_norm-1152": lambda: layer_norm(rows(1152), rows(1152)[0], rows(1152)[0], 1e-5),
+    "act_and_mul-silu": lambda: act_and_mul(rows(2 * 18944), "silu"),
+    "act_and_mul-gelu": lambda: act_and_mul(rows(2 * 4304), "gelu"),
+    "rotate-80": lambda: rotate(torch.zeros(8, 48, 80, dtype=BF16)[:, :32], *torch.zeros(2, 8, 40)),
+    "greedy": lambda: greedy(rows(32064, torch.float32)),
+    "decode-mha-128": lambda: decode(32, 32, 128, 4),
+    "decode-mha-80": lambda: decode(16, 16, 80, 1),
+    "decode-gqa-128": lambda: decode(28, 4, 128, 4),
+    "decode-gqa-64": lambda: decode(14, 2, 64, 1),
+    "prefill-gqa-128": lambda: prefill(28, 4, 128),
+    "prefill-mha-64": lambda: prefill(16, 16, 64),
+    "packed-64": lambda: packed(64, 577),
+    "packed-80": lambda: packed(80, 577),
+    "packed-72-windows": lambda: packed(72, 64),
+}
+# Matrix products of bf16 in tiles of 64 rows or more.
+WGMMA = [name for name in CASES if name.startswith(("prefill", "packed"))]
+# Kernels whose tiles go through shared memory, and those that read into registers.
+PIPELINED = [name for name in CASES if name.startswith(("decode", "prefill", "packed"))]
+DIRECT = [name for name in CASES if name not in PIPELINED]
+
+
+@cache
+def compiled(name: str, capability: int) -> dict[str, Compiled]:
+    """The kernels that a case launches, by name."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        launches = record(monkeypatch, CASES[name])
+    return {launch.name: compile_for(launch, capability) for launch in launches}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_and_fits(name: str, capability: int) -> None:
+    for kernel, result in compiled(name, capability).items():
+        assert result.shared <= SHARED_LIMIT[capability], kernel
+        assert result.registers * result.warps * 32 <= 65536, kernel
+        # The largest tiles are chosen for sm_90; sm_80 may spill a few registers there.
+        assert result.stack <= (0 if capability == 90 else 128), f"{kernel} keeps {result.stack} bytes on the stack"
+
+
+@pytest.mark.parametrize("name", WGMMA)
+def test_tensor_cores(name: str) -> None:
+    (on_hopper,), (on_ampere,) = compiled(name, 90).values(), compiled(name, 80).values()
+    assert on_hopper.count(r"wgmma\.mma_async") > 0 and on_hopper.count(r"mma\.sync") == 0
+    assert on_ampere.count(r"mma\.sync") > 0
+
+
+def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> None:
+    assert compiled("decode-gqa-128", 90)["_decode_gqa_kernel"].count(r"mma\.sync") > 0
+    assert compiled("decode-mha-128", 90)["_decode_mha_kernel"].count("mma") == 0
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
+    for result in compiled(name, 90).values():
+        assert result.count(r"ld\.global[.\w:]*\.v4") > 0
+        assert name == "greedy" or result.count(r"st\.global[.\w:]*\.v4") > 0
+        # What is left is one piece of a weight that all rows share, if anything.
+        assert result.count(r"st\.global") == result.count(r"st\.global[.\w:]*\.v4") or name == "greedy"
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name: str) -> None:
+    result = next(iter(compiled(name, 90).values()))
+    assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
+
+
+def test_every_kernel_is_compiled_here() -> None:
+    """A kernel is a jitted function of no other: every `_..._kernel` of the package."""
+    defined = {
+        node.name
+        for path in KERNELS.glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    }
+    assert defined == {kernel for name in CASES for kernel in compiled(name, 90)}
+
+
+def test_a_launch_without_a_gpu_fails_loudly() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises((RuntimeError, ValueError), match=r"driver|cpu"):
+        rms_norm(rows(64), rows(64)[0], 1e-5)
