@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_cache(m);
   hydra::register_attention(m);
   hydra::register_image(m);
+  hydra::register_delta(m);
 }

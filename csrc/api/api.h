@@ -22,5 +22,6 @@ void register_elementwise(pybind11::module_& m);
 void register_cache(pybind11::module_& m);
 void register_attention(pybind11::module_& m);
 void register_image(pybind11::module_& m);
+void register_delta(pybind11::module_& m);
 
 }  // namespace hydra
