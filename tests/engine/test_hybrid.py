@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hydra_engine import Engine, SamplingParams
+from hydra_engine.errors import RequestFailed
+from hydra_engine.front.front import Call
 from hydra_engine.models.tiny import make_tiny
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
@@ -85,18 +86,39 @@ def test_preemption_loses_nothing(make_engine: EngineFactory, hybrid_model: Path
     assert_at_rest(engine)
 
 
-def test_an_abort_gives_its_slot_back(make_engine: EngineFactory, hybrid_model: Path) -> None:
-    """Twice as many requests as slots, half of them aborted while they run."""
+def test_a_cancelled_request_gives_its_slot_back(make_engine: EngineFactory, hybrid_model: Path) -> None:
+    """Twice as many requests as slots, some of them cancelled while they run."""
     engine = make_engine(model=hybrid_model, max_num_seqs=2, token_budget=16)
     settings = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for _ in range(2):
         handles = [engine.submit("abc", sampling=settings) for _ in range(4)]
-        time.sleep(0.02)
-        for handle in handles[:2]:
-            handle.abort()
-        rest = [handle.result(120).token_ids for handle in handles[2:]]
+        next(iter(handles[0]))
+        handles[0].cancel()
+        handles[2].cancel()
+        rest = [handles[index].result(120).token_ids for index in (1, 3)]
         assert rest[0] == rest[1] and len(rest[0]) == 40
         assert_at_rest(engine)
+    assert engine.ledger().state_slots_total == 2
+
+
+@pytest.mark.parametrize("point", ["eng.before_step", "eng.mid_step"])
+def test_a_step_that_raised_is_run_again(
+    make_engine: EngineFactory, hybrid_model: Path, golden: list[tuple[int, ...]], monkeypatch: Any, point: str
+) -> None:
+    """What a step had written before it raised is not read by the rows that are run again."""
+    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    engine = make_engine(model=hybrid_model, token_budget=32)
+    doomed, handle = engine.front.open_handle()
+    engine.front.set_fault(point, "raise", f"request={doomed}")
+    call = Call(sampling(0), prompt="to fail")
+    handles = [
+        engine.submit(prompt, pictures(index), sampling=sampling(index)) for index, (prompt, _) in enumerate(PROMPTS)
+    ]
+    engine._wait(engine.front.submit(doomed, handle, call))
+    with pytest.raises(RequestFailed):
+        handle.result(60)
+    assert [handle.result(120).token_ids for handle in handles] == golden
+    assert_at_rest(engine)
 
 
 def test_keys_and_values_are_not_reused_but_pictures_are(make_engine: EngineFactory, hybrid_model: Path) -> None:
