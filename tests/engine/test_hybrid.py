@@ -57,7 +57,7 @@ def golden(hybrid_model: Path) -> list[tuple[int, ...]]:
             engine.generate(prompt, pictures(index), sampling=sampling(index)).token_ids
             for index, (prompt, _) in enumerate(PROMPTS)
         ]
-    assert len({tokens for tokens in found}) == len(found) and all(len(set(tokens)) > 3 for tokens in found)
+    assert len(set(found)) == len(found) and all(len(set(tokens)) > 3 for tokens in found)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states in every implementation: the formulas in float64, bits under every cut and company, wrong arguments."""
+"""Recurrent states in every implementation: formulas in float64, bits under every cut and company."""
 
 from __future__ import annotations
 

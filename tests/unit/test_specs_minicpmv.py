@@ -25,9 +25,8 @@ from transformers.video_utils import VideoMetadata
 
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.intake.pixels import render
-from hydra_engine.specs.base import ItemPlan, MediaPlan, VideoInfo
+from hydra_engine.specs.base import DeltaShape, ItemPlan, MediaPlan, VideoInfo
 from hydra_engine.specs.minicpmv import MiniCpmVisionSpec
-from hydra_engine.specs.base import DeltaShape
 from hydra_engine.specs.slices import MAX_ASPECT, Slicing, one_frame_a_second
 from tests.unit.model_dirs import Json, ModelDir, Size, awkward_sizes, changed
 
