@@ -242,8 +242,8 @@ def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True) -> bool:
     is_wide = weight.dtype is not x.dtype
     known = not is_wide or (wide and weight.dtype is torch.float32)
     if weight.shape != (columns,) or not weight.is_contiguous() or columns == 0 or not known:
-        wanted = f"contiguous [{max(columns, 1)}] {x.dtype}{' or torch.float32' if wide and x.dtype is not torch.float32 else ''}"
-        raise ValueError(f"weight: expected {wanted}, got {described(weight)}")
+        other = " or torch.float32" if wide and x.dtype is not torch.float32 else ""
+        raise ValueError(f"weight: expected contiguous [{max(columns, 1)}] {x.dtype}{other}, got {described(weight)}")
     return is_wide
 
 
