@@ -56,7 +56,7 @@ class Stages:
         self.blocks = -(-max_tokens // BLOCK)
         heads, dim = language.num_kv_heads, language.head_dim
         self.kv = PagedCache(
-            torch.zeros((max_rows * self.blocks, language.num_layers, 2, BLOCK, heads, dim), dtype=torch.bfloat16)
+            torch.zeros((max_rows * self.blocks, language.num_kv_layers, 2, BLOCK, heads, dim), dtype=torch.bfloat16)
         )
         num_blocks = -(-max_images * vision.plan_image(*PICTURE).num_tokens // 64)
         shape = (num_blocks, vision.num_planes, 1, 64, 1, vision.feature_size)

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_image(m);
   hydra::register_cuda_cache(m);
   hydra::register_cuda_ipc(m);
+  hydra::register_delta(m);
 }

@@ -45,6 +45,7 @@ def rms_norm(
     dtype: int,
     heads: int = 1,
     head_stride: int = 0,
+    wide_weight: bool = False,  # the weight is float32, whatever dtype says
 ) -> None: ...
 def add_rms_norm(
     x: int,
@@ -58,6 +59,7 @@ def add_rms_norm(
     columns: int,
     eps: float,
     dtype: int,
+    wide_weight: bool = False,
 ) -> None: ...
 def layer_norm(
     x: int, x_stride: int, weight: int, bias: int, out: int, rows: int, columns: int, eps: float, dtype: int
@@ -75,6 +77,57 @@ def rotate(
     out: int,
     tokens: int,
     columns: int,
+    dtype: int,
+) -> None: ...
+def gated_rms_norm(
+    x: int,
+    x_strides: tuple[int, int],  # between tokens, between heads
+    weight: int,
+    gate: int,
+    gate_strides: tuple[int, int],
+    out: int,
+    tokens: int,
+    heads: int,
+    columns: int,
+    eps: float,
+    dtype: int,
+) -> None: ...
+def sigmoid_mul(
+    x: int,
+    x_strides: tuple[int, int],
+    gate: int,
+    gate_strides: tuple[int, int],
+    out: int,
+    tokens: int,
+    heads: int,
+    columns: int,
+    dtype: int,
+) -> None: ...
+
+# ---- recurrent states; x and the like: (address, elements between tokens); rows: addresses of cu_q, starts, reads and
+# writes, then numbers of rows, tokens, places and layers, and the layer; shape: key heads, heads, key dim, value dim
+def causal_conv(
+    x: tuple[int, int],
+    weight: int,
+    state: int,
+    rows: tuple[int, int, int, int, int, int, int, int, int],
+    channels: int,
+    taps: int,
+    out: int,
+    dtype: int,
+) -> None: ...
+def delta_rule(
+    q: tuple[int, int],
+    k: tuple[int, int],
+    v: tuple[int, int],
+    a: tuple[int, int],
+    b: tuple[int, int],
+    rates: int,
+    shift: int,
+    state: int,
+    rows: tuple[int, int, int, int, int, int, int, int, int],
+    shape: tuple[int, int, int, int],
+    out: int,
     dtype: int,
 ) -> None: ...
 

@@ -26,9 +26,9 @@ FAMILIES = {
     "qwen2_5_vl": ("Qwen2.5-VL", "Qwen/Qwen2.5-VL-3B, 7B, 72B-Instruct", "pictures of any size, videos"),
     "qwen3_vl": ("Qwen3-VL", "Qwen/Qwen3-VL-2B, 4B, 8B, 32B-Instruct", "pictures of any size, videos"),
     "internvl": ("InternVL 2.5, 3", "OpenGVLab/InternVL3-1B-hf to 78B-hf", "pictures in tiles"),
-    "minicpmv4_6": ("MiniCPM-V 4.6 tower", "with Qwen2, Qwen3 or Llama decoders", "pictures in slices"),
+    "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": ("anything else", "`--model-impl transformers`: tested on SmolVLM and Gemma 3", "pictures"),
-    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3", "no vision lane"),
+    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3.5", "no vision lane"),
 }
 CHECKS = {  # how the names of tests begin, and what they check
     "test_positions": "positions",

@@ -24,5 +24,6 @@ void register_attention(pybind11::module_& m);
 void register_image(pybind11::module_& m);
 void register_cuda_cache(pybind11::module_& m);
 void register_cuda_ipc(pybind11::module_& m);
+void register_delta(pybind11::module_& m);
 
 }  // namespace hydra

@@ -1,6 +1,8 @@
 // Entry points of the norms, gated activations and rotations. Outputs are contiguous, inputs may have any row stride.
 #include "cpu/elementwise/elementwise.h"
 
+#include <utility>
+
 #include "api/api.h"
 
 namespace hydra {
@@ -30,8 +32,9 @@ void set_heads(RowsCall& call, int64_t heads, int64_t head_stride) {
 }
 
 void rms_norm(Address x, int64_t x_stride, Address weight, Address out, int64_t rows, int64_t columns, float eps,
-              int dtype, int64_t heads, int64_t head_stride) {
+              int dtype, int64_t heads, int64_t head_stride, bool wide_weight) {
   RowsCall call = make_call(x, x_stride, out, rows, columns, dtype);
+  call.wide_weight = wide_weight;
   set_heads(call, heads, head_stride);
   call.weight = pointer<void>(weight);
   call.eps = eps;
@@ -39,8 +42,9 @@ void rms_norm(Address x, int64_t x_stride, Address weight, Address out, int64_t 
 }
 
 void add_rms_norm(Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight, Address out,
-                  Address sum, int64_t rows, int64_t columns, float eps, int dtype) {
+                  Address sum, int64_t rows, int64_t columns, float eps, int dtype, bool wide_weight) {
   RowsCall call = make_call(x, x_stride, out, rows, columns, dtype);
+  call.wide_weight = wide_weight;
   call.residual = pointer<void>(residual);
   call.residual_stride = residual_stride;
   call.weight = pointer<void>(weight);
@@ -76,15 +80,40 @@ void rotate(Address x, int64_t x_stride, int64_t heads, int64_t head_stride, Add
   run_rows(RowsOp::rotate, call);
 }
 
+using Strides = std::pair<int64_t, int64_t>;  // between tokens, between heads
+
+RowsCall gated_call(Address x, Strides x_strides, Address gate, Strides gate_strides, Address out, int64_t tokens,
+                    int64_t heads, int64_t columns, int dtype) {
+  RowsCall call = make_call(x, x_strides.first, out, tokens, columns, dtype);
+  set_heads(call, heads, x_strides.second);
+  call.gate = pointer<void>(gate);
+  call.gate_stride = gate_strides.first;
+  call.gate_head_stride = gate_strides.second;
+  return call;
+}
+
+void gated_rms_norm(Address x, Strides x_strides, Address weight, Address gate, Strides gate_strides, Address out,
+                    int64_t tokens, int64_t heads, int64_t columns, float eps, int dtype) {
+  RowsCall call = gated_call(x, x_strides, gate, gate_strides, out, tokens, heads, columns, dtype);
+  call.weight = pointer<void>(weight);
+  call.eps = eps;
+  run_rows(RowsOp::gated_rms_norm, call);
+}
+
+void sigmoid_mul(Address x, Strides x_strides, Address gate, Strides gate_strides, Address out, int64_t tokens,
+                 int64_t heads, int64_t columns, int dtype) {
+  run_rows(RowsOp::sigmoid_mul, gated_call(x, x_strides, gate, gate_strides, out, tokens, heads, columns, dtype));
+}
+
 }  // namespace
 
 void register_elementwise(py::module_& m) {
   m.def("rms_norm", &rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("weight"), py::arg("out"), py::arg("rows"),
         py::arg("columns"), py::arg("eps"), py::arg("dtype"), py::arg("heads") = 1, py::arg("head_stride") = 0,
-        ReleaseGil());
+        py::arg("wide_weight") = false, ReleaseGil());
   m.def("add_rms_norm", &add_rms_norm, py::arg("x"), py::arg("x_stride"), py::arg("residual"),
         py::arg("residual_stride"), py::arg("weight"), py::arg("out"), py::arg("sum"), py::arg("rows"),
-        py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
+        py::arg("columns"), py::arg("eps"), py::arg("dtype"), py::arg("wide_weight") = false, ReleaseGil());
   m.def("layer_norm", &layer_norm, py::arg("x"), py::arg("x_stride"), py::arg("weight"), py::arg("bias"),
         py::arg("out"), py::arg("rows"), py::arg("columns"), py::arg("eps"), py::arg("dtype"), ReleaseGil());
   m.def("act_and_mul", &act_and_mul, py::arg("gate_up"), py::arg("stride"), py::arg("out"), py::arg("rows"),
@@ -92,6 +121,11 @@ void register_elementwise(py::module_& m) {
   m.def("rotate", &rotate, py::arg("x"), py::arg("x_stride"), py::arg("heads"), py::arg("head_stride"), py::arg("cos"),
         py::arg("cos_stride"), py::arg("sin"), py::arg("sin_stride"), py::arg("out"), py::arg("tokens"),
         py::arg("columns"), py::arg("dtype"), ReleaseGil());
+  m.def("gated_rms_norm", &gated_rms_norm, py::arg("x"), py::arg("x_strides"), py::arg("weight"), py::arg("gate"),
+        py::arg("gate_strides"), py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("columns"),
+        py::arg("eps"), py::arg("dtype"), ReleaseGil());
+  m.def("sigmoid_mul", &sigmoid_mul, py::arg("x"), py::arg("x_strides"), py::arg("gate"), py::arg("gate_strides"),
+        py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("columns"), py::arg("dtype"), ReleaseGil());
 }
 
 }  // namespace hydra

@@ -51,10 +51,12 @@ HYDRA_TARGET float rms_scale(const T* x, int64_t columns, float eps) {
   return 1.0f / std::sqrt(sum_of_squares(x, columns, 0.0f) / static_cast<float>(columns) + eps);
 }
 
-// round(x * scale) * weight of the first `count` lanes.
-template <class T>
-HYDRA_INLINE vf load_normed(const T* x, const T* weight, float scale, int count) {
-  return rounded<T>(load_some(x, count) * scale) * load_some(weight, count);
+// round(x * scale) * weight of the first `count` lanes; with a float32 weight nothing is rounded before the product.
+template <class T, class W>
+HYDRA_INLINE vf load_normed(const T* x, const W* weight, float scale, int count) {
+  const vf normed = load_some(x, count) * scale;
+  if constexpr (std::is_same_v<T, W>) return rounded<T>(normed) * load_some(weight, count);
+  return normed * load_some(weight, count);
 }
 
 // Pairs [0, count) of (x[i], x[i + half]).

@@ -69,6 +69,39 @@ class AttentionPlan:
     native: Any = None  # what the implementation prepared, opaque
 
 
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """What layers with a recurrent state (gated delta nets) keep of requests, in N places; L counts these layers.
+
+    conv: [N, L, K - 1, channels] contiguous of the compute dtype, the inputs before the next token.
+    recurrent: [N, L, Hv, Dk, Dv] contiguous float32.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.conv.nbytes + self.recurrent.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Which tokens of a step belong to which state. Row r has tokens [cu_q[r], cu_q[r + 1]), the first of them at
+    position starts[r] of its request. It goes on from the state in place reads[r] (from none where starts[r] is 0,
+    whatever the place holds) and leaves its state in writes[r], which no other row of the step reads or writes.
+    """
+
+    cu_q: Tensor  # [B + 1] int64 on the host, as the others
+    starts: Tensor  # [B]
+    reads: Tensor
+    writes: Tensor
+
+    def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """In the order of the fields."""
+        return self.cu_q.tolist(), self.starts.tolist(), self.reads.tolist(), self.writes.tolist()
+
+
 class PackedLinear(Protocol):
     """A weight in the layout its implementation wants; the original may be gone."""
 
@@ -80,7 +113,7 @@ class PackedLinear(Protocol):
 
 
 class Ops(Protocol):
-    """Fourteen operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
+    """Eighteen operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
     new contiguous tensors of the input's dtype (the compute dtype: float32, bfloat16 or float16), accumulation is
     float32, empty inputs (T = 0, B = 0) are legal, and a wrong shape or dtype raises ValueError naming the argument
     with expected and actual.
@@ -114,7 +147,8 @@ class Ops(Protocol):
     # ---- element-wise and norms
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x^2, -1) + eps) rounded to the dtype, times weight: [T, C] (as transformers' LlamaRMSNorm), or
-        [T, H, D] with one weight [D] for all heads; tokens and heads at any stride."""
+        [T, H, D] with one weight [D] for all heads; tokens and heads at any stride. With a float32 weight and a smaller
+        dtype of x, only the product is rounded."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -131,6 +165,40 @@ class Ops(Protocol):
         """Rotary embedding: pairs (i, i + D/2) of x [T, H, D] turned by the angles of their token, cos, sin [T, D/2]
         float32. Tokens and heads may have any stride, so queries and keys of a fused projection take one call. The
         arithmetic is float32, rounded once."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) * silu(gate), both rounded: x, gate [T, H, D], weight [D] for all heads."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate) in float32, rounded once: x, gate [T, H, D]."""
+        ...
+
+    # ---- recurrent states
+    def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        """silu(sum over j of weight[:, j] * x[t - K + 1 + j]), every channel for itself, zeros before the first token:
+        x [T, channels], weight [channels, K] contiguous of x's dtype -> [T, channels]. Moves `cache.conv` on."""
+        ...
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: Tensor,
+        shift: Tensor,
+        cache: StateCache,
+        layer: int,
+        rows: StateRows,
+    ) -> Tensor:
+        """The gated delta rule (formulas in backend/delta_rule.py), which divides q and k by their lengths first.
+
+        q, k [T, Hk, Dk], v [T, Hv, Dv], a, b [T, Hv], rates, shift [Hv] float32 -> [T, Hv, Dv]; value head h reads key
+        head h // (Hv / Hk). The decay is exp(-exp(rates) softplus(a + shift)), the strength sigmoid(b), rounded.
+        Moves `cache.recurrent` on."""
         ...
 
     # ---- caches

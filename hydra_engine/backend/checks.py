@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import PagedCache, StateCache, StateRows
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -248,3 +248,73 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> 
     bounds = list(cu_seqlens)
     if not bounds or bounds[0] != 0 or bounds[-1] != shape[0] or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens: expected to rise from 0 to {shape[0]}, got {bounds[:8]}")
+
+
+def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True) -> bool:
+    """[C] of x's dtype or, where it may be `wide`, float32; returns whether it is wider than x."""
+    columns = x.shape[-1]
+    is_wide = weight.dtype is not x.dtype
+    known = not is_wide or (wide and weight.dtype is torch.float32)
+    if weight.shape != (columns,) or not weight.is_contiguous() or columns == 0 or not known:
+        other = " or torch.float32" if wide and x.dtype is not torch.float32 else ""
+        raise ValueError(f"weight: expected contiguous [{max(columns, 1)}] {x.dtype}{other}, got {described(weight)}")
+    return is_wide
+
+
+def check_gate(x: Tensor, gate: Tensor) -> None:
+    check_strided_heads("x", x, None)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate: expected {list(x.shape)} {x.dtype}, got {described(gate)}")
+    check_strided_heads("gate", gate, x.shape[2], x.dtype)
+
+
+def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) -> None:
+    """x [T, C] with dense rows, weight [C, K] and the cache of its dtype."""
+    _, _, before, channels = cache.conv.shape
+    _check_dense_rows("x", x, (x.shape[0], channels), cache.conv.dtype)
+    if weight.shape != (channels, before + 1) or weight.dtype is not x.dtype or not weight.is_contiguous():
+        wanted = f"contiguous [{channels}, {before + 1}] {x.dtype}"
+        raise ValueError(f"weight: expected {wanted}, got {described(weight)}")
+    if not cache.conv.is_contiguous():
+        raise ValueError(f"cache: expected contiguous [N, L, K - 1, C], got {described(cache.conv)}")
+    check_state_rows(rows)
+
+
+def check_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    shift: Tensor,
+    cache: StateCache,
+    rows: StateRows,
+) -> None:
+    _, _, heads, key_dim, value_dim = cache.recurrent.shape
+    if cache.recurrent.dtype is not torch.float32 or not cache.recurrent.is_contiguous():
+        raise ValueError(f"cache: expected contiguous [N, L, Hv, Dk, Dv] float32, got {described(cache.recurrent)}")
+    tokens = q.shape[0]
+    if q.dim() != 3 or not q.shape[1] or heads % q.shape[1]:
+        raise ValueError(f"q: expected [T, Hk, {key_dim}] with Hk a divisor of {heads}, got {described(q)}")
+    check_heads("q", q, (tokens, q.shape[1], key_dim), v.dtype)
+    check_heads("k", k, (tokens, q.shape[1], key_dim), v.dtype)
+    check_heads("v", v, (tokens, heads, value_dim), v.dtype)
+    for name, gate in (("a", a), ("b", b)):
+        _check_dense_rows(name, gate, (tokens, heads), v.dtype)
+    for name, vector in (("rates", rates), ("shift", shift)):
+        if vector.shape != (heads,) or vector.dtype is not torch.float32 or not vector.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous [{heads}] torch.float32, got {described(vector)}")
+    check_state_rows(rows)
+
+
+def check_state_rows(rows: StateRows) -> None:
+    count = rows.starts.shape[0]
+    vectors = ((rows.cu_q, count + 1), (rows.starts, count), (rows.reads, count), (rows.writes, count))
+    for vector, wanted in vectors:
+        check_indices("rows", vector, wanted)
+
+
+def _check_dense_rows(name: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if x.shape != shape or x.dtype is not dtype or (x.stride(1) != 1 and shape[1] > 1):
+        raise ValueError(f"{name}: expected {list(shape)} {dtype} with a dense last dimension, got {described(x)}")

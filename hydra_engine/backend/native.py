@@ -1,7 +1,7 @@
 """`Ops` on the native extension. Importing this needs hydra_engine._C; `select.py` asks first.
 
 Only names what does what: matrix products and norms are in native_linear.py, caches and attention in native_cache.py
-and native_attention.py.
+and native_attention.py, recurrent states in native_delta.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend import native_attention, native_cache, native_linear
+from hydra_engine.backend import native_attention, native_cache, native_delta, native_linear
 from hydra_engine.backend.base import Activation, AttentionPlan, OpChoice, PackedLinear, PagedCache
 from hydra_engine.backend.reference import ALL_OPS
 
@@ -31,6 +31,10 @@ class NativeOps:
     layer_norm = staticmethod(native_linear.layer_norm)
     act_and_mul = staticmethod(native_linear.act_and_mul)
     rotate = staticmethod(native_linear.rotate)
+    gated_rms_norm = staticmethod(native_delta.gated_rms_norm)
+    sigmoid_mul = staticmethod(native_delta.sigmoid_mul)
+    causal_conv = staticmethod(native_delta.causal_conv)
+    delta_rule = staticmethod(native_delta.delta_rule)
     plan_attention = staticmethod(native_attention.plan_attention)
     attention_packed = staticmethod(native_attention.attention_packed)
 

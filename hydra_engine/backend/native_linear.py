@@ -94,19 +94,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _rms_norm_heads(x, weight, eps)
     columns = x.shape[-1]
     rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
-    _check_vector("weight", weight, x)
+    wide = checks.check_norm_weight(weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
-    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, columns, eps, DTYPE_CODES[x.dtype])
+    dtype = DTYPE_CODES[x.dtype]
+    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, columns, eps, dtype, wide_weight=wide)
     return out
 
 
 def _rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
-    _check_vector("weight", weight, x)
+    wide = checks.check_norm_weight(weight, x)
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads, dim), dtype=x.dtype)
     dtype = DTYPE_CODES[x.dtype]
-    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), tokens, dim, eps, dtype, heads, head_stride)
+    addresses = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr()
+    _C.rms_norm(*addresses, tokens, dim, eps, dtype, heads, head_stride, wide)
     return out
 
 
@@ -117,7 +119,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     residual_rows, residual_stride = _check_rows("residual", residual, columns, x.dtype)
     if residual_rows != rows:
         raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
-    _check_vector("weight", weight, x)
+    wide = checks.check_norm_weight(weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
     _C.add_rms_norm(
@@ -132,6 +134,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         columns,
         eps,
         DTYPE_CODES[x.dtype],
+        wide,
     )
     return out, total
 

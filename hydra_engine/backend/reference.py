@@ -7,7 +7,7 @@ Does not know threads, memory layouts of weights or any processor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -15,8 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend import checks
-from hydra_engine.backend.base import Activation, AttentionPlan, OpChoice, PackedLinear, PagedCache
+from hydra_engine.backend import checks, delta_rule
+from hydra_engine.backend.base import (
+    Activation,
+    AttentionPlan,
+    OpChoice,
+    PackedLinear,
+    PagedCache,
+    StateCache,
+    StateRows,
+)
+from hydra_engine.backend.delta_rule import by_vectors
 
 ALL_OPS = (
     "linear",
@@ -25,6 +34,10 @@ ALL_OPS = (
     "layer_norm",
     "act_and_mul",
     "rotate",
+    "gated_rms_norm",
+    "sigmoid_mul",
+    "causal_conv",
+    "delta_rule",
     "write_cache",
     "rope_and_write",
     "merge_image_tokens",
@@ -36,7 +49,6 @@ ALL_OPS = (
 
 _LINEAR_ROWS = 32  # rows per matrix product
 _QUERY_TILE = 32
-_PIECE = 1 << 14  # elements: whole vectors, and few enough for one thread
 _KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
 
 
@@ -103,11 +115,14 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """round(x / sqrt(mean(x^2) + eps)) * weight, the mean over the last dimension."""
         if x.dim() == 3:
-            checks.check_strided_heads("x", x, weight.shape[0], weight.dtype)
+            checks.check_strided_heads("x", x, weight.shape[0])
             return self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
-        _check_rows("x", x, weight.shape[0], weight.dtype)
+        _check_rows("x", x, weight.shape[0])
+        wide_weight = checks.check_norm_weight(weight, x)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if wide_weight:
+            return (normed * weight).to(x.dtype)
         return normed.to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -133,6 +148,41 @@ class ReferenceOps:
         """[x1 * cos - x2 * sin | x2 * cos + x1 * sin] with halves x = [x1 | x2], rounded once."""
         checks.check_rotate(x, cos, sin)
         return _rotated(x, cos, sin)
+
+    def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        """round(rms_norm(x) * silu(gate)), the norm rounded too."""
+        checks.check_gate(x, gate)
+        checks.check_norm_weight(weight, x, wide=False)
+        return (self.rms_norm(x, weight, eps).float() * activation(gate.float(), "silu")).to(x.dtype)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """round(x * sigmoid(gate))"""
+        checks.check_gate(x, gate)
+        return (x.float() * by_vectors(torch.sigmoid, gate.float())).to(x.dtype)
+
+    # ---- recurrent states
+
+    def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        checks.check_conv(x, weight, cache, rows)
+        _check_places(rows, x.shape[0], cache.conv, layer)
+        return delta_rule.causal_conv(x, weight, cache, layer, rows)
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: Tensor,
+        shift: Tensor,
+        cache: StateCache,
+        layer: int,
+        rows: StateRows,
+    ) -> Tensor:
+        checks.check_delta(q, k, v, a, b, rates, shift, cache, rows)
+        _check_places(rows, v.shape[0], cache.recurrent, layer)
+        return delta_rule.delta_rule(q, k, v, a, b, rates, shift, cache, layer, rows)
 
     # ---- caches
 
@@ -249,26 +299,15 @@ def activation(x: Tensor, act: Activation) -> Tensor:
         case "none":
             return x
         case "silu":
-            return _by_vectors(F.silu, x)
+            return by_vectors(F.silu, x)
         case "gelu":
-            return _by_vectors(F.gelu, x)
+            return by_vectors(F.gelu, x)
         case "gelu_tanh":
-            return _by_vectors(partial(F.gelu, approximate="tanh"), x)
+            return by_vectors(partial(F.gelu, approximate="tanh"), x)
         case "quick_gelu":
-            return x * _by_vectors(torch.sigmoid, 1.702 * x)
+            return x * by_vectors(torch.sigmoid, 1.702 * x)
         case _:
             raise ValueError(f"act: expected none, silu, gelu, gelu_tanh or quick_gelu, got {act!r}")
-
-
-def _by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) element by element, in pieces of one size that no thread shares.
-
-    torch computes exp and its relatives with vectors, but what is left at the end of a thread's share with scalars,
-    and the two differ in the last bit: an element's value would depend on how many share the call.
-    """
-    flat = F.pad(x.flatten(), (0, -x.numel() % _PIECE))
-    pieces = [function(piece) for piece in flat.split(_PIECE)]
-    return torch.cat(pieces)[: x.numel()].view(x.shape) if pieces else x
 
 
 def _causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
@@ -294,8 +333,8 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale:
             scores = torch.bmm(tile, key.transpose(1, 2)) * scale
             scores.masked_fill_(torch.arange(first, first + _KEY_TILE) > position, float("-inf"))
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            weights = _by_vectors(torch.exp, scores - new_top)
-            shrink = _by_vectors(torch.exp, top - new_top)
+            weights = by_vectors(torch.exp, scores - new_top)
+            shrink = by_vectors(torch.exp, top - new_top)
             total = total * shrink + weights.sum(-1, keepdim=True)
             sums = sums * shrink + torch.bmm(weights, value)
             top = new_top
@@ -334,6 +373,17 @@ def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
         raise ValueError(
             f"{name}: expected {least} to {size - 1}, got values from {int(indices.min())} to {int(indices.max())}"
         )
+
+
+def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> None:
+    places, layers = states.shape[:2]
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
+    bounds = rows.cu_q.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {bounds[:8]}")
+    _check_range("rows", rows.reads, places)
+    _check_range("rows", rows.writes, places)
 
 
 def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype | None = None, rows: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The books over both caches of an instance: who holds how many blocks, and whether that is as it should be.
+"""The books over the caches of an instance: who holds how many blocks, and whether that is as it should be.
 
 Reads the cache managers, changes nothing. Does not know what a request does; it is told which ones are alive.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.slots import SlotPool
 from hydra_engine.core.ids import RequestId
 
 MAX_LINES = 200
@@ -27,12 +28,15 @@ class LedgerSnapshot:
     image_blocks_total: int
     holders: tuple[str, ...]  # at most MAX_LINES
     problems: tuple[str, ...]
+    state_slots_held: int = 0
+    state_slots_total: int = 0
 
 
 class Ledger:
-    def __init__(self, kv: CacheManager[RequestId], features: FeatureCache) -> None:
+    def __init__(self, kv: CacheManager[RequestId], features: FeatureCache, slots: SlotPool) -> None:
         self._kv = kv
         self._features = features
+        self._slots = slots
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
         """Blocks without a living owner, and broken books; empty when all is well."""
@@ -40,8 +44,11 @@ class Ledger:
         for key, _, _ in self._features.held():
             users = self._features.users(key)
             found += [f"request {r} is gone and holds image {i}" for r, i in users if r not in live]
-        books: tuple[tuple[str, CacheManager[RequestId] | FeatureCache], ...]
-        books = (("KV", self._kv), ("image", self._features))
+        found += [f"request {r} is gone and holds a state" for r in self._slots.held if r not in live]
+        if self._slots.num_slots and self._slots.held.keys() != self._kv.tables.keys():
+            found.append("states and KV blocks are not held by the same requests")
+        books: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SlotPool], ...]
+        books = (("KV", self._kv), ("image", self._features), ("state", self._slots))
         for name, book in books:
             try:
                 book.check()
@@ -71,4 +78,6 @@ class Ledger:
             image_blocks_total=self._features.num_blocks,
             holders=tuple(lines),
             problems=self.problems(live),
+            state_slots_held=len(self._slots.held),
+            state_slots_total=self._slots.num_slots,
         )

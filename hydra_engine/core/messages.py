@@ -160,12 +160,13 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
     pixel_bytes: int
     holders: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    state_slots_held: int = 0
+    state_slots_total: int = 0
 
     @property
     def at_rest(self) -> bool:
-        return not (self.num_requests or self.kv_blocks_held or self.image_blocks_held or self.pixel_bytes) and (
-            not self.problems
-        )
+        held = self.kv_blocks_held or self.image_blocks_held or self.state_slots_held or self.pixel_bytes
+        return not (self.num_requests or held or self.problems)
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -67,6 +67,7 @@ class LanguageRow:
     num_generated: int
     is_decode: bool
     images: tuple[ImageSlice, ...] = ()
+    state_slot: int = -1  # of its recurrent state, for models that keep one
 
 
 @dataclass(frozen=True, slots=True)

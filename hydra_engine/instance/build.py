@@ -30,7 +30,7 @@ from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache
+from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory import CachePlan, plan_memory
 from hydra_engine.worker.worker import Worker
@@ -105,6 +105,7 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         clock=clock,
         wake=wake.set,
         faults=faults,
+        states=allocate_states(spec, plan, dtype),
     )
     worker.warm_up(progress.callback("warm-up"))
     scheduler = StageScheduler(
@@ -114,6 +115,7 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         resolved.scheduler,
         instance=name,
         reuse=resolved.cache.prefix_caching,
+        num_state_slots=plan.num_state_slots,
     )
     instance = Instance(
         scheduler=scheduler,

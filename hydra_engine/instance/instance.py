@@ -222,4 +222,6 @@ class Instance:
             pixel_bytes=self._worker.pixel_bytes,
             holders=snapshot.holders,
             problems=snapshot.problems,
+            state_slots_held=snapshot.state_slots_held,
+            state_slots_total=snapshot.state_slots_total,
         )

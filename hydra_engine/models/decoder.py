@@ -1,4 +1,5 @@
-"""The Llama decoder (also mistral, qwen2, qwen3): tokens and image features in, float32 logits of the wanted rows out.
+"""The Llama decoder (also mistral, qwen2, qwen3) and qwen3_5's hybrid one: tokens and image features in, float32 logits
+of the wanted rows out.
 
 Features in further planes of the image cache are added behind the first layers (DeepStack, as in Qwen3-VL). Does not
 know requests, sampling or how the cache's blocks were chosen.
@@ -6,17 +7,20 @@ know requests, sampling or how the cache's blocks were chosen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation, PagedCache
 from hydra_engine.models.attention import PagedAttention
+from hydra_engine.models.delta_net import DeltaNet
+from hydra_engine.models.gated_attention import GatedAttention
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.rotary import RotaryTable
-from hydra_engine.specs.base import LanguageSpec
+from hydra_engine.specs.base import LanguageSpec, LayerKind
 
 
 class Decoder:
@@ -32,9 +36,9 @@ class Decoder:
         # Files that say "tied" and hold a head all the same mean that head, as transformers 5 reads them.
         shape = spec.vocab_size, spec.hidden_size
         scope.want("lm_head.weight", shape, self._head.fill, optional=spec.tie_embeddings)
-        self._layers = tuple(DecoderLayer(model.at(f"layers.{i}"), spec, i) for i in range(spec.num_layers))
+        self._layers = tuple(_layers(model, spec))
         # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
-        final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps)
+        final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
@@ -47,7 +51,7 @@ class Decoder:
         last, num_deep = len(self._layers) - 1, _num_deep(batch, images)
         for index, layer in enumerate(self._layers):
             rows = batch.logit_rows if index == last else None
-            hidden = layer.attention(hidden, cos, sin, cache, batch, rows)
+            hidden = layer.mix(hidden, cos, sin, cache, batch, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
             hidden, residual = layer.post_norm.add(hidden, residual)
@@ -77,10 +81,39 @@ def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
     return 0 if images is None or batch.image_rows is None else images.data.shape[1] - 1
 
 
+def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
+    """Each knows its number among the layers of its kind."""
+    counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
+    for index in range(spec.num_layers):
+        kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
+        yield DecoderLayer(model.at(f"layers.{index}"), spec, kind, counts[kind])
+        counts[kind] += 1
+
+
 class DecoderLayer:
-    def __init__(self, scope: Scope, spec: LanguageSpec, index: int) -> None:
-        self.input_norm = RmsNorm(scope.at("input_layernorm"), spec.hidden_size, spec.rms_eps)
-        self.attention = PagedAttention(scope.at("self_attn"), spec, index)
-        self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), spec.hidden_size, spec.rms_eps)
+    def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
+        size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
+        self.input_norm = RmsNorm(scope.at("input_layernorm"), size, eps, centred=centred)
+        self._attention: PagedAttention | GatedAttention | None = None
+        self._delta: DeltaNet | None = None
+        if kind == "attention":
+            build = GatedAttention if spec.output_gate else PagedAttention
+            self._attention = build(scope.at("self_attn"), spec, index)
+        else:
+            assert spec.delta is not None
+            self._delta = DeltaNet(scope.at("linear_attn"), spec.delta, size, eps, index)
+        self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), size, eps, centred=centred)
         act = cast(Activation, spec.hidden_act)
         self.mlp = GatedMlp(scope.at("mlp"), spec.hidden_size, spec.intermediate_size, act)
+
+    def mix(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, batch: LanguageInput, rows: Tensor | None
+    ) -> Tensor:
+        """[T, C], or only the given rows of it: what all rows leave in the caches is written in any case."""
+        if self._attention is not None:
+            return self._attention(x, cos, sin, cache, batch, rows)
+        assert self._delta is not None
+        if batch.states is None:
+            raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
+        mixed = self._delta(x, batch.states)
+        return mixed if rows is None else mixed.index_select(0, rows)

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan
+from hydra_engine.backend.base import AttentionPlan, StateCache, StateRows
+
+
+class States(NamedTuple):
+    """What recurrent layers keep of requests, and which rows of the step it belongs to."""
+
+    cache: StateCache
+    rows: StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,7 @@ class LanguageInput:
     position_end: int  # more than the largest of `positions`
     image_rows: Tensor | None = None  # [M] int64, rows that take image features
     image_slots: Tensor | None = None  # [M] int64, their slots in the image cache
+    states: States | None = None  # for models whose layers keep some
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,12 +70,15 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 class Weight:
-    """One tensor of the checkpoint, kept as it is."""
+    """One tensor of the checkpoint, kept as it is, or with `offset` added to it."""
 
     tensor: Tensor
 
-    def __init__(self, scope: Scope, name: str, shape: tuple[int, ...]) -> None:
-        scope.want(name, shape, self._fill)
+    def __init__(
+        self, scope: Scope, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None, offset: float = 0.0
+    ) -> None:
+        self._offset = offset
+        scope.want(name, shape, self._fill, dtype=dtype)
         scope.hold(self)
 
     @property
@@ -83,13 +86,15 @@ class Weight:
         return self.tensor.nbytes
 
     def _fill(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor + self._offset if self._offset else tensor
 
 
 class RmsNorm:
-    def __init__(self, scope: Scope, num_channels: int, eps: float) -> None:
+    """`centred`: the checkpoint holds the difference from 1, which is kept in float32."""
+
+    def __init__(self, scope: Scope, num_channels: int, eps: float, *, centred: bool = False) -> None:
         self._ops = scope.ops
-        self._weight = Weight(scope, "weight", (num_channels,))
+        self._weight = norm_weight(scope, "weight", num_channels, centred=centred)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -98,6 +103,12 @@ class RmsNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
         return self._ops.add_rms_norm(x, residual, self._weight.tensor, self._eps)
+
+
+def norm_weight(scope: Scope, name: str, num_channels: int, *, centred: bool) -> Weight:
+    if centred:
+        return Weight(scope, name, (num_channels,), dtype=torch.float32, offset=1.0)
+    return Weight(scope, name, (num_channels,))
 
 
 class LayerNorm:

@@ -24,8 +24,9 @@ class Holder(Protocol):
 
 class Slot(NamedTuple):
     shape: tuple[int, ...]
-    fill: Callable[[Tensor], None]  # takes the tensor in the compute dtype, on the device, and owns it
+    fill: Callable[[Tensor], None]  # takes the tensor in its dtype, on the device, and owns it
     optional: bool = False
+    dtype: torch.dtype | None = None  # None: the compute dtype
 
 
 class Demands:
@@ -53,10 +54,16 @@ class Scope:
         return Scope(self.ops, self.dtype, self.device, self._demands, prefix=f"{self._prefix}{name}.")
 
     def want(
-        self, name: str, shape: tuple[int, ...], fill: Callable[[Tensor], None], *, optional: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        fill: Callable[[Tensor], None],
+        *,
+        optional: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it."""
-        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional)
+        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype)
 
     def skip(self, *prefixes: str) -> None:
         """Tensors whose names begin so may be in the checkpoint; they are not read."""

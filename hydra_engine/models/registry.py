@@ -60,6 +60,7 @@ def build_model(
         else:
             root.skip(*family.vision_names)
     language = root if spec.vision is None else root.at("language_model")
+    root.skip("mtp.")  # layers that guess further tokens, beside some published decoders
     if role.needs_language:
         decoder = Decoder(language, spec.language)
     else:

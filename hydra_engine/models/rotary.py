@@ -24,6 +24,7 @@ class RotaryTable:
         self._factor = _number(spec, "attention_factor") if "attention_factor" in spec.rope_parameters else 1.0
         self._device = device
         self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
+        self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that do not turn
         self._table = self._piece(0)  # [multiple of _PIECE, D]: cosines, then sines
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +41,9 @@ class RotaryTable:
 
     def _piece(self, begin: int) -> Tensor:
         angles = torch.arange(begin, begin + _PIECE, dtype=torch.float32)[:, None] * self._frequencies
-        return (torch.cat((angles.cos(), angles.sin()), dim=1) * self._factor).to(self._device)
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        still = cos.new_zeros(_PIECE, self._still)
+        return torch.cat((cos, still + 1, sin, still), dim=1).to(self._device)
 
 
 def _axes(spec: LanguageSpec) -> Tensor:
@@ -56,8 +59,9 @@ def _axes(spec: LanguageSpec) -> Tensor:
 
 
 def frequencies(spec: LanguageSpec) -> Tensor:
-    """[D/2] float32, with the arithmetic of transformers."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    """[D/2] float32, of the pairs that turn, with the arithmetic of transformers."""
+    dim = spec.rotary_dim or spec.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (spec.rope_theta**exponents)
     match spec.rope_parameters.get("rope_type", "default"):
         case "default":
@@ -82,16 +86,17 @@ def _yarn_ramp(spec: LanguageSpec) -> Tensor:
     """[D/2] float32: 0 for pairs that turn more than beta_fast times in the original context, 1 for those that turn
     less than beta_slow times."""
     length, base = _number(spec, "original_max_position_embeddings"), spec.rope_theta
+    dim = spec.rotary_dim or spec.head_dim
 
     def pair(turns: float) -> float:
-        return spec.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = pair(_number(spec, "beta_fast")), pair(_number(spec, "beta_slow"))
     if spec.rope_parameters["truncate"]:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    first, last = max(first, 0), min(last, dim - 1)
     width = last - first or 0.001
-    return ((torch.arange(spec.head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
 
 
 def _number(spec: LanguageSpec, name: str) -> float:

@@ -119,10 +119,11 @@ def fill_model(
     done = 0
     for name, slot in slots.items():
         stored = checkpoint.read(name)
-        tensor = stored.to(device=device, dtype=dtype)
+        wanted = slot.dtype or dtype
+        tensor = stored.to(device=device, dtype=wanted)
         if check_finite and not all_finite(tensor):
             if all_finite(stored):
-                raise CheckpointError(f"tensor {name} holds values that {str(dtype).removeprefix('torch.')} cannot")
+                raise CheckpointError(f"tensor {name} holds values that {str(wanted).removeprefix('torch.')} cannot")
             raise CheckpointError(f"tensor {name} holds values that are not finite (NaN or infinity)")
         slot.fill(tensor)
         done += checkpoint.entries[name].nbytes

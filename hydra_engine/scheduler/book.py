@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import Ledger
 from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.slots import SlotPool
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
@@ -38,12 +39,20 @@ class RequestBook:
     """
 
     def __init__(
-        self, kv: CacheManager[RequestId], images: CacheManager[FeatureKey], instance: str, *, reuse: bool
+        self,
+        kv: CacheManager[RequestId],
+        images: CacheManager[FeatureKey],
+        instance: str,
+        *,
+        reuse: bool,
+        num_state_slots: int = 0,
     ) -> None:
+        """KV without the state at its end is worth nothing, so with states only features are reused."""
         self.kv = kv
+        self.slots = SlotPool(num_state_slots)
         self.features = FeatureCache(images, keeps=reuse)
-        self.prefixes = PrefixReuse(kv, enabled=reuse)
-        self.ledger = Ledger(kv, self.features)
+        self.prefixes = PrefixReuse(kv, enabled=reuse and not num_state_slots, shares_features=reuse)
+        self.ledger = Ledger(kv, self.features, self.slots)
         self.states: dict[RequestId, RequestState] = {}
         self.timelines: dict[RequestId, Timeline] = {}
         self.encoding = ArrivalQueue()
@@ -93,6 +102,7 @@ class RequestBook:
         assert not state.plans_in_flight and state.ending is not None, "a request is forgotten while it is in use"
         request_id = state.request.id
         self.kv.free(request_id)
+        self.slots.free(request_id)
         for index, progress in enumerate(state.images):
             if progress <= ImageProgress.ENCODED:
                 self.features.drop((request_id, index), state.image_keys[index])
@@ -114,6 +124,7 @@ class RequestBook:
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """The request gets its first blocks: the `num_found` that the cache has, and behind them what it grows."""
         waited = state.waits_for_images
+        self.slots.take(state.request.id)
         self.prefixes.adopt(state, num_found)
         if num_found:
             self.timelines[state.request.id].reused(now, state.num_computed)
@@ -128,6 +139,7 @@ class RequestBook:
         """Frees the KV of a running request. It keeps its age, its tokens and the features it has not consumed."""
         assert not state.num_scheduled, "a request is preempted while a step computes it"
         self.kv.free(state.request.id)
+        self.slots.free(state.request.id)
         state.num_computed = state.num_named = 0
         state.num_preemptions += 1
         self.num_preemptions += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra_engine.cache.table import BlockTable
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import ImageSlice, LanguagePlan, LanguageRow
@@ -28,7 +27,7 @@ class LanguagePlanner:
 
     def plan(self, step_id: StepId, now: float) -> LanguagePlan | None:
         """The next step, or None if nothing can run."""
-        rows = [_decode_row(state, self._kv.tables[state.request.id]) for state in self._ready_decodes(now)]
+        rows = [self._decode_row(state) for state in self._ready_decodes(now)]
         budget = self._budgets.language(len(rows))
         budget, short = self._continue_prefills(rows, budget, now)
         self._start_prefills(rows, budget, short, now)
@@ -185,6 +184,23 @@ class LanguagePlanner:
             num_generated=state.num_generated,
             is_decode=False,
             images=self._slices(state, start, end),
+            state_slot=self._book.slots.of(state.request.id),
+        )
+
+    def _decode_row(self, state: RequestState) -> LanguageRow:
+        state.num_scheduled += 1
+        state.plans_in_flight += 1
+        table = self._kv.tables[state.request.id]
+        return LanguageRow(
+            state.request.id,
+            (state.generated[-1],),
+            state.num_computed,
+            table.block_ids,
+            table.num_blocks,
+            True,
+            len(state.generated),
+            True,
+            state_slot=self._book.slots.of(state.request.id),
         )
 
     def _slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:
@@ -203,18 +219,3 @@ def _chunk(state: RequestState, budget: int) -> int:
     start = state.num_computed
     end = min(state.num_computable, start + budget)
     return policy.chunk_end(start, end, state.request.images) - start
-
-
-def _decode_row(state: RequestState, table: BlockTable) -> LanguageRow:
-    state.num_scheduled += 1
-    state.plans_in_flight += 1
-    return LanguageRow(
-        state.request.id,
-        (state.generated[-1],),
-        state.num_computed,
-        table.block_ids,
-        table.num_blocks,
-        True,
-        len(state.generated),
-        True,
-    )

@@ -15,12 +15,14 @@ from hydra_engine.core.state import RequestState
 
 
 class PrefixReuse:
-    """`enabled` False: nothing is found and nothing is lent."""
+    """`enabled` False: nothing is found and nothing is lent. `shares_features`: images with the same picture have the
+    same key."""
 
-    def __init__(self, kv: CacheManager[RequestId], *, enabled: bool) -> None:
+    def __init__(self, kv: CacheManager[RequestId], *, enabled: bool, shares_features: bool) -> None:
         self._kv = kv
         self._block_size = kv.block_size
         self.enabled = enabled
+        self._shares_features = shares_features
 
     def find(self, state: RequestState) -> list[int]:
         """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
@@ -54,8 +56,8 @@ class PrefixReuse:
         state.num_named = full
 
     def feature_keys(self, request: Request) -> tuple[FeatureKey, ...]:
-        """What the features of its images are shared by; without reuse, keys that no other image has."""
-        if not self.enabled:
+        """What the features of its images are shared by; if they are not, keys that no other image has."""
+        if not self._shares_features:
             return tuple(FeatureKey(b"%d.%d" % (request.id, index)) for index in range(len(request.images)))
         return tuple(feature_key(image.digest, request.cache_salt) for image in request.images)
 

@@ -60,13 +60,14 @@ class StageScheduler:
         *,
         instance: str,
         reuse: bool = True,
+        num_state_slots: int = 0,
         budgets: Budgets | None = None,
     ) -> None:
         if Role.P not in role or Role.D not in role:
             raise ConfigError(f"an instance must prefill and decode, not only {role.letters}", param="topology")
         self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
         self._max_queue = config.max_queue
-        self._book = RequestBook(kv, images, instance, reuse=reuse)
+        self._book = RequestBook(kv, images, instance, reuse=reuse, num_state_slots=num_state_slots)
         budgets = budgets if budgets is not None else Budgets.from_config(config)
         self._vision = VisionPlanner(self._book, budgets, config)
         self._language = LanguagePlanner(self._book, budgets, config)

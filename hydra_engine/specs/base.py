@@ -7,9 +7,11 @@ from it; `models/` builds modules that agree with it. Does not know tensors, wei
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+LayerKind = Literal["attention", "delta"]
 
 
 class View(NamedTuple):
@@ -113,6 +115,39 @@ class PreprocessSpec:
     identity: str
 
 
+class DeltaShape(NamedTuple):
+    """A gated delta-net layer, which keeps one state per request instead of keys and values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    num_taps: int  # of the convolution
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def num_outputs(self) -> int:
+        """Of the layer's input projections: channels, gates, decays and strengths."""
+        return self.num_channels + self.value_width + 2 * self.num_value_heads
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """The last inputs of the convolution, and the recurrent state in float32."""
+        recurrent = self.num_value_heads * self.key_dim * self.value_dim * 4
+        return recurrent + (self.num_taps - 1) * self.num_channels * dtype_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class LanguageSpec:
     num_layers: int
@@ -133,24 +168,56 @@ class LanguageSpec:
     rope_parameters: dict[str, object] = field(default_factory=dict)
     rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column); sum is head_dim / 2
     rope_interleaved: bool = False  # pairs take their axes in turns instead of in three runs
+    rotary_dim: int | None = None  # how many of a head's numbers turn, its first ones; None: all
+    output_gate: bool = False  # what attention gives is multiplied by a gate, projected beside the queries
+    centred_norms: bool = False  # norms multiply by 1 + weight, but for the one inside a delta net
+    delta: DeltaShape | None = None  # None: every layer is attention
+    layer_kinds: tuple[LayerKind, ...] = ()  # of every layer, where there are delta nets
+
+    @property
+    def has_states(self) -> bool:
+        return self.num_state_layers > 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - self.num_state_layers
+
+    @property
+    def num_state_layers(self) -> int:
+        return self.layer_kinds.count("delta")
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+        return self.num_kv_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What a request keeps besides keys and values, however long it is."""
+        return 0 if self.delta is None else self.num_state_layers * self.delta.state_bytes(dtype_bytes)
 
     def num_parameters(self) -> int:
         """Weights of the decoder with embeddings and head."""
         c, d = self.hidden_size, self.head_dim
-        width = (self.num_heads + 2 * self.num_kv_heads) * d
+        width = (self.num_heads * (1 + self.output_gate) + 2 * self.num_kv_heads) * d
         attention = c * width + self.num_heads * d * c
         biases = width * self.attention_bias + c * self.output_bias
-        layer = attention + biases + 2 * d * self.qk_norm + 3 * c * self.intermediate_size + 2 * c
-        return self.num_layers * layer + self.vocab_size * c * (1 if self.tie_embeddings else 2) + c
+        mixers = self.num_kv_layers * (attention + biases + 2 * d * self.qk_norm)
+        if self.delta is not None:
+            shape = self.delta
+            own = shape.num_channels * shape.num_taps + 2 * shape.num_value_heads + shape.value_dim
+            mixers += self.num_state_layers * (c * (shape.num_outputs + shape.value_width) + own)
+        layers = mixers + self.num_layers * (3 * c * self.intermediate_size + 2 * c)
+        return layers + self.vocab_size * c * (1 if self.tie_embeddings else 2) + c
 
     def flops_per_token(self, num_context: int) -> int:
         """Multiply-adds times two of one token through the layers (head not counted) with that much context."""
         c, d = self.hidden_size, self.head_dim
-        linear = c * (2 * self.num_heads + 2 * self.num_kv_heads) * d + 3 * c * self.intermediate_size
-        return self.num_layers * 2 * (linear + 2 * num_context * self.num_heads * d)
+        linear = c * ((2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads) * d
+        work = self.num_kv_layers * (linear + 2 * num_context * self.num_heads * d)
+        if self.delta is not None:
+            shape = self.delta
+            state = shape.num_value_heads * shape.key_dim * shape.value_dim
+            own = shape.num_channels * shape.num_taps + 3 * state
+            work += self.num_state_layers * (c * (shape.num_outputs + shape.value_width) + own)
+        return 2 * (work + self.num_layers * 3 * c * self.intermediate_size)
 
 
 class VisionSpec(Protocol):

@@ -1,4 +1,4 @@
-"""Decoders of the Llama kind (llama, mistral, qwen2, qwen3): from the text part of config.json to a LanguageSpec.
+"""Decoders of the Llama kind and qwen3_5's hybrid one: from the text part of config.json to a LanguageSpec.
 
 Knows the text models inside vision-language models, by the names that configs give them, and which fields transformers
 leaves out of a nested config because they equal its defaults. Rotary settings are read by `rope.py`.
@@ -11,6 +11,7 @@ from typing import Literal
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.base import DTYPE_BYTES, LanguageSpec
+from hydra_engine.specs.delta import delta_shape, layer_kinds
 from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.rope import Sections, rope_settings
 
@@ -31,7 +32,9 @@ class DecoderDefaults:
     what the type has whatever a config says.
 
     `biases`: "qkv" always there and nowhere else; "option": of all four projections, where attention_bias says so.
-    `windowed`: whether sliding_window counts always, where use_sliding_window says so, or never.
+    `windowed`: whether sliding_window counts always, where use_sliding_window says so, or never. `rotary_share`: of a
+    head's numbers, where a config may say it. `hybrid`: most layers are delta nets, attention is gated, norms are
+    centred at zero.
     """
 
     intermediate_size: int
@@ -49,6 +52,8 @@ class DecoderDefaults:
     biases: Literal["none", "qkv", "option"] = "none"
     qk_norm: bool = False
     windowed: Literal["always", "option", "never"] = "never"
+    rotary_share: float | None = None
+    hybrid: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
@@ -79,6 +84,18 @@ _QWEN3_VL = replace(
     rope_interleaved=True,
     windowed="never",
 )
+_QWEN3_5 = DecoderDefaults(
+    12288,
+    4,
+    248320,
+    32768,
+    num_heads=16,
+    head_dim=256,
+    biases="option",
+    qk_norm=True,
+    rotary_share=0.25,
+    hybrid=True,
+)
 # The text models of vision-language models go by a name of their own; older configs are flat, under the whole model's.
 DECODERS = {
     "llama": DecoderDefaults(11008, None, 32000, 2048, biases="option", bos_token_id=1, eos_token_id=2),
@@ -90,6 +107,7 @@ DECODERS = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3": _QWEN3,
     "qwen3_vl_text": _QWEN3_VL,
+    "qwen3_5_text": _QWEN3_5,
 }
 
 
@@ -124,9 +142,11 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
         sections=defaults.rope_sections,
         interleaved=defaults.rope_interleaved,
         max_position=max_position,
+        share=defaults.rotary_share,
     )
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None)
     return LanguageSpec(
-        num_layers=config.integer("num_hidden_layers", defaults.num_layers if nested else None),
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -144,6 +164,11 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
         rope_parameters=rope.parameters,
         rope_sections=rope.sections,
         rope_interleaved=rope.interleaved,
+        rotary_dim=rope.rotary_dim if rope.rotary_dim < head_dim else None,
+        output_gate=defaults.hybrid,
+        centred_norms=defaults.hybrid,
+        delta=delta_shape(config) if defaults.hybrid else None,
+        layer_kinds=layer_kinds(config, num_layers) if defaults.hybrid else (),
     )
 
 

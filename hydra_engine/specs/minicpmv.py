@@ -12,13 +12,13 @@ from typing import NamedTuple
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.specs.clip import normalisation, processor_settings
-from hydra_engine.specs.decoder import DECODERS, activation, build_language, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
 from hydra_engine.specs.fields import Fields, read_json
 from hydra_engine.specs.files import ModelFiles
 from hydra_engine.specs.geometry import check_picture, no_videos
 from hydra_engine.specs.slices import Slicing, one_frame_a_second
 
-HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and what transformers assumes
+HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and what transformers assumes where none is named
 HALF = (0.5, 0.5, 0.5)
 MODES = {"4x": 1, "16x": 2}  # rounds of merging 2 x 2 neighbours, counted with the one inside the tower
 
@@ -161,7 +161,9 @@ class MiniCpmVisionSpec:
 
 def build_minicpmv(files: ModelFiles) -> ModelSpec:
     config = files.config
-    text = _text_config(config)
+    text = config.section_if_present("text_config") or Fields({}, "text_config of config.json")
+    if text.get("model_type") is None:
+        text = Fields({**text.values, "model_type": HYBRID}, text.where)
     language = build_language(text, tie_embeddings=config.flag("tie_word_embeddings", False), nested=True)
     if language.rope_sections is not None:
         raise CheckpointError(
@@ -181,17 +183,6 @@ def build_minicpmv(files: ModelFiles) -> ModelSpec:
         dtype=stored_dtype(config, text),
         video_token_id=config.integer("video_token_id", at_least=0) if has_videos else None,
     )
-
-
-def _text_config(config: Fields) -> Fields:
-    text = config.section_if_present("text_config") or Fields({}, "text_config of config.json")
-    if text.text("model_type", HYBRID) == HYBRID:
-        served = ", ".join(name for name, defaults in DECODERS.items() if defaults.rope_sections is None)
-        raise CheckpointError(
-            f"text model type {HYBRID!r} is not supported: most of its layers are gated delta-net layers, which keep a "
-            f"state per request instead of keys and values; supported in this family are {served}"
-        )
-    return text
 
 
 def _vision(files: ModelFiles, feature_size: int, *, has_videos: bool) -> MiniCpmVisionSpec:

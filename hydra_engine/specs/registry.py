@@ -65,6 +65,7 @@ ARCHITECTURES: dict[str, SpecBuilder] = {
     "MistralForCausalLM": build_text_only,
     "Qwen2ForCausalLM": build_text_only,
     "Qwen3ForCausalLM": build_text_only,
+    "Qwen3_5ForCausalLM": build_text_only,
 }
 _BY_MODEL_TYPE = {
     "llava": "LlavaForConditionalGeneration",
@@ -78,6 +79,7 @@ _BY_MODEL_TYPE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 
 

@@ -26,13 +26,22 @@ class Rope:
     sections: Sections | None
     interleaved: bool
     stretched: int  # positions that yarn reaches; 0 elsewhere
+    rotary_dim: int  # of a head's numbers
 
 
 def rope_settings(
-    config: Fields, *, head_dim: int, theta: float, sections: Sections | None, interleaved: bool, max_position: int
+    config: Fields,
+    *,
+    head_dim: int,
+    theta: float,
+    sections: Sections | None,
+    interleaved: bool,
+    max_position: int,
+    share: float | None = None,
 ) -> Rope:
     """From `rope_parameters`, or the older `rope_theta` and `rope_scaling`; the keywords are what the model type has
-    where the config is silent."""
+    where the config is silent. `share` of a head's numbers turn, None where the type knows only all of them; a type
+    that has it is served with one position per token, for which sections change nothing."""
     found = config.section_if_present("rope_parameters") or config.section_if_present("rope_scaling")
     values = found or Fields({}, config.where)
     kind = values.text("rope_type", values.text("type", "default"))
@@ -40,8 +49,7 @@ def rope_settings(
         kind = "default"
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"rope type {kind[:40]!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    if values.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+    rotary_dim = _rotary_dim(config, values, head_dim, share)
     theta = values.number("rope_theta", config.number("rope_theta", theta))
     # Dynamic scaling begins past max_position_embeddings, where it would make a row's angles depend on the longest row
     # of its batch; a context ends before that.
@@ -57,7 +65,22 @@ def rope_settings(
         factor = values.number("factor", max_position / original)
         stretched = int(factor * original)
         parameters |= {"factor": factor, "original_max_position_embeddings": original, **_yarn(values, theta, factor)}
-    return Rope(parameters, theta, _sections(values, head_dim, sections), _interleaved(values, interleaved), stretched)
+    if share is not None:
+        return Rope(parameters, theta, None, False, stretched, rotary_dim)
+    axes = _sections(values, head_dim, sections), _interleaved(values, interleaved)
+    return Rope(parameters, theta, *axes, stretched, rotary_dim)
+
+
+def _rotary_dim(config: Fields, values: Fields, head_dim: int, share: float | None) -> int:
+    asked = values.number("partial_rotary_factor", config.number("partial_rotary_factor", share or 1.0))
+    if share is None and asked != 1.0:
+        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+    turning = int(head_dim * asked)
+    if not 0 < asked <= 1 or turning % 2 or not turning:
+        raise CheckpointError(
+            f"partial_rotary_factor {asked:g} turns {turning} of a head's {head_dim} numbers; it must be pairs of them"
+        )
+    return turning
 
 
 def _original_length(config: Fields, values: Fields, max_position: int) -> int:

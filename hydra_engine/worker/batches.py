@@ -17,8 +17,9 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import BlockIds, EncodeItem, LanguageRow
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.inputs import LanguageInput, States, VisionInput
 from hydra_engine.worker.positions import PromptPositions
+from hydra_engine.worker.states import StateTable
 
 Int64s = npt.NDArray[np.int64]
 
@@ -37,6 +38,7 @@ def language_input(
     image_block_size: int,
     device: torch.device,
     rope: Sequence[PromptPositions] | None = None,
+    states: StateTable | None = None,
 ) -> LanguageInput:
     """At least one row, each with at least one token. `rope` has the rows' multimodal rotary positions, for models that
     have them."""
@@ -73,6 +75,7 @@ def language_input(
         position_end=int(positions.max()) + 1,
         image_rows=image_rows,
         image_slots=image_slots,
+        states=None if states is None else States(states.cache, states.rows(rows)),
     )
 
 

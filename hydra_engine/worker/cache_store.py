@@ -1,4 +1,4 @@
-"""Allocates the tensors behind the two paged caches.
+"""Allocates the tensors behind the two paged caches and the recurrent states.
 
 Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know who uses which block.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import PagedCache, StateCache
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.memory import CachePlan
 
@@ -28,7 +28,7 @@ def allocate_kv_cache(
 ) -> PagedCache:
     """[N, L, 2, S, Hkv, D]. `poison` fills it with NaN, so that a read of what was never written shows (tests)."""
     language = spec.language
-    shape = (plan.num_kv_blocks, language.num_layers, 2, block_size, language.num_kv_heads, language.head_dim)
+    shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
     return PagedCache(_allocate(shape, dtype, device, poison))
 
 
@@ -46,6 +46,20 @@ def allocate_image_cache(
         return None
     shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
     return PagedCache(_allocate(shape, dtype, device, poison))
+
+
+def allocate_states(
+    spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU, poison: bool = False
+) -> StateCache | None:
+    """None where the model keeps none. Every slot has two places, 2 * slot and the next: a step reads one and writes
+    the other, so that a step that raised can be run again."""
+    shape = spec.language.delta
+    if shape is None or not plan.num_state_slots:
+        return None
+    size = (2 * plan.num_state_slots, spec.language.num_state_layers)
+    conv = (*size, shape.num_taps - 1, shape.num_channels)
+    recurrent = (*size, shape.num_value_heads, shape.key_dim, shape.value_dim)
+    return StateCache(_allocate(conv, dtype, device, poison), _allocate(recurrent, torch.float32, device, poison))
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """A language plan -> logits -> sampled tokens -> a language result.
 
 Runs in the language lane's thread. A row that makes the model raise, or whose logits are not finite, fails alone: KV
-writes are idempotent, so a step that raised is run again row by row. Does not decide when a request ends.
+writes are idempotent and recurrent states are written to another place than they are read from, so a step that raised
+is run again row by row. Does not decide when a request ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.clock import Clock
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, LanguageRow, RowOutcome
 from hydra_engine.errors import ErrorInfo
@@ -22,6 +23,7 @@ from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, 
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
+from hydra_engine.worker.states import StateTable
 
 
 class LanguageLane:
@@ -33,6 +35,7 @@ class LanguageLane:
         image_cache: PagedCache | None,
         clock: Clock,
         faults: FaultPoints,
+        states: StateCache | None = None,
     ) -> None:
         self._model = model
         self._ops = backend.ops
@@ -41,6 +44,7 @@ class LanguageLane:
         self._image_cache = image_cache
         self._clock = clock
         self._faults = faults
+        self._states = None if states is None else StateTable(states)
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> LanguageResult:
         """`records[i]` belongs to `plan.rows[i]`. Never raises because of a request's content."""
@@ -73,6 +77,7 @@ class LanguageLane:
             image_block_size=1 if self._image_cache is None else self._image_cache.block_size,
             device=self._device,
             rope=_rope(records),
+            states=self._states,
         )
         logits = self._model.forward(inputs, self._kv_cache, self._image_cache)
         poisoned |= self._faults.hit(MID_LANGUAGE_STEP, requests)
@@ -82,6 +87,8 @@ class LanguageLane:
             if rows[i].request_id in poisoned:
                 host_logits[index] = np.nan
         chosen = iter(_sample(host_logits, [rows[i] for i in sampled], [records[i] for i in sampled]))
+        if self._states is not None:
+            self._states.advance(rows)
         return tuple(next(chosen) if row.sample else RowOutcome(row.request_id) for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""How many blocks each cache gets, and the longest request that then fits: once, at start.
+"""How many blocks each cache gets, how many slots recurrent states, and the longest request: once, at start.
 
 Works from the spec's byte formulas and the free memory it is told. Allocates nothing, asks no device.
 """
@@ -31,14 +31,17 @@ class CachePlan:
     kv_bytes: int
     image_bytes: int
     reasons: tuple[str, ...]
+    num_state_slots: int = 0  # 0: the model keeps no recurrent states
+    state_bytes: int = 0
 
 
 def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.dtype, free_bytes: int) -> CachePlan:
     """`free_bytes` is what is free before the weights are loaded. Raises ResourceError, saying what to change, when
     the longest request cannot be served."""
     weights_bytes = _weights_bytes(spec, role, dtype.itemsize)
-    share_bytes = int(MEMORY_SHARE * max(free_bytes - weights_bytes, 0))
     reasons: list[str] = []
+    num_slots, state_bytes = _states(spec, role, config, dtype.itemsize, free_bytes - weights_bytes, reasons)
+    share_bytes = int(MEMORY_SHARE * max(free_bytes - weights_bytes - state_bytes, 0))
     wanted_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
         reasons.append(f"max_model_len {config.max_model_len} exceeds the model's {spec.max_model_len}, which is taken")
@@ -53,8 +56,33 @@ def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.
         image_block_bytes = config.cache.image_block_size * vision.num_planes * vision.feature_size * dtype.itemsize
         num_image = _image_blocks(config, vision.max_tokens_per_item, image_block_bytes, share_bytes, reasons)
     return CachePlan(
-        num_kv, num_image, max_model_len, num_kv * kv_block_bytes, num_image * image_block_bytes, tuple(reasons)
+        num_kv,
+        num_image,
+        max_model_len,
+        num_kv * kv_block_bytes,
+        num_image * image_block_bytes,
+        tuple(reasons),
+        num_slots,
+        state_bytes,
     )
+
+
+def _states(
+    spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int, free_bytes: int, reasons: list[str]
+) -> tuple[int, int]:
+    """(slots, bytes): one slot for every request that may run, each with two places, see `cache_store.py`."""
+    if not (role.needs_language and spec.language.has_states):
+        return 0, 0
+    num_slots = config.scheduler.max_num_seqs
+    slot_bytes = 2 * spec.language.state_bytes(dtype_bytes)
+    if num_slots * slot_bytes > free_bytes:
+        raise ResourceError(
+            f"the recurrent states of {num_slots} requests need {_gib(num_slots * slot_bytes)}, of which "
+            f"{_gib(max(free_bytes, 0))} are free beside the weights; lower max_num_seqs or free memory",
+            param="max_num_seqs",
+        )
+    reasons.append(f"recurrent states: {_gib(num_slots * slot_bytes)} for {num_slots} requests; KV is not reused")
+    return num_slots, num_slots * slot_bytes
 
 
 def _weights_bytes(spec: ModelSpec, role: Role, dtype_bytes: int) -> int:

@@ -1,14 +1,15 @@
 """Tiny steps that pay first-call costs (thread pools, kernel set-up, lazy pages of weights) before requests come.
 
-Every slot is -1, so nothing is written to a cache and nothing is left behind. Does not know lanes or requests.
+Every slot is -1, so nothing is written to a cache; what is left in recurrent states is never read, for a request begins
+without one. Does not know lanes or requests.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hydra_engine.backend.base import Ops, PagedCache
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.backend.base import Ops, PagedCache, StateCache, StateRows
+from hydra_engine.models.inputs import LanguageInput, States, VisionInput
 from hydra_engine.specs.base import LanguageSpec, VisionSpec
 from hydra_engine.specs.generic import GenericVisionSpec
 from hydra_engine.worker.ports import ServedModel
@@ -34,6 +35,7 @@ def warm_language(
     language: LanguageSpec,
     kv_cache: PagedCache,
     image_cache: PagedCache | None,
+    states: StateCache | None,
     device: torch.device,
     *,
     max_model_len: int,
@@ -62,7 +64,15 @@ def warm_language(
         position_end=int(num_context.max()),
         image_rows=first if merge else None,
         image_slots=first if merge else None,
+        states=None if states is None else States(states, _state_rows(counts)),
     )
     with torch.inference_mode():
         logits = model.forward(inputs, kv_cache, image_cache)
     best_tokens(logits.cpu().numpy())
+
+
+def _state_rows(counts: tuple[int, ...]) -> StateRows:
+    """As many rows, each in a place of its own (every slot has two) and none with a state before it."""
+    ends = torch.tensor((0, *counts), dtype=torch.int64).cumsum(0)
+    places = torch.arange(len(counts), dtype=torch.int64)
+    return StateRows(ends, torch.zeros_like(places), places, places)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from hydra_engine.backend.base import Backend, Lane, PagedCache
+from hydra_engine.backend.base import Backend, Lane, PagedCache, StateCache
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
@@ -49,12 +49,14 @@ class Worker:
         wake: Callable[[], None],
         role: Role = EPD,
         faults: FaultPoints | None = None,
+        states: StateCache | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._spec = spec
         self._kv_cache = kv_cache
         self._image_cache = image_cache
+        self._states = states
         self._max_model_len = config.max_model_len or spec.max_model_len
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
@@ -67,7 +69,7 @@ class Worker:
         if role.needs_vision and spec.vision is not None and image_cache is not None:
             self._vision = device.lane("vision"), VisionLane(model, backend, image_cache, clock, self.faults)
         if role.needs_language and kv_cache is not None:
-            runner = LanguageLane(model, backend, kv_cache, image_cache, clock, self.faults)
+            runner = LanguageLane(model, backend, kv_cache, image_cache, clock, self.faults, states)
             self._language = device.lane("language"), runner
 
     # ---- requests
@@ -128,7 +130,8 @@ class Worker:
             jobs.append((self._vision[0], encode))
         if self._language is not None and self._kv_cache is not None:
             ops, language = self._backend.ops, self._spec.language
-            step = partial(warm_language, self._model, ops, language, self._kv_cache, self._image_cache, device)
+            caches = self._kv_cache, self._image_cache, self._states
+            step = partial(warm_language, self._model, ops, language, *caches, device)
             for decode in (False, True):
                 jobs.append((self._language[0], partial(step, max_model_len=self._max_model_len, decode=decode)))
         progress(0, len(jobs))

@@ -14,15 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.inputs import LanguageInput, States, VisionInput
 from hydra_engine.models.registry import load_model
-from hydra_engine.specs.base import ModelSpec
+from hydra_engine.specs.base import LanguageSpec, ModelSpec
 from hydra_engine.specs.registry import load_spec
 
 GARBAGE = 2**30  # entries of a block table beyond its end
+NUM_PLACES = 64  # of recurrent states
 OUTSIDE = -5  # token ids at image rows: the prompt's placeholders need not be in the vocabulary
 
 
@@ -44,6 +45,7 @@ class Request:
     rope_delta: int = 0
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    places: list[int] = field(default_factory=list)  # of its states: the first is read, the second written
 
     @property
     def num_left(self) -> int:
@@ -67,11 +69,12 @@ class Driver:
         self.backend = backend
         self.model = load_model(model_dir, self.spec, backend, role)
         language = self.spec.language
-        shape = (num_blocks, language.num_layers, 2, block_size, language.num_kv_heads, language.head_dim)
+        shape = (num_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
         self.kv_cache = PagedCache(torch.full(shape, float("nan"), dtype=backend.dtype))
         planes = 1 if self.spec.vision is None else self.spec.vision.num_planes
         image_shape = (num_blocks, planes, 1, image_block_size, 1, language.hidden_size)
         self.image_cache = PagedCache(torch.full(image_shape, float("nan"), dtype=backend.dtype))
+        self.states = _poisoned_states(self.spec.language, backend.dtype)
         self._random = random.Random(seed)
         self._num_blocks = num_blocks
         self.reset()
@@ -80,6 +83,7 @@ class Driver:
         """Forgets all requests; their blocks may be used again, in another order."""
         self._free = self._random.sample(range(self._num_blocks), self._num_blocks)
         self._free_image = self._random.sample(range(self._num_blocks), self._num_blocks)
+        self._free_places = self._random.sample(range(NUM_PLACES), NUM_PLACES)
 
     def embeddings(self, request: Request) -> Tensor:
         """[T, C]: what goes into the first layer for the whole prompt."""
@@ -159,6 +163,7 @@ class Driver:
             wanted += chosen
             counts.append(len(chosen))
             request.num_computed = end
+        states = self._states(work)
         places = torch.tensor(positions)  # [T] or [T, 3]
         batch = LanguageInput(
             token_ids=torch.tensor(token_ids),
@@ -169,6 +174,7 @@ class Driver:
             logit_rows=torch.tensor(wanted, dtype=torch.int64),
             image_rows=torch.tensor(image_rows) if image_rows else None,
             image_slots=torch.tensor(image_slots) if image_slots else None,
+            states=states,
         )
         with torch.inference_mode():
             logits = self.model.forward(batch, self.kv_cache, self.image_cache)
@@ -198,9 +204,14 @@ class Driver:
         """Goes on with a request that another driver began, over a copy of its KV cache."""
         self.kv_cache.data.copy_(source.kv_cache.data)
         self._free = [block for block in self._free if block not in request.blocks]
+        if self.states is not None and source.states is not None:
+            self.states.conv.copy_(source.states.conv)
+            self.states.recurrent.copy_(source.states.recurrent)
+            self._free_places = [place for place in self._free_places if place not in request.places]
 
     def fork(self, request: Request, source: Request, num_tokens: int) -> None:
         """Lets a new request share the full blocks of another one's first tokens, as a prefix cache does."""
+        assert self.states is None, "a prefix of keys and values is worth nothing without the state at its end"
         num_blocks = num_tokens // self.kv_cache.block_size
         request.blocks = source.blocks[:num_blocks]
         request.num_computed = num_blocks * self.kv_cache.block_size
@@ -222,6 +233,21 @@ class Driver:
         plan = self.backend.ops.plan_attention
         return plan(*(torch.tensor(values, dtype=torch.int32) for values in (cu_q, contexts, tables)))
 
+    def _states(self, work: Sequence[tuple[Request, int]]) -> States | None:
+        """After `num_computed` has moved on. What a row reads stays as it is: it writes to its other place."""
+        if self.states is None:
+            return None
+        cu_q = [0]
+        for request, count in work:
+            cu_q.append(cu_q[-1] + count)
+            if not request.places:
+                request.places = [self._free_places.pop(), self._free_places.pop()]
+        starts = [request.num_computed - count for request, count in work]
+        reads, writes = ([request.places[which] for request, _ in work] for which in (0, 1))
+        for request, _ in work:
+            request.places.reverse()
+        return States(self.states, StateRows(*(torch.tensor(values) for values in (cu_q, starts, reads, writes))))
+
     def _reserve(self, request: Request, num_tokens: int) -> None:
         while len(request.blocks) * self.kv_cache.block_size < num_tokens:
             request.blocks.append(self._free.pop())
@@ -229,3 +255,13 @@ class Driver:
     def _slot(self, request: Request, position: int) -> int:
         size = self.kv_cache.block_size
         return request.blocks[position // size] * size + position % size
+
+
+def _poisoned_states(language: LanguageSpec, dtype: torch.dtype) -> StateCache | None:
+    shape = language.delta
+    if shape is None:
+        return None
+    size = (NUM_PLACES, language.num_state_layers)
+    conv = torch.full((*size, shape.num_taps - 1, shape.num_channels), float("nan"), dtype=dtype)
+    heads = (shape.num_value_heads, shape.key_dim, shape.value_dim)
+    return StateCache(conv, torch.full((*size, *heads), float("nan")))

@@ -33,6 +33,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"text": {"tie_word_embeddings": True}}),
     "qwen3": ("qwen3", {"text": {"head_dim": 24}}),
     "qwen3-tied": ("qwen3", {"text": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "text": {
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 32,
+                "num_hidden_layers": 4,
+            }
+        },
+    ),
     "qwen3-yarn": (
         "qwen3",
         {"text": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}},

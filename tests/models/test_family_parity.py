@@ -29,6 +29,10 @@ ALL = [
     pytest.param(case, variant, id=f"{case.family}-{variant}") for case in CASES.values() for variant in case.variants
 ]
 PLAIN = [pytest.param(case, next(iter(case.variants)), id=case.family) for case in CASES.values()]
+# A decoder that keeps a state per request besides keys and values.
+STATEFUL = [
+    pytest.param(case, "hybrid", id=f"{case.family}-hybrid") for case in CASES.values() if "hybrid" in case.variants
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,7 @@ def test_merged_embeddings_match(case: FamilyCase, variant: str, checkpoints: Ch
     assert_close(pair.driver.embeddings(pair.request(prompt)), pair.reference.embeddings(prompt), "many images")
 
 
-@pytest.mark.parametrize(("case", "variant"), PLAIN)
+@pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
 ) -> None:
@@ -147,7 +151,7 @@ def test_a_shared_prefix_gives_the_same_logits(
         assert torch.equal(pair.driver.run(request, [5]), alone[hit:]), f"hit of {hit} tokens"
 
 
-@pytest.mark.parametrize(("case", "variant"), PLAIN)
+@pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_mixed_batches_match_each_request_alone(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
 ) -> None:
@@ -184,7 +188,7 @@ def test_a_picture_has_the_same_features_in_any_company(
         assert torch.equal(pair.driver.features(alone), features)
 
 
-@pytest.mark.parametrize(("case", "variant"), PLAIN)
+@pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_a_row_has_the_same_bits_in_any_batch(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
 ) -> None:
@@ -199,7 +203,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
     assert torch.equal(torch.cat(logits), alone)
 
 
-@pytest.mark.parametrize(("case", "variant"), PLAIN)
+@pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_halves_of_a_model_work_together(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
     """E encodes, P computes the prompt, D goes on from copied caches: the tokens of one whole model."""
     model_dir = checkpoints.of(case, variant)
@@ -223,7 +227,7 @@ def test_halves_of_a_model_work_together(case: FamilyCase, variant: str, checkpo
     assert encoder.model.weights_bytes + decoder.model.weights_bytes == whole.driver.model.weights_bytes
 
 
-@pytest.mark.parametrize(("case", "variant"), PLAIN)
+@pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_bfloat16_is_as_good_as_transformers_in_bfloat16(
     case: FamilyCase, variant: str, checkpoints: Checkpoints
 ) -> None:

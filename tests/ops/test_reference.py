@@ -108,8 +108,8 @@ def test_wrong_arguments_are_named_with_what_was_expected() -> None:
         ops.linear(torch.zeros(2, 4), packed, act="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weight: expected"):
         ops.pack_linear(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"x: expected .*float32.*bfloat16"):
-        ops.rms_norm(torch.zeros(2, 4).bfloat16(), torch.zeros(4), 1e-5)
+    with pytest.raises(ValueError, match=r"weight: expected .*float32.*bfloat16"):
+        ops.rms_norm(torch.zeros(2, 4), torch.zeros(4).bfloat16(), 1e-5)
     with pytest.raises(ValueError, match=r"residual: expected \[2, 4\]"):
         ops.add_rms_norm(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4), 1e-5)
     with pytest.raises(ValueError, match=r"gate_up: expected \[T, 2 \* F\]"):

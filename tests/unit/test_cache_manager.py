@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import MAX_LINES, Ledger
 from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.slots import SlotPool
 from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 
@@ -83,7 +84,7 @@ def test_growth_is_all_or_nothing_and_slots_never_overlap(num_blocks: int, calls
 def ledger() -> tuple[Ledger, CacheManager, FeatureCache]:
     kv: CacheManager[RequestId] = CacheManager(300, 4)
     features = FeatureCache(CacheManager(4, 4))
-    return Ledger(kv, features), kv, features
+    return Ledger(kv, features, SlotPool(0)), kv, features
 
 
 PICTURE = FeatureKey(b"picture")

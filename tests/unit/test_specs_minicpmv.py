@@ -25,12 +25,12 @@ from transformers.video_utils import VideoMetadata
 
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.intake.pixels import render
-from hydra_engine.specs.base import ItemPlan, MediaPlan, VideoInfo
+from hydra_engine.specs.base import DeltaShape, ItemPlan, MediaPlan, VideoInfo
 from hydra_engine.specs.minicpmv import MiniCpmVisionSpec
 from hydra_engine.specs.slices import MAX_ASPECT, Slicing, one_frame_a_second
 from tests.unit.model_dirs import Json, ModelDir, Size, awkward_sizes, changed
 
-# openbmb/MiniCPM-V-4.6 as published (layer_types of the decoder shortened).
+# openbmb/MiniCPM-V-4.6 as published.
 HYBRID: Json = {
     "attn_output_gate": True,
     "full_attention_interval": 4,
@@ -38,7 +38,7 @@ HYBRID: Json = {
     "hidden_act": "silu",
     "hidden_size": 1024,
     "intermediate_size": 3584,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
@@ -55,7 +55,7 @@ HYBRID: Json = {
     "tie_word_embeddings": True,
     "vocab_size": 248094,
 }
-# The same tower over Qwen3-0.6B, which the engine has.
+# The same tower over Qwen3-0.6B.
 TEXT: Json = {
     "head_dim": 128,
     "hidden_size": 1024,
@@ -170,14 +170,50 @@ def test_a_published_checkpoint(published: ModelDir) -> None:
     assert tower.plan_image(1920, 1080).num_tokens == 11 * 6 + 2 * 4 * 64 and tower.plan_image(1, 1).num_tokens == 64
 
 
-def test_the_released_decoder_is_refused(published: ModelDir) -> None:
-    for text in (HYBRID, {**HYBRID, "model_type": None}, ...):
-        published.write("config.json", changed(CONFIG, "text_config", text))
-        words = published.refusal()
-        assert words.startswith(
-            "text model type 'qwen3_5_text' is not supported: most of its layers are gated delta-net"
-        )
-        assert words.endswith("supported in this family are llama, mistral, qwen2, qwen3")
+def test_the_released_decoder(published: ModelDir) -> None:
+    """Three delta nets to an attention layer; a quarter of each head turns."""
+    published.write("config.json", {**CONFIG, "text_config": HYBRID})
+    spec = published.spec().language
+    assert spec.layer_kinds == ("delta", "delta", "delta", "attention") * 6
+    assert spec.delta == DeltaShape(16, 16, 128, 128, 4) and spec.delta.num_channels == 6144
+    assert (spec.rotary_dim, spec.rope_theta, spec.rope_sections, spec.max_position) == (64, 1e7, None, 262144)
+    assert spec.kv_bytes_per_token(2) == 6 * 2 * 2 * 256 * 2
+    assert spec.state_bytes(2) == 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(
+            MiniCPMV4_6Config(**{**CONFIG, "text_config": HYBRID})
+        ).model.language_model
+    assert spec.num_parameters() == sum(tensor.numel() for tensor in model.parameters())
+    delta, attention = model.layers[0], model.layers[3]
+    matrices = [18 * tensor.numel() for tensor in delta.parameters() if tensor.dim() > 1]
+    matrices += [6 * tensor.numel() for tensor in attention.parameters() if tensor.dim() > 1]
+    assert spec.flops_per_token(100) == 2 * (sum(matrices) + 6 * 2 * 100 * 8 * 256 + 18 * 3 * 16 * 128 * 128)
+
+
+def test_a_decoder_without_a_type_is_the_released_one(published: ModelDir) -> None:
+    published.write("config.json", changed(CONFIG, "text_config", {**HYBRID, "model_type": None}))
+    assert published.spec().language.num_state_layers == 18
+    published.write("config.json", changed(CONFIG, "text_config", ...))
+    spec = published.spec().language
+    assert (spec.num_layers, spec.hidden_size, spec.num_state_layers, spec.rotary_dim) == (32, 4096, 24, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("layer_types", ["linear_attention"] * 24, "at least one full_attention"),
+        ("layer_types", ["full_attention"] * 23, "a list of 24 times"),
+        ("layer_types", ["sliding_attention"] * 24, "a list of 24 times"),
+        ("linear_num_value_heads", 24, "24 value heads of linear attention cannot share 16 key heads"),
+        ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim"),
+        ("attn_output_gate", False, "attn_output_gate"),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1"),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+    ],
+)
+def test_hybrid_decoders_that_are_refused(published: ModelDir, name: str, value: object, words: str) -> None:
+    published.write("config.json", {**CONFIG, "text_config": {**HYBRID, name: value}})
+    assert words in published.refusal()
 
 
 @pytest.mark.parametrize("mode", [{}, {"downsample_mode": "4x"}, {"downsample_mode": "4x", "merger_times": 2}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ResourceError
-from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache
+from hydra_engine.specs.base import DeltaShape
+from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory import GIB, CachePlan, plan_memory
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
 
@@ -134,3 +136,23 @@ def test_a_large_cache_costs_no_memory_until_it_is_written() -> None:
 def test_poison_shows_reads_of_what_was_never_written() -> None:
     cache = allocate_kv_cache(fake_spec(), plan(num_kv_blocks=20), 16, torch.bfloat16, poison=True)
     assert torch.isnan(cache.data).all()
+
+
+def test_recurrent_states_are_counted_before_the_caches() -> None:
+    """Two places for every request that may run; keys and values of attention layers only."""
+    spec = fake_spec(256, FAKE_VISION)
+    language = replace(
+        spec.language, num_layers=3, delta=DeltaShape(1, 2, 4, 8, 4), layer_kinds=("delta", "delta", "attention")
+    )
+    hybrid = replace(spec, language=language)
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=5))
+    made = plan_memory(hybrid, EPD, config, torch.bfloat16, PLENTY)
+    per_request = 2 * (2 * 4 * 8 * 4 + 3 * 24 * 2)
+    assert (made.num_state_slots, made.state_bytes) == (5, 5 * 2 * per_request)
+    assert made.kv_bytes == made.num_kv_blocks * 16 * TOKEN_BYTES // 2
+    states = allocate_states(hybrid, made, torch.bfloat16)
+    assert states is not None and states.nbytes == made.state_bytes
+    assert states.conv.shape == (10, 2, 3, 24) and states.recurrent.shape == (10, 2, 2, 4, 8)
+    with pytest.raises(ResourceError, match="lower max_num_seqs"):
+        plan_memory(hybrid, EPD, config, torch.bfloat16, language.num_parameters() * 2 + made.state_bytes - 1)
+    assert allocate_states(spec, plan(), torch.bfloat16) is None

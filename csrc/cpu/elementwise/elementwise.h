@@ -14,7 +14,8 @@ namespace hydra {
 struct RowsCall {
   const void* x = nullptr;         // [rows, columns]; act_and_mul: [rows, 2 * columns]
   const void* residual = nullptr;  // [rows, columns]
-  const void* weight = nullptr;    // [columns]
+  const void* gate = nullptr;      // [rows, columns]
+  const void* weight = nullptr;    // [columns], float32 where `wide_weight` says so
   const void* bias = nullptr;      // [columns]
   const float* cos = nullptr;      // [tokens, columns / 2]
   const float* sin = nullptr;
@@ -26,13 +27,15 @@ struct RowsCall {
   int64_t x_stride = 0;  // between tokens
   int64_t head_stride = 0;
   int64_t residual_stride = 0;
+  int64_t gate_stride = 0, gate_head_stride = 0;
+  bool wide_weight = false;
   int64_t cos_stride = 0, sin_stride = 0;
   float eps = 0;
   Activation act = Activation::none;
   DType dtype = DType::f32;
 };
 
-enum class RowsOp { rms_norm, add_rms_norm, layer_norm, act_and_mul, rotate };
+enum class RowsOp { rms_norm, add_rms_norm, layer_norm, act_and_mul, rotate, gated_rms_norm, sigmoid_mul };
 
 void run_rows(RowsOp op, const RowsCall& call);
 

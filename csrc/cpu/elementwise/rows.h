@@ -46,14 +46,40 @@ HYDRA_TARGET const T* add_residual(const RowsCall& call, const T* x, int64_t row
   return total;
 }
 
-template <class T, bool kResidual>
+template <class T, class W, bool kResidual>
 HYDRA_TARGET void rms_norm_row(const RowsCall& call, int64_t row, const T* x) {
-  const T* weight = static_cast<const T*>(call.weight);
+  const W* weight = static_cast<const W*>(call.weight);
   T* out = static_cast<T*>(call.out) + row * call.columns;
   if constexpr (kResidual) x = add_residual(call, x, row);
   const float scale = rms_scale(x, call.columns, call.eps);
   HYDRA_FOR_VECTORS(call.columns, {
     store_some(out + i, load_normed(x + i, weight + i, scale, count), count);
+  });
+}
+
+template <class T, bool kResidual>
+HYDRA_TARGET void rms_norm_row(const RowsCall& call, int64_t row, const T* x) {
+  if (call.wide_weight) return rms_norm_row<T, float, kResidual>(call, row, x);
+  rms_norm_row<T, T, kResidual>(call, row, x);
+}
+
+// The norm is rounded to the dtype before the product, as if it were an operation of its own.
+template <class T>
+HYDRA_TARGET void gated_rms_norm_row(const RowsCall& call, int64_t row, const T* x, const T* gate) {
+  const T* weight = static_cast<const T*>(call.weight);
+  T* out = static_cast<T*>(call.out) + row * call.columns;
+  const float scale = rms_scale(x, call.columns, call.eps);
+  HYDRA_FOR_VECTORS(call.columns, {
+    const vf normed = rounded<T>(load_normed(x + i, weight + i, scale, count));
+    store_some(out + i, normed * activate<Activation::silu>(load_some(gate + i, count)), count);
+  });
+}
+
+template <class T>
+HYDRA_TARGET void sigmoid_mul_row(const RowsCall& call, int64_t row, const T* x, const T* gate) {
+  T* out = static_cast<T*>(call.out) + row * call.columns;
+  HYDRA_FOR_VECTORS(call.columns, {
+    store_some(out + i, times_sigmoid(load_some(x + i, count), load_some(gate + i, count)), count);
   });
 }
 
@@ -110,6 +136,7 @@ HYDRA_TARGET void run_typed_rows(RowsOp op, const RowsCall& call, int64_t begin,
   int64_t token = begin / call.heads, head = begin % call.heads;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.x) + token * call.x_stride + head * call.head_stride;
+    const T* gate = static_cast<const T*>(call.gate) + token * call.gate_stride + head * call.gate_head_stride;
     switch (op) {
       case RowsOp::rms_norm:
         rms_norm_row<T, false>(call, row, x);
@@ -125,6 +152,12 @@ HYDRA_TARGET void run_typed_rows(RowsOp op, const RowsCall& call, int64_t begin,
         break;
       case RowsOp::rotate:
         rotate_row(call, row, x, token);
+        break;
+      case RowsOp::gated_rms_norm:
+        gated_rms_norm_row(call, row, x, gate);
+        break;
+      case RowsOp::sigmoid_mul:
+        sigmoid_mul_row(call, row, x, gate);
         break;
     }
     if (++head == call.heads) {

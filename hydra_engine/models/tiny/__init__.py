@@ -45,7 +45,7 @@ TINY: dict[str, TinyFamily] = {
     "qwen3_vl": QWEN3_VL,
     "gemma3": GEMMA3,
     "smolvlm": SMOLVLM,
-    **{model_type: _text_only(model_type) for model_type in ("llama", "mistral", "qwen2", "qwen3")},
+    **{model_type: _text_only(model_type) for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")},
 }
 
 

@@ -81,9 +81,17 @@ def make_checkpoint(
         model = auto.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             randomise(name, parameter.data)
+            if _is_centred(config.get_text_config(), name):
+                parameter.data -= 1
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     model.generation_config.save_pretrained(directory)
     save_processor(directory, config, family)
+
+
+def _is_centred(text: Any, name: str) -> bool:
+    """Norms of this decoder multiply by 1 + weight, but for the one inside a delta net; the tower's are like others."""
+    norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return bool(text.model_type == "qwen3_5_text") and norm and "vision" not in name and "merger" not in name
 
 
 def randomise(name: str, tensor: Tensor) -> None:

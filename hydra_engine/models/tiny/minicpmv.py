@@ -1,4 +1,4 @@
-"""Random MiniCPM-V 4.6 checkpoints over decoders that the engine has; the released ones have another (qwen3_5_text)."""
+"""Random MiniCPM-V 4.6 checkpoints over plain decoders, or over the released ones' hybrid (qwen3_5_text)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6 in the shared parity tests, over decoders that the engine has."""
+"""MiniCPM-V 4.6 in the shared parity tests, over its released kind of decoder and plain ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPM
 from transformers.video_utils import VideoMetadata
 
 from tests.models.families.base import FamilyCase, Inputs, Media
+
+# Three delta nets and an attention layer, as in the released decoder.
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 
 class Processed(Inputs):
@@ -70,6 +79,21 @@ MINICPMV = FamilyCase(
             "text_type": "qwen3",
             "text": {"head_dim": 24, "num_key_value_heads": 1},
             "vision": {"num_attention_heads": 2, "image_size": 34},
+        },
+        "hybrid": {"text_type": "qwen3_5_text", "text": HYBRID},
+        "hybrid-grouped": {
+            "text_type": "qwen3_5_text",
+            "text": {
+                **HYBRID,
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "num_hidden_layers": 3,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 6,
+                "linear_value_head_dim": 20,
+                "linear_conv_kernel_dim": 3,
+                "attention_bias": True,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
         },
     },
     sizes=((48, 48), (80, 60), (23, 70)),

@@ -1,0 +1,5 @@
+// Recurrent states without AVX2, and for other architectures.
+#define HYDRA_LEVEL scalar
+#define HYDRA_LANES 4
+#define HYDRA_TARGET
+#include "cpu/delta/states.h"

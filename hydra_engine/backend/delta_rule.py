@@ -1,0 +1,96 @@
+"""The gated delta rule and its causal convolution over packed rows of requests, in plain torch with float32 sums.
+
+Walks token by token, so a token's result depends on its request alone: not on how a prompt was cut, nor on who shares
+the call. Does not know weights or schedulers.
+
+Formulas (Yang, Kautz, Hatamizadeh: Gated Delta Networks, section 3.1). State S [Dk, Dv] of a head; for a token with key
+k, query q, both of length 1, value v, decay d and strength b:
+
+    S = d S;    S = S + k (b (v - S^T k))^T;    out = S^T q / sqrt(Dk)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydra_engine.backend.base import StateCache, StateRows
+
+LENGTH_EPS = 1e-6  # of the length of keys and queries
+_PIECE = 1 << 14  # elements: whole vectors, and few enough for one thread
+
+
+def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    """silu(sum over j of weight[:, j] * x[t - K + 1 + j])."""
+    states, taps = cache.conv, weight.shape[1]
+    before = taps - 1
+    bounds, starts, reads, writes = rows.lists()
+    counts = [end - begin for begin, end in pairwise(bounds)]
+    parts = []
+    for row, count in enumerate(counts):
+        old = states[reads[row], layer] if starts[row] else torch.zeros_like(states[0, 0])
+        parts += [old, x[bounds[row] : bounds[row] + count]]
+    padded = torch.cat(parts)  # of every row K - 1 inputs more
+    ends = torch.tensor(bounds[1:]) + before * torch.arange(1, len(counts) + 1)
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    first = torch.arange(x.shape[0]) + before * owners
+    wide = weight.float()
+    total = padded.index_select(0, first).float() * wide[:, 0]
+    for tap in range(1, taps):
+        total += padded.index_select(0, first + tap).float() * wide[:, tap]
+    for row, end in enumerate(ends.tolist()):
+        states[writes[row], layer] = padded[end - before : end]
+    return by_vectors(F.silu, total).to(x.dtype)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    shift: Tensor,
+    cache: StateCache,
+    layer: int,
+    rows: StateRows,
+) -> Tensor:
+    """Token by token, all heads at once. d = exp(-exp(rates) softplus(a + shift)), strength sigmoid(b), rounded."""
+    group = v.shape[1] // k.shape[1]
+    q, k = (_unit(x).repeat_interleave(group, dim=1) for x in (q, k))
+    q = q * q.shape[2] ** -0.5
+    decays = by_vectors(torch.exp, -by_vectors(torch.exp, rates) * by_vectors(F.softplus, a.float() + shift))
+    strengths = by_vectors(torch.sigmoid, b.float()).to(b.dtype).float()
+    states, out = cache.recurrent, torch.empty(v.shape, dtype=v.dtype)
+    bounds, starts, reads, writes = rows.lists()
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        state = states[reads[row], layer].clone() if starts[row] else torch.zeros_like(states[0, 0])
+        for t in range(begin, end):
+            state *= decays[t, :, None, None]
+            known = (state * k[t, :, :, None]).sum(1)  # [Hv, Dv]: what the state says of this key
+            change = (v[t].float() - known) * strengths[t, :, None]
+            state += k[t, :, :, None] * change[:, None]
+            out[t] = (state * q[t, :, :, None]).sum(1)
+        states[writes[row], layer] = state
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    """float32, of length 1."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) element by element, in pieces of one size that no thread shares.
+
+    torch computes exp and its relatives with vectors, but what is left at the end of a thread's share with scalars,
+    and the two differ in the last bit: an element's value would depend on how many share the call.
+    """
+    flat = F.pad(x.flatten(), (0, -x.numel() % _PIECE))
+    pieces = [function(piece) for piece in flat.split(_PIECE)]
+    return torch.cat(pieces)[: x.numel()].view(x.shape) if pieces else x
