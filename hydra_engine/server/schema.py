@@ -171,7 +171,7 @@ def _sampling(fields: SamplingFields, **chosen: Any) -> SamplingParams:
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the engine takes them: known keys only, developer as system, pictures and videos as objects with a URL."""
+    """Messages as the engine takes them: known keys only, developer as system, media as objects with a URL."""
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

@@ -30,7 +30,7 @@ def _text_only(model_type: str) -> TinyFamily:
         lambda text, vision, overrides: transformers.AutoConfig.for_model(
             model_type, **{**TEXT, **text, **vision, **overrides}
         ),
-        lambda directory, config, tokenizer: tokenizer.save_pretrained(directory),
+        lambda directory, _config, tokenizer: tokenizer.save_pretrained(directory),
         with_images=False,
     )
 
