@@ -193,6 +193,7 @@ class Simulator:
     image_blocks: int = 64
     image_size: int = 4
     reuse: bool = True
+    num_state_slots: int = 0
     costs: Costs = field(default_factory=Costs)
     bad_images: frozenset[tuple[int, int]] = frozenset()
     bad_rows: frozenset[tuple[int, int]] = frozenset()  # (request, how many rows it had before)
@@ -203,7 +204,9 @@ class Simulator:
         kv = CacheManager(self.kv_blocks, self.kv_size)
         images = CacheManager(self.image_blocks, self.image_size)
         self.lanes = FakeLanes(kv, images)
-        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test", reuse=self.reuse)
+        self.scheduler = StageScheduler(
+            EPD, kv, images, self.config, instance="test", reuse=self.reuse, num_state_slots=self.num_state_slots
+        )
         self.requests: dict[int, Request] = {}
         self.refused: dict[int, RequestError] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
