@@ -125,4 +125,4 @@ def test_keys_and_values_are_not_reused_but_pictures_are(make_engine: EngineFact
     engine = make_engine(model=hybrid_model)
     first, second = (engine.generate("Look: twice.", [picture(1)], sampling=sampling(0)) for _ in range(2))
     assert first.token_ids == second.token_ids
-    assert second.usage.cached_tokens == 0
+    assert (second.usage.cached_tokens, second.usage.cached_images) == (0, 1)

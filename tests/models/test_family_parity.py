@@ -17,7 +17,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.models.tiny.base import BOS_ID
 from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver
-from tests.models.families.base import Checkpoints, FamilyCase, Pair, Reference, conversations, picture, words
+from tests.models.families.base import Checkpoints, FamilyCase, Pair, Prompt, Reference, conversations, picture, words
 from tests.models.families.cases import CASES
 from tests.support_table import record
 
@@ -53,6 +53,17 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> float:
     difference = (actual - expected).abs().max().item()
     assert difference <= TOLERANCE, f"{what}: largest difference {difference:.3g}"
     return difference
+
+
+def assert_same_choices(pair: Pair, prompt: Prompt, ours: list[int], theirs: list[int], what: str) -> None:
+    """Equal tokens, up to the first place where transformers itself has a tie: two logits nearer to each other than
+    the tolerance of logits. Rounding, which differs from processor to processor, breaks those."""
+    if ours == theirs:
+        return
+    first = next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    logits = pair.reference.logits(prompt.followed_by(theirs[:first]))[-1]
+    gap = float(logits[theirs[first]] - logits[ours[first]])
+    assert abs(gap) <= TOLERANCE, f"{what}: token {first} is {ours[first]}, not {theirs[first]}, by {gap:.3g}"
 
 
 @pytest.mark.parametrize(("case", "variant"), ALL)
@@ -97,7 +108,7 @@ def test_logits_and_greedy_tokens_match(
         # The reference ops are slow; where there are better ones, their word is good for the beginning.
         count = NUM_GREEDY if backend.ops.name == BACKENDS[-1] else NUM_GREEDY // 8
         generated = pair.driver.generate(pair.request(prompt), count, [11])
-        assert generated == pair.reference.generate(prompt, NUM_GREEDY)[:count], name
+        assert_same_choices(pair, prompt, generated, pair.reference.generate(prompt, NUM_GREEDY)[:count], name)
     record_property("difference", largest)
 
 

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,6 +73,11 @@ class Prompt:
     ropes: tuple[RopeSpan, ...] = ()
     rope_delta: int = 0
     token_types: list[int] = field(default_factory=list)  # 0 text, 1 picture, 2 video
+
+    def followed_by(self, token_ids: Sequence[int]) -> Prompt:
+        """The same with text behind it."""
+        types = [*self.token_types, *(0 for _ in token_ids)]
+        return replace(self, token_ids=[*self.token_ids, *token_ids], token_types=types)
 
     def key(self) -> Hashable:
         """Equal for prompts with equal tokens, pictures and videos."""
