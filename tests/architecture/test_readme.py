@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hydra_engine.models.registry import FAMILIES as MODELS
+from tests.support_table import BEGIN, END, FAMILIES, read, table
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,3 +30,33 @@ def test_the_tree_lists_every_room() -> None:
     listed = set(re.findall(r"^  ([a-z_]+)/", tree, re.MULTILINE))
     rooms = {p.name for p in (ROOT / "hydra_engine").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert listed == rooms
+
+
+def test_the_table_of_models_has_every_family_and_no_failure() -> None:
+    assert set(MODELS) <= set(FAMILIES), "a family has no row: add it to tests/support_table.py and run `make support`"
+    lines = README.split(BEGIN)[1].split(END)[0].strip().split("\n")
+    assert len(lines) == 2 + len(FAMILIES), "run `make support`"
+    rows = dict(zip(FAMILIES, lines[2:], strict=True))
+    for family, (name, checkpoints, takes) in FAMILIES.items():
+        assert rows[family].startswith(f"| {name} | {checkpoints} | {takes} |"), "run `make support`"
+        assert "fails" not in rows[family]
+        if family != "text":
+            assert all(cell.strip() for cell in rows[family].strip("|").split("|")), f"{name} was not tested in full"
+
+
+def test_a_failed_test_shows_in_the_table(tmp_path: Path) -> None:
+    results = tmp_path / "results.xml"
+    cases = [
+        ("logits greedy", "3.2e-05", ""),
+        ("cuts", "", "<failure/>"),
+        ("halves", "", "<skipped/>"),
+    ]
+    body = "".join(
+        f'<testcase><properties><property name="family" value="llava"/><property name="checks" value="{checks}"/>'
+        + (f'<property name="difference" value="{difference}"/>' if difference else "")
+        + f"</properties>{outcome}</testcase>"
+        for checks, difference, outcome in cases
+    )
+    results.write_text(f"<testsuites><testsuite>{body}</testsuite></testsuites>", encoding="utf-8")
+    row = table(read(results)).split("\n")[2]
+    assert row.split(" | ")[3:] == ["", "3e-5", "✓", "fails", "fails", "", " |"]
