@@ -60,12 +60,6 @@ class BlockPool:
             self._refcounts[block] = 1
         return blocks
 
-    def retain(self, blocks: Iterable[int]) -> None:
-        """One more owner for blocks that are held."""
-        for block in blocks:
-            assert self._refcounts[block] > 0, f"block {block} is not held"
-            self._refcounts[block] += 1
-
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less. The last one frees the block; with content it stays reusable until evicted.
 

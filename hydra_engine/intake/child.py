@@ -27,6 +27,7 @@ from PIL import Image
 from hydra_engine.errors import InvalidImage
 from hydra_engine.intake.containers import Container
 from hydra_engine.intake.pixels import decode, num_bytes, render_into
+from hydra_engine.intake.spawn import fill
 from hydra_engine.specs.base import View
 
 DONE, BROKEN = b"\0", b"\1"
@@ -105,19 +106,10 @@ def _receive(connection: socket.socket) -> tuple[bytearray, list[int]] | None:
     first, descriptors, _, _ = socket.recv_fds(connection, HEAD.size, 1)
     head = bytearray(HEAD.size)
     head[: len(first)] = first
-    if not first or not _fill(connection, memoryview(head)[len(first) :]):
+    if not first or not fill(connection, memoryview(head)[len(first) :]):
         return None
     job = bytearray(*HEAD.unpack(head))
-    return (job, descriptors) if _fill(connection, memoryview(job)) else None
-
-
-def _fill(connection: socket.socket, rest: memoryview) -> bool:
-    while rest:
-        num_read = connection.recv_into(rest)
-        if num_read == 0:
-            return False
-        rest = rest[num_read:]
-    return True
+    return (job, descriptors) if fill(connection, memoryview(job)) else None
 
 
 def _map(descriptor: int) -> Memory:

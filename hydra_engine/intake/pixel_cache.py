@@ -51,11 +51,6 @@ class PixelCache:
                 mine = self._making[key] = Future()
         return self._make(key, mine, make) if promise is None else _wait(promise)
 
-    def clear(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._num_bytes = 0
-
     def _make(self, key: bytes, promise: Future[Payloads], make: Callable[[], Payloads]) -> Payloads:
         try:
             payloads = make()

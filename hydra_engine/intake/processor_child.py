@@ -19,6 +19,7 @@ from PIL import Image
 
 from hydra_engine.core.media import ArrayLayout
 from hydra_engine.errors import ErrorInfo, HydraError
+from hydra_engine.intake.spawn import fill
 
 LENGTH = struct.Struct("<Q")
 
@@ -105,15 +106,6 @@ def receive(connection: socket.socket) -> bytes | None:
         return None
     data = bytearray(LENGTH.unpack(length)[0])
     return bytes(data) if fill(connection, memoryview(data)) else None
-
-
-def fill(connection: socket.socket, rest: memoryview) -> bool:
-    while rest:
-        num_read = connection.recv_into(rest)
-        if num_read == 0:
-            return False
-        rest = rest[num_read:]
-    return True
 
 
 if __name__ == "__main__":

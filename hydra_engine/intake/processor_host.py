@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,7 +19,8 @@ import numpy as np
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ArrayLayout, PixelPayload
 from hydra_engine.errors import EngineClosed, InvalidImage, Unavailable, from_info
-from hydra_engine.intake.processor_child import Ask, Reply, Setup, fill, receive, send
+from hydra_engine.intake.processor_child import Ask, Reply, Setup, receive, send
+from hydra_engine.intake.spawn import fill, spawn
 from hydra_engine.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
 
@@ -33,8 +30,7 @@ START_SECONDS = 180.0  # torch and transformers on a busy machine
 ANSWER_SECONDS = 60.0  # for a picture
 MAX_ARRAY_BYTES = 1 << 30  # of one picture's arrays
 
-_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "PYTHONPATH", "HOME", "TMPDIR")
-_FOLDERS = ("HF_HOME", "HF_MODULES_CACHE")  # where transformers keeps code that comes with models
+_FOLDERS = ("HOME", "TMPDIR", "HF_HOME", "HF_MODULES_CACHE")  # where transformers keeps code that comes with models
 _SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _COMMAND = (sys.executable, "-m", "hydra_engine.intake.processor_child")
 
@@ -143,21 +139,7 @@ class ProcessorHost:
 
 class _Child:
     def __init__(self, command: Sequence[str], setup: str) -> None:
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), setup],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=_environment(),
-                    start_new_session=True,  # a terminal's Ctrl-C is the parent's business
-                )
-        except OSError:
-            self._socket.close()
-            raise
+        self._process, self._socket = spawn(command, setup, settings=_SETTINGS, kept=_FOLDERS)
         try:
             reply, _ = self._reply(START_SECONDS)
         except (OSError, EOFError, msgspec.MsgspecError):
@@ -197,14 +179,6 @@ class _Child:
         if not fill(self._socket, memoryview(data)):
             raise EOFError
         return reply, bytes(data)
-
-
-def _environment() -> dict[str, str]:
-    """What an interpreter needs and no secrets."""
-    kept = {name: os.environ[name] for name in (*_KEPT_VARIABLES, *_FOLDERS) if name in os.environ}
-    package_parent = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, [package_parent, kept.get("PYTHONPATH")]))
-    return kept | _SETTINGS | {"PYTHONPATH": paths}
 
 
 def _closed() -> EngineClosed:

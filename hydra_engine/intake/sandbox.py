@@ -10,11 +10,9 @@ import fcntl
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +21,7 @@ from hydra_engine.errors import InvalidImage, Unavailable
 from hydra_engine.intake.child import BROKEN, DONE, HEAD, FramesJob, Job
 from hydra_engine.intake.containers import broken
 from hydra_engine.intake.pixels import num_bytes
+from hydra_engine.intake.spawn import fill, spawn
 from hydra_engine.intake.videos import INFO, ProbeJob, VideoJob, broken_video
 from hydra_engine.specs.base import VideoInfo
 
@@ -35,7 +34,6 @@ VIDEO_ANSWER_SECONDS = 180.0
 _LEAST_BYTES = 4 << 20  # of shared memory
 _KEPT_BYTES = 64 << 20  # more is given back when the next answer needs less than half of it
 
-_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "PYTHONPATH")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks would count as memory
 _COMMAND = (sys.executable, "-m", "hydra_engine.intake.child")
 _VIDEO_COMMAND = (sys.executable, "-m", "hydra_engine.intake.video_child")
@@ -139,14 +137,6 @@ class _Children:
         child.end()
 
 
-def _environment() -> dict[str, str]:
-    """What an interpreter needs and no secrets."""
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    package_parent = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, [package_parent, kept.get("PYTHONPATH")]))
-    return kept | _ONE_THREAD | {"PYTHONPATH": paths}
-
-
 class _Memory:
     """Shared with one child, whose pixels go there. Sealed, so its size is what it was made with."""
 
@@ -175,21 +165,7 @@ class _Memory:
 class _Child:
     def __init__(self, command: Sequence[str]) -> None:
         self._memory: _Memory | None = None
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=_environment(),
-                    start_new_session=True,  # a terminal's Ctrl-C is the parent's business
-                )
-        except OSError:
-            self._socket.close()
-            raise
+        self._process, self._socket = spawn(command, settings=_ONE_THREAD)
         try:
             self._socket.settimeout(START_SECONDS)
             if self._read(1) != DONE:
@@ -238,10 +214,6 @@ class _Child:
 
     def _read(self, size: int) -> bytes:
         answer = bytearray(size)
-        view = memoryview(answer)
-        while view:
-            num_read = self._socket.recv_into(view)
-            if num_read == 0:
-                raise EOFError
-            view = view[num_read:]
+        if not fill(self._socket, memoryview(answer)):
+            raise EOFError
         return bytes(answer)

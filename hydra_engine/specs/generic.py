@@ -171,6 +171,8 @@ def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> Descri
 def _describe_elsewhere(model_dir: str, trust_remote_code: bool) -> Description:
     flags = ["--trust-remote-code"] if trust_remote_code else []
     package_parent = str(Path(__file__).parents[2])
+    # API keys are no business of code that may come with a model.
+    known = {name: value for name, value in os.environ.items() if not name.startswith("HYDRA_")}
     path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
@@ -178,7 +180,7 @@ def _describe_elsewhere(model_dir: str, trust_remote_code: bool) -> Description:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_DESCRIBE_SECONDS,
-            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            env=known | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         )
     except (OSError, subprocess.TimeoutExpired):
         raise CheckpointError("the process that asks transformers about the model did not answer") from None

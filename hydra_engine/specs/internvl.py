@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_engine.errors import CheckpointError
+from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.specs.clip import normalisation, processor_settings, projector_parameters
-from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import activation, build_language
 from hydra_engine.specs.fields import Fields, read_json_if_present
 from hydra_engine.specs.files import ModelFiles
 from hydra_engine.specs.geometry import check_picture, no_videos
@@ -156,17 +157,13 @@ def build_internvl(files: ModelFiles) -> ModelSpec:
     # Before transformers 5 the text part decided; configs of that time have no such field at the top.
     tie = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False))
     language = build_language(text, tie_embeddings=tie, nested=True)
-    tokens = special_tokens(files.generation, config, text)
-    return ModelSpec(
-        family="internvl",
-        architecture=files.architecture,
-        language=language,
+    return model_spec(
+        files,
+        "internvl",
+        text,
+        language,
         vision=_vision(files, language.hidden_size),
         image_token_id=config.integer("image_token_id", 151667, at_least=0),
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
-        dtype=stored_dtype(config, text),
     )
 
 

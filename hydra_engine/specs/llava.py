@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.errors import CheckpointError
+from hydra_engine.specs.assemble import model_spec, nested_language
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.specs.clip import (
     ClipSpec,
@@ -18,7 +19,7 @@ from hydra_engine.specs.clip import (
     processor_settings,
     projector_parameters,
 )
-from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import activation
 from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.files import ModelFiles
 from hydra_engine.specs.geometry import check_picture, no_videos, shortest_edge_size
@@ -77,20 +78,14 @@ class LlavaVisionSpec:
 
 def build_llava(files: ModelFiles) -> ModelSpec:
     config = files.config
-    text = config.section("text_config")
-    tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
-    language = build_language(text, tie_embeddings=tie, nested=True)
-    tokens = special_tokens(files.generation, config, text)
-    return ModelSpec(
-        family="llava",
-        architecture=files.architecture,
-        language=language,
+    text, language = nested_language(files)
+    return model_spec(
+        files,
+        "llava",
+        text,
+        language,
         vision=_vision(config, files.images, language.hidden_size),
         image_token_id=image_token_id(config),
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
-        dtype=stored_dtype(config, text),
     )
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hydra_engine.errors import CheckpointError
+from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.specs.clip import normalisation, processor_settings
-from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import activation, build_language
 from hydra_engine.specs.fields import Fields, read_json
 from hydra_engine.specs.files import ModelFiles
 from hydra_engine.specs.geometry import check_picture, no_videos
@@ -169,18 +170,14 @@ def build_minicpmv(files: ModelFiles) -> ModelSpec:
         raise CheckpointError(
             "mrope_section in config.json is not supported for MiniCPM-V 4.6: positions count in one row"
         )
-    tokens = special_tokens(files.generation, config, text)
     has_videos = "video_token_id" in config
-    return ModelSpec(
-        family="minicpmv4_6",
-        architecture=files.architecture,
-        language=language,
+    return model_spec(
+        files,
+        "minicpmv4_6",
+        text,
+        language,
         vision=_vision(files, language.hidden_size, has_videos=has_videos),
         image_token_id=config.integer("image_token_id", at_least=0),
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
-        dtype=stored_dtype(config, text),
         video_token_id=config.integer("video_token_id", at_least=0) if has_videos else None,
     )
 

@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass
 
 from hydra_engine.errors import CheckpointError, InvalidImage
+from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import LanguageSpec, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.specs.clip import normalisation, processor_settings
-from hydra_engine.specs.decoder import activation, build_language, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import activation, build_language
 from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.files import ModelFiles
 from hydra_engine.specs.qwen_frames import FrameSampling, as_float32, frame_sampling
@@ -195,18 +196,14 @@ def _build(files: ModelFiles, family: str, tower: QwenTower, *, width_field: str
             f"the vision tower's hidden size {tower.hidden_size} must be a multiple of 4 for each of its "
             f"{tower.num_heads} heads"
         )
-    tokens = special_tokens(files.generation, config, text)
-    return ModelSpec(
-        family=family,
-        architecture=files.architecture,
-        language=language,
+    return model_spec(
+        files,
+        family,
+        text,
+        language,
         vision=_vision(files, family, tower, tokens_per_second, language),
         image_token_id=config.integer("image_token_id", 151655, at_least=0),
         video_token_id=config.integer("video_token_id", 151656, at_least=0),
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
-        dtype=stored_dtype(config, text),
     )
 
 

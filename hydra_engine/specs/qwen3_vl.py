@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.errors import CheckpointError
+from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.specs.clip import normalisation, processor_settings
-from hydra_engine.specs.decoder import activation, build_language, decoder_type, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import activation, build_language, decoder_type
 from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.files import ModelFiles
 from hydra_engine.specs.qwen3_frames import TimedFrames, timed_frames
@@ -110,22 +111,18 @@ def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
         raise text.wrong("model_type", "qwen3_vl_text")
     tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
     language = build_language(text, tie_embeddings=tie, nested=True)
-    tokens = special_tokens(files.generation, config, text)
     vision = _vision(files, config.section("vision_config"), language.hidden_size)
     if len(vision.deepstack_layers) >= language.num_layers:
         raise CheckpointError(
             f"features of {len(vision.deepstack_layers)} tower layers need a decoder of more than {language.num_layers}"
         )
-    return ModelSpec(
-        family="qwen3_vl",
-        architecture=files.architecture,
-        language=language,
+    return model_spec(
+        files,
+        "qwen3_vl",
+        text,
+        language,
         vision=vision,
         image_token_id=config.integer("image_token_id", 151655, at_least=0),
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
-        dtype=stored_dtype(config, text),
         video_token_id=config.integer("video_token_id", 151656, at_least=0),
     )
 

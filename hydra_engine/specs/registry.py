@@ -11,8 +11,9 @@ from pathlib import Path
 
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError
+from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.decoder import build_language, decoder_type, special_tokens, stored_dtype
+from hydra_engine.specs.decoder import build_language, decoder_type
 from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.files import ModelFiles, read_files
 from hydra_engine.specs.generic import build_generic
@@ -39,17 +40,11 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
 
 def build_text_only(files: ModelFiles) -> ModelSpec:
     config = files.config
-    tokens = special_tokens(files.generation, config, config)
-    return ModelSpec(
-        family=decoder_type(config),
-        architecture=files.architecture,
-        language=build_language(config, tie_embeddings=config.flag("tie_word_embeddings", False), nested=False),
-        vision=None,
-        image_token_id=None,
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
-        dtype=stored_dtype(config, config),
+    return model_spec(
+        files,
+        decoder_type(config),
+        config,
+        build_language(config, tie_embeddings=config.flag("tie_word_embeddings", False), nested=False),
     )
 
 

@@ -49,13 +49,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
-    def retain(self, data) -> None:
-        block = data.draw(st.sampled_from(sorted(self.owners)))
-        self.pool.retain([block])
-        self.owners[block] += 1
-
-    @precondition(lambda self: self.owners)
-    @rule(data=st.data())
     def release(self, data) -> None:
         block = data.draw(st.sampled_from(sorted(self.owners)))
         self.pool.release([block])
@@ -129,8 +122,6 @@ def test_releasing_more_often_than_held_is_a_bug() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError, match="more often than held"):
         pool.release(blocks)
-    with pytest.raises(AssertionError, match="not held"):
-        pool.retain(blocks)
 
 
 def test_renaming_a_block_to_other_content_is_a_bug() -> None:
