@@ -6,6 +6,7 @@ plan that names them is in flight. Slot of token position p in a request: `block
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.errors import ErrorInfo
 
 BlockIds = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,40 +52,68 @@ class ImageSlice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LanguageRow:
-    """One request in a language step: compute KV for `token_ids` at positions [start, start + len(token_ids)).
+class DecodeRows:
+    """The requests of a language step that compute one token each; entry i of every array belongs to row i.
 
-    `num_context` after the step is `start + len(token_ids)`. `sample` asks for a token after the last position (always
-    for a decode; for a prefill only in its last chunk). `num_generated` is how many tokens the request had sampled
-    before this step: the sampler's counter.
+    The arrays are the plan's own: nobody changes them. A row computes the KV of its token at position `starts` and
+    samples the next one. Token -1 stands for the token that an earlier step samples for the same seat and that nobody
+    has read yet; the lane knows it. `num_generated` is how many tokens the request had sampled before this step: the
+    sampler's counter. A seat is the place of a running request in tables of `max_num_seqs` entries, its own from its
+    start until it gives way or is forgotten.
+    """
+
+    request_ids: Ints  # [B] int64
+    seats: Ints  # [B] int64
+    token_ids: Ints  # [B] int64
+    starts: Ints  # [B] int64
+    num_generated: Ints  # [B] int64
+    block_tables: BlockIds  # [B, W] int32, W blocks hold the longest context; zeros behind what a row needs
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkRow:
+    """One prefill chunk: compute KV for `token_ids` at positions [start, start + len(token_ids)).
+
+    `sample` asks for a token after the last position: in the last chunk of a prefill.
     """
 
     request_id: RequestId
+    seat: int
     token_ids: tuple[int, ...]
     start: int
     block_ids: BlockIds  # [capacity], first num_blocks valid
     num_blocks: int
     sample: bool
     num_generated: int
-    is_decode: bool
     images: tuple[ImageSlice, ...] = ()
-    state_slot: int = -1  # of its recurrent state, for models that keep one
+
+    @property
+    def num_pairs(self) -> float:
+        """(query, key) pairs of causal attention."""
+        count = len(self.token_ids)
+        return count * self.start + count * (count + 1) / 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LanguagePlan:
-    """Decode rows come first, then prefill chunks."""
+    """Rows are numbered through: decodes first, then chunks. While the step runs the vision lane may run for `vision_s`
+    seconds and then pauses until the step has ended."""
 
     step_id: StepId
-    rows: tuple[LanguageRow, ...]
+    decodes: DecodeRows
+    chunks: tuple[ChunkRow, ...]
+    vision_s: float = math.inf
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes) + len(self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
-
-    @property
-    def num_decodes(self) -> int:
-        return sum(row.is_decode for row in self.rows)
+        return len(self.decodes) + sum(len(row.token_ids) for row in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +141,15 @@ class VisionResult:
     outcomes: tuple[EncodeOutcome, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutcome:
-    """`token_id` is None when the row asked for no sample or failed."""
-
-    request_id: RequestId
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    error: ErrorInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LanguageResult:
+    """`token_ids[i]` is what row i sampled, -1 where it asked for no token or failed. `vision_s` is how long the vision
+    lane ran beside the step."""
+
     step_id: StepId
     started_s: float
     ended_s: float
-    outcomes: tuple[RowOutcome, ...]
+    token_ids: Ints  # [num_rows] int64
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, ..) of rows that asked for them
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
+    vision_s: float = 0.0
