@@ -1,7 +1,8 @@
 """The frozen configuration tree. The command line, the config file and the embedded API are generated from it.
 
 `resolve()` (in `instance/build.py`, where the model is known) turns "auto" into values in a new object; nothing
-mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`.
+mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`,
+`kind` ("seconds": flags and files take 40ms, 1.5s or 2m too).
 Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY.
 """
 
@@ -25,8 +26,13 @@ def _opt(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Budgets of the stage batcher; later derived from latency limits, given here for now."""
+    """Limits of the stage batcher. With a TPOT limit, what a step may hold follows from measured step times and the
+    budgets given here are upper bounds; without one they are taken as they are."""
 
+    tpot_slo: float | None = _opt(
+        None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
+    )
+    ttft_slo: float | None = _opt(None, "limit for the time to the first token, for example 1s", kind="seconds")
     token_budget: int = _opt(512, "most tokens of one language step (decodes and prefill chunks together)")
     image_budget: int = _opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
     max_num_seqs: int = _opt(64, "most requests that hold KV blocks at once")
@@ -35,6 +41,17 @@ class SchedulerConfig:
         2000, "an image that has waited this long is encoded next even when cheaper work would go first"
     )
     max_bypass: int = _opt(16, "how many later requests may overtake a waiting one before room is saved for it")
+    schedule: str = _opt(
+        "stage",
+        "stage: encodes, prefill chunks and decodes are scheduled separately; request: whole requests, first all "
+        "their encodes, then their whole prompt, while others wait (to compare with)",
+        choices=("stage", "request"),
+    )
+    lanes: bool = _opt(True, "run both models side by side; off: one step at a time (to compare with)")
+    vision_slicing: bool = _opt(
+        True, "pause the vision model between layers where a language step would be late (to compare with off)"
+    )
+    look_ahead: bool = _opt(True, "plan the next language step while one runs (to compare with off)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         Topology.parse(self.topology)
+        for name in ("tpot_slo", "ttft_slo"):
+            limit = getattr(self.scheduler, name)
+            if limit is not None and not 0 < limit < 3600:
+                raise ConfigError(f"{name} must be more than 0 seconds and less than an hour", param=name)
         _positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
         _positive(self.cache, "block_size", "image_block_size")
         _positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")

@@ -103,6 +103,15 @@ class Delta(msgspec.Struct, frozen=True, tag=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """One step's new tokens, one for each request; entry i of every list belongs together."""
+
+    request_ids: list[int]
+    positions: list[int]  # generated tokens before this one
+    token_ids: list[int]
+    time_s: float
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The last message about a request; its blocks are free when this is sent."""
 
@@ -115,6 +124,22 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     num_preemptions: int = 0
     cached_tokens: int = 0
     cached_images: int = 0
+    late_gaps: int = 0  # gaps between its tokens longer than its limit
+    num_gaps: int = 0
+
+
+class BudgetReport(msgspec.Struct, frozen=True):
+    """What latency limits allow right now, and how well they are kept. Zeros where no limit is set."""
+
+    tpot_limit_s: float = 0.0
+    token_budget: int = 0  # prefill tokens of the latest language step
+    image_budget: int = 0  # patches of a vision step
+    vision_s: float = 0.0  # seconds of vision beside the latest language step; -1: no bound
+    correction: float = 1.0  # measured over predicted time that budgets reckon with
+    decode_steps: int = 0  # language steps with decodes
+    late_steps: int = 0  # of these, longer than the limit, the pause before them included
+    full_steps: int = 0  # of these, filled up to their budget
+    limit_used: float = 0.0  # mean share of the limit that the latest full steps took
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +162,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     generation_tokens: int
     images_encoded: int
     progress: int  # grows with every turn of the instance's loop
+    budget: BudgetReport = BudgetReport()
 
     @property
     def kv_used(self) -> float:
@@ -176,4 +202,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-ToFront = Loading | Ready | Delta | Finished | Status | LedgerReport | Failed
+ToFront = Loading | Ready | Delta | Tokens | Finished | Status | LedgerReport | Failed

@@ -14,13 +14,28 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Blame:
+    """What a part of a late token's wait went to.
+
+    `kind` is prefill or encode (of `request`, a request's number on this engine, with `amount` tokens or patches),
+    preemption (its own), step (the step took longer than such steps take) or cpu (nothing was computed for it).
+    """
+
+    kind: str
+    seconds: float
+    request: int | None = None
+    amount: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpan:
     """One stretch of a request's life, in seconds since the request arrived.
 
     `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (a moment: KV of `tokens`
     tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted.
     `lane` is front, vision or language; `batch` how many requests shared the step (0: not a step); `tokens` how many
-    tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for.
+    tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for; `blame` shares
+    the time of a late token out among what ran instead, largest part first.
     """
 
     stage: str
@@ -31,6 +46,7 @@ class StageSpan:
     batch: int = 0
     tokens: int = 0
     cause: str | None = None
+    blame: tuple[Blame, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,29 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class SloReport:
+    """Whether a request met its limits, in seconds; None where it had no limit or did not get that far.
+
+    TTFT is met if the first token came within the limit, TPOT if at least 90 % of the gaps between tokens did
+    (HydraInfer, section 5.1). `late_gaps` of `num_gaps` did not. `reason` says what a missed limit was lost to.
+    """
+
+    ttft_limit_s: float | None = None
+    tpot_limit_s: float | None = None
+    ttft_met: bool | None = None
+    tpot_met: bool | None = None
+    late_gaps: int = 0
+    num_gaps: int = 0
+    reason: str | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Both, as far as there are limits; None without any."""
+        verdicts = [met for met in (self.ttft_met, self.tpot_met) if met is not None]
+        return all(verdicts) if verdicts else None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Seconds. `tpot_s` is (last - first token) / (tokens - 1); None where the request had too few tokens."""
 
@@ -61,6 +100,7 @@ class RequestMetrics:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_preemptions: int = 0
+    slo: SloReport = field(default_factory=SloReport)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency limits that one request asks for, in seconds; None: no limit."""
+    """Latency limits that one request asks for, in seconds; None: the engine's, if it has one."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -129,6 +129,7 @@ class Request:
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
     rope_delta: int = 0
+    priority: int = 0  # the smaller one goes first
 
     @property
     def num_prompt(self) -> int:
