@@ -17,8 +17,8 @@ import torch
 from bench.common import card, emit, interleaved
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import LanguageRow
+from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.plans import BlockIds, ChunkRow, DecodeRows, Ints, LanguagePlan
 from hydra_engine.core.roles import EPD
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.registry import load_model
@@ -26,6 +26,7 @@ from hydra_engine.specs.base import DTYPE_BYTES, ModelSpec
 from hydra_engine.specs.registry import load_spec
 from hydra_engine.worker.batches import language_input
 from hydra_engine.worker.positions import PromptPositions
+from hydra_engine.worker.seats import Seats
 
 BLOCK = 16
 PICTURE = (640, 480)
@@ -74,31 +75,46 @@ class Stages:
         """`count` requests compute `new` tokens each after `start` tokens; the input is planned each time."""
         rng = np.random.default_rng(0)
         order = rng.permutation(self.kv.num_blocks).astype(np.int32)
-        rows = [
-            LanguageRow(
-                request_id=RequestId(i),
-                token_ids=tuple(int(t) for t in rng.integers(10, min(1000, self.spec.language.vocab_size), new)),
-                start=start,
-                block_ids=order[i * self.blocks : (i + 1) * self.blocks],
-                num_blocks=self.blocks,
-                sample=True,
-                num_generated=0,
-                is_decode=new == 1,
-            )
-            for i in range(count)
-        ]
+        tables = order[: count * self.blocks].reshape(count, self.blocks)
+        token_ids = rng.integers(10, min(1000, self.spec.language.vocab_size), (count, new))
+        decoding = new == 1
+        numbers = np.arange(count if decoding else 0)
+        decodes = DecodeRows(
+            request_ids=numbers,
+            seats=numbers,
+            token_ids=token_ids[numbers, 0],
+            starts=np.full_like(numbers, start),
+            num_generated=np.zeros_like(numbers),
+            block_tables=tables[numbers],
+        )
+        chunks = () if decoding else tuple(self._chunk(i, token_ids[i], start, tables[i]) for i in range(count))
+        plan = LanguagePlan(StepId(0), decodes, chunks)
+        seats = Seats(count)
+        seats.owners[:] = np.arange(count)
         device = torch.device("cpu")
         places = np.arange(start + new, dtype=np.int64)
         text = PromptPositions(np.broadcast_to(places, (3, start + new)), 0)
-        rope = None if self.spec.language.rope_sections is None else [text] * count
+        rope = None if self.spec.language.rope_sections is None else [text] * len(chunks)
 
         def run() -> object:
             inputs = language_input(
-                rows, self.backend.ops, block_size=BLOCK, image_block_size=64, device=device, rope=rope
+                plan, seats, self.backend.ops, block_size=BLOCK, image_block_size=64, device=device, rope=rope
             )
             return self.model.forward(inputs, self.kv, self.images)
 
         return run
+
+    def _chunk(self, index: int, token_ids: Ints, start: int, table: BlockIds) -> ChunkRow:
+        return ChunkRow(
+            request_id=RequestId(index),
+            seat=index,
+            token_ids=tuple(token_ids.tolist()),
+            start=start,
+            block_ids=table,
+            num_blocks=self.blocks,
+            sample=True,
+            num_generated=0,
+        )
 
 
 def ceilings(repeats: int) -> tuple[float, float]:

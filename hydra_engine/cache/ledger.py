@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SlotPool
+from hydra_engine.cache.slots import SeatPool
 from hydra_engine.core.ids import RequestId
 
 MAX_LINES = 200
@@ -33,10 +33,15 @@ class LedgerSnapshot:
 
 
 class Ledger:
-    def __init__(self, kv: CacheManager[RequestId], features: FeatureCache, slots: SlotPool) -> None:
+    """`has_states`: a seat is the place of a recurrent state too, and is counted as such."""
+
+    def __init__(
+        self, kv: CacheManager[RequestId], features: FeatureCache, seats: SeatPool, *, has_states: bool = False
+    ) -> None:
         self._kv = kv
         self._features = features
-        self._slots = slots
+        self._seats = seats
+        self._has_states = has_states
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
         """Blocks without a living owner, and broken books; empty when all is well."""
@@ -44,16 +49,16 @@ class Ledger:
         for key, _, _ in self._features.held():
             users = self._features.users(key)
             found += [f"request {r} is gone and holds image {i}" for r, i in users if r not in live]
-        found += [f"request {r} is gone and holds a state" for r in self._slots.held if r not in live]
-        if self._slots.num_slots and self._slots.held.keys() != self._kv.tables.keys():
-            found.append("states and KV blocks are not held by the same requests")
-        books: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SlotPool], ...]
-        books = (("KV", self._kv), ("image", self._features), ("state", self._slots))
+        found += [f"request {r} is gone and holds a seat" for r in self._seats.held if r not in live]
+        if self._seats.held.keys() != self._kv.tables.keys():
+            found.append("seats and KV blocks are not held by the same requests")
+        books: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SeatPool], ...]
+        books = (("KV cache", self._kv), ("image cache", self._features), ("seats", self._seats))
         for name, book in books:
             try:
                 book.check()
             except AssertionError as error:
-                found.append(f"{name} cache: {error}")
+                found.append(f"{name}: {error}")
         return tuple(found)
 
     def check(self, live: Collection[RequestId]) -> None:
@@ -78,6 +83,6 @@ class Ledger:
             image_blocks_total=self._features.num_blocks,
             holders=tuple(lines),
             problems=self.problems(live),
-            state_slots_held=len(self._slots.held),
-            state_slots_total=self._slots.num_slots,
+            state_slots_held=len(self._seats.held) if self._has_states else 0,
+            state_slots_total=self._seats.num_seats if self._has_states else 0,
         )

@@ -68,6 +68,17 @@ class CacheManager(Generic[Holder]):
         table.append(blocks)
         return True
 
+    def extend(self, holders: Sequence[Holder]) -> list[int]:
+        """One more block for each of these holders, which have tables; their ids. Empty, and no change, if there are
+        not enough."""
+        try:
+            blocks = self._pool.allocate(len(holders))
+        except OutOfBlocks:
+            return []
+        for holder, block in zip(holders, blocks, strict=True):
+            self._tables[holder].append_one(block)
+        return blocks
+
     def free(self, holder: Holder) -> int:
         """Takes everything back from a holder and says how many blocks; zero if it holds nothing.
 

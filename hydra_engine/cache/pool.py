@@ -53,7 +53,9 @@ class BlockPool:
         assert count >= 0, "cannot allocate a negative number of blocks"
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
-        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        first = max(0, len(self._free) - count)
+        blocks = self._free[first:][::-1]
+        del self._free[first:]
         while len(blocks) < count:
             blocks.append(self._evict())
         for block in blocks:

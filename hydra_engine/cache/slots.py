@@ -1,38 +1,45 @@
-"""Slots for what a running request keeps besides blocks: its recurrent state. Ids only; no tensor is known here.
+"""Seats of running requests: places in tables of `num_seats` entries. Ids only; what lies there is not known here.
 
-A request has one slot from its start until it gives way or is forgotten.
+A request has one seat from its start until it gives way or is forgotten: the row of its decode in the scheduler's and
+the worker's arrays, and the place of its recurrent state where the model keeps one.
 """
 
 from __future__ import annotations
 
+import heapq
+
 from hydra_engine.core.ids import RequestId
 
 
-class SlotPool:
-    """`num_slots` 0: the model keeps no states, and nobody gets a slot."""
+class SeatPool:
+    """The lowest free seat goes first, so that few requests sit close together."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_seats: int) -> None:
+        assert num_seats > 0, "somebody must be able to sit"
+        self.num_seats = num_seats
         self.held: dict[RequestId, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(num_seats))  # a heap
 
-    def take(self, request_id: RequestId) -> None:
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request_id: RequestId) -> int:
         """The caller has seen to it that one is free."""
-        if self.num_slots:
-            assert request_id not in self.held, f"request {request_id} takes a second slot"
-            self.held[request_id] = self._free.pop()
+        assert request_id not in self.held, f"request {request_id} takes a second seat"
+        seat = self.held[request_id] = heapq.heappop(self._free)
+        return seat
 
     def free(self, request_id: RequestId) -> None:
         """Of a request that has one or none."""
-        slot = self.held.pop(request_id, None)
-        if slot is not None:
-            self._free.append(slot)
+        seat = self.held.pop(request_id, None)
+        if seat is not None:
+            heapq.heappush(self._free, seat)
 
     def of(self, request_id: RequestId) -> int:
-        """-1 where the model keeps no states."""
-        return self.held[request_id] if self.num_slots else -1
+        return self.held[request_id]
 
     def check(self) -> None:
-        """Raises AssertionError unless every slot is held once or free once."""
+        """Raises AssertionError unless every seat is held once or free once."""
         known = sorted([*self.held.values(), *self._free])
-        assert known == list(range(self.num_slots)), "a slot is lost or held twice"
+        assert known == list(range(self.num_seats)), "a seat is lost or held twice"

@@ -35,6 +35,12 @@ class BlockTable:
         self.num_blocks = end
         self.num_slots = end * self.block_size
 
+    def append_one(self, block: int) -> None:
+        assert self.num_blocks < len(self.block_ids), "a block table grows beyond the maximum it was made for"
+        self.block_ids[self.num_blocks] = block
+        self.num_blocks += 1
+        self.num_slots += self.block_size
+
     def slot(self, position: int) -> int:
         assert 0 <= position < self.num_slots, f"position {position} has no slot"
         return int(self.block_ids[position // self.block_size]) * self.block_size + position % self.block_size

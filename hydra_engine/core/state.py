@@ -1,11 +1,13 @@
 """The progress of one request inside the engine: a few integers, and what follows from them.
 
 The one mutable record of the deciding rooms; owned by the scheduler of the instance that holds the request. Keeps the
-names of what it computes, but does not know blocks, plans or the clock.
+names of what it computes, but does not know blocks, plans or the clock. What changes with every token of a decode is
+not here but in the arrays of `scheduler/decodes.py`; only the tokens themselves are appended.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -14,6 +16,9 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.core.stages import Stage
 from hydra_engine.errors import ErrorInfo
+
+# (priority, when the first token is due, order of arrival): the smaller one is considered first.
+Urgency = tuple[int, float, int]
 
 
 class ImageProgress(IntEnum):
@@ -39,13 +44,16 @@ class Ending:
 class RequestState:
     """Token positions, half open:
 
-        [0, num_computed)                           KV is in the cache
-        [num_computed, num_computed + num_scheduled)  being computed by a plan in flight
-        [.., num_tokens)                            still to compute
+        [0, num_computed)             KV is in the cache
+        [num_computed, num_planned)   being computed by chunks in flight, `num_scheduled` tokens
+        [num_planned, num_tokens)     still to compute
 
     `num_tokens` counts the prompt and what was generated. The last generated token has no KV until the next step, so
-    a decoding request has `num_computed == num_tokens - 1`. Preemption sets `num_computed` to zero and forgets nothing.
-    A request that starts on blocks found in the cache starts with `num_computed` behind them.
+    a request that `decodes` has `num_computed == num_tokens - 1`: there it follows from the tokens, and before it is
+    `num_prefilled`, which a decoding request no longer keeps up to date. Preemption sets it to zero and forgets nothing
+    else. A request that starts on blocks found in the cache starts with `num_prefilled` behind them.
+
+    `plans_in_flight` counts vision plans and chunks; rows of decodes that are in flight are counted by seat.
     """
 
     request: Request
@@ -53,11 +61,14 @@ class RequestState:
     images: list[ImageProgress]
     stop_ids: frozenset[int]
     generated: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    num_prefilled: int = 0
     num_scheduled: int = 0
+    decodes: bool = False  # it is in the queue of decodes
+    seated: bool = False  # a chunk has been planned since it started last, so the language lane knows its seat
     num_preemptions: int = 0
-    num_bypassed: int = 0  # admissions of younger requests while this one lacked room
+    starts_seen: int | None = None  # of younger requests, when it began to wait for its start
     plans_in_flight: int = 0
+    urgency: Urgency = (0, math.inf, 0)
     image_wait_since_s: float = 0.0
     ending: Ending | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; grows when asked for
@@ -67,15 +78,33 @@ class RequestState:
     cached_tokens: int = 0  # found in the cache when it started first
 
     @classmethod
-    def new(cls, request: Request, order: int, now: float) -> RequestState:
+    def new(cls, request: Request, order: int, now: float, ttft_s: float | None = None) -> RequestState:
+        """`ttft_s` is the limit of requests that bring none."""
         ignored = () if request.sampling.ignore_eos else request.eos_token_ids
+        limit_s = request.slo.ttft_s if request.slo.ttft_s is not None else ttft_s
+        due_s = math.inf if limit_s is None else request.arrival_s + limit_s
         return cls(
             request=request,
             order=order,
             images=[ImageProgress.WAITING] * len(request.images),
             stop_ids=frozenset((*ignored, *request.sampling.stop_token_ids)),
             image_wait_since_s=now,
+            urgency=(request.priority, due_s, order),
         )
+
+    @property
+    def due_s(self) -> float:
+        """When its first token is due; infinite without a limit."""
+        return self.urgency[1]
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens - 1 if self.decodes else self.num_prefilled
+
+    @property
+    def num_planned(self) -> int:
+        """Positions before this one are computed or in a chunk in flight."""
+        return self.num_computed + self.num_scheduled
 
     @property
     def num_generated(self) -> int:
@@ -123,10 +152,10 @@ class RequestState:
 
     @property
     def num_computable(self) -> int:
-        """Positions [num_computed, num_computable) have all they need: up to the first image without features."""
+        """Positions [num_planned, num_computable) have all they need: up to the first image without features."""
         for image, progress in zip(self.request.images, self.images, strict=True):
             if progress <= ImageProgress.ENCODING:
-                return max(image.start, self.num_computed)
+                return max(image.start, self.num_planned)
         return self.num_tokens
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:

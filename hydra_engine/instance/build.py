@@ -115,7 +115,7 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         resolved.scheduler,
         instance=name,
         reuse=resolved.cache.prefix_caching,
-        num_state_slots=plan.num_state_slots,
+        has_states=plan.num_state_slots > 0,
     )
     instance = Instance(
         scheduler=scheduler,
@@ -124,6 +124,7 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         outbox=outbox,
         wake=wake,
         clock=clock,
+        look_ahead=resolved.scheduler.look_ahead,
         arm_fault=faults.arm if faults.enabled else None,
     )
     notes = (dtype_reason, *plan.reasons)

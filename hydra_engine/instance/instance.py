@@ -1,13 +1,16 @@
 """One engine instance: the loop that joins a scheduler, a worker and a channel.
 
 The loop waits for one event (a message or a lane's result), then takes a turn: drain the inbox, collect results, plan
-what idle lanes can do, send what happened. The two lanes are fed separately; nothing waits for both. Does not import
-torch, does not know where its worker computes or who is at the other end of the channel.
+what idle lanes can do, send what happened. The two lanes are fed separately; nothing waits for both. The next language
+step is planned shortly before the running one is expected to end, so that the lane goes on at once and requests that
+arrive meanwhile are in it; if the step ends sooner, planning follows its result. Does not import torch, does not know
+where its worker computes or who is at the other end of the channel.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -23,22 +26,25 @@ from hydra_engine.core.messages import (
     Submit,
     ToFront,
     ToInstance,
+    Tokens,
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguageResult, VisionResult
 from hydra_engine.errors import ConfigError, RequestError
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
+from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent, TokensEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hydra_engine.clock import Clock
+    from hydra_engine.core.plans import LanguagePlan
     from hydra_engine.instance.ports import Inbox, Outbox, WorkerPort
     from hydra_engine.scheduler.scheduler import StageScheduler
 
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 0.25
+LEAD_S = 0.002  # before the expected end of a language step, or a third of it if that is shorter, the next is planned
 
 
 class Instance:
@@ -53,6 +59,7 @@ class Instance:
         outbox: Outbox,
         wake: threading.Event,
         clock: Clock,
+        look_ahead: bool = False,
         arm_fault: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -62,8 +69,10 @@ class Instance:
         self._wake = wake
         self._clock = clock
         self._arm_fault = arm_fault
+        self._look_ahead = look_ahead
         self._vision_in_flight = False
-        self._language_in_flight = False
+        self._language_in_flight: list[LanguagePlan] = []  # the first one runs
+        self._ahead_due_s = math.inf  # when to plan the step behind it
         self._vision_busy_s = 0.0
         self._language_busy_s = 0.0
         self._steps = {"vision": 0, "language": 0}
@@ -74,9 +83,13 @@ class Instance:
 
     def run(self) -> None:
         while not self._stopping:
-            self._wake.wait(STATUS_PERIOD_S)
+            self._wake.wait(self.wait_s())
             self._wake.clear()
             self.turn()
+
+    def wait_s(self) -> float:
+        """How long nothing is to be done unless something happens."""
+        return min(STATUS_PERIOD_S, max(0.0, self._ahead_due_s - self._clock.now()))
 
     def turn(self) -> None:
         """One pass of the loop; separate so that tests and the simulator can step it."""
@@ -90,6 +103,7 @@ class Instance:
         self._append_status(outgoing)
         if outgoing:
             self._outbox.send(outgoing)
+        self._scheduler.tidy()
 
     # ---- what comes in
 
@@ -133,7 +147,8 @@ class Instance:
             self._vision_busy_s += result.ended_s - result.started_s
             self._emit(self._scheduler.on_vision(result, now), outgoing)
         else:
-            self._language_in_flight = False
+            self._language_in_flight.pop(0)
+            self._expect_end(result.ended_s)
             self._steps["language"] += 1
             self._language_busy_s += result.ended_s - result.started_s
             self._emit(self._scheduler.on_language(result, now), outgoing)
@@ -141,24 +156,50 @@ class Instance:
     # ---- what goes to the lanes
 
     def _feed_lanes(self) -> None:
-        now = self._clock.now()
-        if not self._language_in_flight and (language := self._scheduler.plan_language(now)) is not None:
-            self._language_in_flight = True
-            self._worker.submit_language(language)
-        if not self._vision_in_flight and (vision := self._scheduler.plan_vision(now)) is not None:
+        feeds = [self._feed_language, self._feed_vision]
+        for feed in reversed(feeds) if self._scheduler.vision_first else feeds:
+            feed()
+
+    def _feed_vision(self) -> None:
+        if not self._vision_in_flight and (plan := self._scheduler.plan_vision(self._clock.now())) is not None:
             self._vision_in_flight = True
-            self._worker.submit_vision(vision)
+            self._worker.submit_vision(plan)
+
+    def _feed_language(self) -> None:
+        now = self._clock.now()
+        if self._language_in_flight:
+            if now < self._ahead_due_s:
+                return
+            self._ahead_due_s = math.inf  # one attempt; if it fails, the result is waited for
+        plan = self._scheduler.plan_language(now)
+        if plan is None:
+            return
+        self._language_in_flight.append(plan)
+        self._worker.submit_language(plan)
+        if len(self._language_in_flight) == 1:
+            self._expect_end(now)
+
+    def _expect_end(self, started_s: float) -> None:
+        """The first language step in flight has begun; says when to plan the next one."""
+        self._ahead_due_s = math.inf
+        if self._look_ahead and len(self._language_in_flight) == 1:
+            expected_s = self._scheduler.expected_s(self._language_in_flight[0])
+            if expected_s is not None:
+                self._ahead_due_s = started_s + expected_s - min(LEAD_S, expected_s / 3)
 
     # ---- what goes out
 
     def _emit(self, events: list[Event], outgoing: list[ToFront]) -> None:
         now = self._clock.now()
         for event in events:
-            if isinstance(event, TokenEvent):
-                logprobs = (event.logprobs,) if event.logprobs is not None else ()
-                outgoing.append(Delta(event.request_id, event.position, (event.token_id,), now, logprobs))
-            else:
-                outgoing.append(self._finish(event))
+            match event:
+                case TokensEvent():
+                    outgoing.append(Tokens(event.request_ids, event.positions, event.token_ids, now))
+                case TokenEvent():
+                    position, token_ids = event.position, (event.token_id,)
+                    outgoing.append(Delta(event.request_id, position, token_ids, now, (event.logprobs,)))
+                case FinishEvent():
+                    outgoing.append(self._finish(event))
 
     def _finish(self, event: FinishEvent) -> Finished:
         self._worker.remove_request(event.request_id)
@@ -172,6 +213,8 @@ class Instance:
             num_preemptions=event.num_preemptions,
             cached_tokens=event.cached_tokens,
             cached_images=event.cached_images,
+            late_gaps=event.late_gaps,
+            num_gaps=event.num_gaps,
         )
 
     def _append_status(self, outgoing: list[ToFront]) -> None:
@@ -208,6 +251,7 @@ class Instance:
             generation_tokens=stats.generation_tokens,
             images_encoded=stats.images_encoded,
             progress=self._progress,
+            budget=self._scheduler.budget(),
         )
 
     def _ledger(self, query_id: int) -> LedgerReport:

@@ -1,21 +1,27 @@
 """The requests of one instance, the queue that each is in, and the blocks that each holds.
 
 Carries out what the planners and the scheduler decide (place, start, preempt, take features, end, forget) so that
-queues, states and caches never disagree. Decides nothing and knows no budget.
+queues, states, seats, decodes and caches never disagree; `audit.py` checks that they do not. Decides nothing and knows
+no budget.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
 
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import Ledger
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SlotPool
+from hydra_engine.cache.slots import SeatPool
+from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
-from hydra_engine.scheduler.queues import ArrivalQueue
+from hydra_engine.scheduler.blame import StepLog
+from hydra_engine.scheduler.decodes import DecodeTable
+from hydra_engine.scheduler.queues import ArrivalQueue, StartedOrders, UrgencyQueue
 from hydra_engine.scheduler.reuse import PrefixReuse
 from hydra_engine.scheduler.timeline import Timeline
 
@@ -27,7 +33,8 @@ class RequestBook:
         no KV blocks   encoding            waiting             -
         KV blocks      prefilling          prefilling          decoding
 
-    `unencoded` is an index beside them: requests with an image that no vision plan names yet.
+    `unencoded` is an index beside them: requests with an image that no vision plan names yet. Whoever holds KV blocks
+    has a seat. `decodes` has the numbers of those that decode, and of those whose last chunk is in flight.
 
     Reuse. KV that the cache has is looked up when a request arrives or is preempted, and images inside it are CACHED:
     nobody encodes them. Nothing is held for that, so it takes no room from anybody and cannot deadlock; the price is
@@ -43,66 +50,101 @@ class RequestBook:
         kv: CacheManager[RequestId],
         images: CacheManager[FeatureKey],
         instance: str,
+        config: SchedulerConfig,
         *,
         reuse: bool,
-        num_state_slots: int = 0,
+        has_states: bool = False,
+        log: StepLog | None = None,
     ) -> None:
-        """KV without the state at its end is worth nothing, so with states only features are reused."""
+        """`has_states`: the model keeps recurrent states. KV without the state at its end is worth nothing, so then
+        only features are reused."""
         self.kv = kv
-        self.slots = SlotPool(num_state_slots)
+        self.seats = SeatPool(config.max_num_seqs)
+        self.decodes = DecodeTable(config.max_num_seqs, kv.block_size, config.tpot_slo)
         self.features = FeatureCache(images, keeps=reuse)
-        self.prefixes = PrefixReuse(kv, enabled=reuse and not num_state_slots, shares_features=reuse)
-        self.ledger = Ledger(kv, self.features, self.slots)
+        self.prefixes = PrefixReuse(kv, enabled=reuse and not has_states, shares_features=reuse)
+        self.ledger = Ledger(kv, self.features, self.seats, has_states=has_states)
+        self.log = log if log is not None else StepLog()
         self.states: dict[RequestId, RequestState] = {}
         self.timelines: dict[RequestId, Timeline] = {}
-        self.encoding = ArrivalQueue()
-        self.waiting = ArrivalQueue()
+        self.encoding = UrgencyQueue()
+        self.waiting = UrgencyQueue()
         self.prefilling = ArrivalQueue()
         self.decoding = ArrivalQueue()
-        self.unencoded = ArrivalQueue()
+        self.unencoded = UrgencyQueue()
         self.num_preemptions = 0
+        self.patches_waiting = 0  # of images that need an encode, once for each request that needs it
         self._instance = instance
+        self._ttft_s = config.ttft_slo
         self._next_order = 0
+        self._started = StartedOrders()
+        self._due: list[tuple[float, RequestId]] = []  # a heap: first tokens with a limit
 
     # ---- the life of a request
 
     def add(self, request: Request, now: float) -> None:
         assert request.id not in self.states, f"request id {request.id} is in use"
-        state = RequestState.new(request, self._next_order, now)
+        state = RequestState.new(request, self._next_order, now, self._ttft_s)
         state.image_keys = self.prefixes.feature_keys(request)
         self._next_order += 1
         self.states[request.id] = state
+        self.patches_waiting += sum(image.num_patches for image in request.images)
         cached = self._cached_tokens(state) if request.images else 0
         for index, image in enumerate(request.images):
-            state.images[index] = ImageProgress.CACHED if image.end <= cached else self._need(state, index)
+            self._set_image(state, index, ImageProgress.CACHED if image.end <= cached else self._need(state, index))
+        if state.due_s < math.inf:
+            heapq.heappush(self._due, (state.due_s, request.id))
         self.timelines[request.id] = Timeline(self._instance, now, state.waits_for_images)
         self.place(state)
 
     def place(self, state: RequestState) -> None:
         """Puts a request where its state and its blocks say that it belongs."""
         request_id = state.request.id
-        belongs = self._queue_for(state)
+        belongs = self.queue_for(state)
         for queue in (self.encoding, self.waiting, self.prefilling, self.decoding):
             if queue is not belongs:
-                queue.discard(request_id)
+                queue.discard(state)
         if belongs is not None and request_id not in belongs:
             belongs.push(state)
+        state.decodes = state.ending is None and belongs is self.decoding
+        if belongs is self.waiting and state.starts_seen is None:
+            state.starts_seen = self._started.younger_than(state.order)
+        elif belongs is self.encoding:
+            state.starts_seen = None
+        if state.decodes and not self.decodes.is_member(self.seats.of(request_id)):
+            self.join_decodes(state, unread=0)
         if state.ending is not None or ImageProgress.WAITING not in state.images:
-            self.unencoded.discard(request_id)
+            self.unencoded.discard(state)
         elif request_id not in self.unencoded:
             self.unencoded.push(state)
 
+    def join_decodes(self, state: RequestState, *, unread: int) -> None:
+        """`unread` 1: the request's last chunk is about to be in flight, and what follows can be planned."""
+        request_id = state.request.id
+        seat, table = self.seats.of(request_id), self.kv.tables[request_id]
+        self.decodes.join(state, seat, table, self.timelines[request_id], unread=unread)
+
     def end(self, state: RequestState, ending: Ending) -> None:
         """The request makes no more progress; what it holds stays until `forget`."""
+        self._leave_decodes(state)
+        state.num_prefilled, state.decodes = state.num_computed, False
+        for image, progress in zip(state.request.images, state.images, strict=True):
+            self.patches_waiting -= image.num_patches * (progress == ImageProgress.WAITING)
         state.ending = ending
         self.place(state)
 
+    def in_use(self, state: RequestState) -> bool:
+        """Some plan in flight names the request."""
+        seat = self.seats.held.get(state.request.id)
+        return state.plans_in_flight > 0 or (seat is not None and self.decodes.in_flight[seat] > 0)
+
     def forget(self, state: RequestState) -> None:
         """Frees everything. Only when no plan in flight names the request."""
-        assert not state.plans_in_flight and state.ending is not None, "a request is forgotten while it is in use"
+        assert not self.in_use(state) and state.ending is not None, "a request is forgotten while it is in use"
         request_id = state.request.id
+        self.prefixes.settle()
         self.kv.free(request_id)
-        self.slots.free(request_id)
+        self.seats.free(request_id)
         for index, progress in enumerate(state.images):
             if progress <= ImageProgress.ENCODED:
                 self.features.drop((request_id, index), state.image_keys[index])
@@ -124,31 +166,46 @@ class RequestBook:
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """The request gets its first blocks: the `num_found` that the cache has, and behind them what it grows."""
         waited = state.waits_for_images
-        self.slots.take(state.request.id)
+        self.seats.take(state.request.id)
         self.prefixes.adopt(state, num_found)
         if num_found:
             self.timelines[state.request.id].reused(now, state.num_computed)
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
-        state.num_bypassed = 0
+        state.starts_seen, state.seated = None, False
+        oldest = [queue.oldest_but(state) for queue in (self.waiting, self.encoding)]
+        self._started.started(state.order, min((other.order for other in oldest if other is not None), default=None))
         self.consume_images(state)
         if waited and not state.waits_for_images:
             self.images_settled(state, now)
 
+    def overtaken(self, state: RequestState) -> int:
+        """How many younger requests have started since this one began to wait for its start."""
+        now = self._started.younger_than(state.order)
+        if state.starts_seen is None:  # it waits for images and is passed for the first time
+            state.starts_seen = now
+        return now - state.starts_seen
+
     def preempt(self, state: RequestState, now: float) -> None:
         """Frees the KV of a running request. It keeps its age, its tokens and the features it has not consumed."""
-        assert not state.num_scheduled, "a request is preempted while a step computes it"
-        self.kv.free(state.request.id)
-        self.slots.free(state.request.id)
-        state.num_computed = state.num_named = 0
+        request_id = state.request.id
+        computes = state.num_scheduled or self.decodes.in_flight[self.seats.of(request_id)]
+        assert not computes, "a request is preempted while a step computes it"
+        self._leave_decodes(state)
+        self.prefixes.settle()
+        self.kv.free(request_id)
+        self.seats.free(request_id)
+        state.decodes = False
+        state.num_prefilled = state.num_named = 0
         state.num_preemptions += 1
         self.num_preemptions += 1
-        self.timelines[state.request.id].preempted()
+        self.log.preempted(request_id, now)
+        self.timelines[request_id].preempted()
         if ImageProgress.CONSUMED in state.images:
             cached = self._cached_tokens(state)
             for index, image in enumerate(state.request.images):
                 if state.images[index] == ImageProgress.CONSUMED:
-                    state.images[index] = ImageProgress.CACHED
+                    self._set_image(state, index, ImageProgress.CACHED)
                     if image.end > cached:
                         self._needs_features(state, index, now)
         self.place(state)
@@ -160,7 +217,7 @@ class RequestBook:
             if progress != ImageProgress.CONSUMED and image.end <= state.num_computed:
                 if progress <= ImageProgress.ENCODED:
                     self.features.drop((state.request.id, index), state.image_keys[index])
-                state.images[index] = ImageProgress.CONSUMED
+                self._set_image(state, index, ImageProgress.CONSUMED)
 
     # ---- features
 
@@ -217,7 +274,7 @@ class RequestBook:
         progress = self._need(state, index)
         if progress == ImageProgress.WAITING:
             self._wait_for_encode(state, index, now)
-        state.images[index] = progress
+        self._set_image(state, index, progress)
 
     def _wait_for_encode(self, state: RequestState, index: int, now: float) -> None:
         if ImageProgress.WAITING not in state.images:
@@ -229,8 +286,14 @@ class RequestBook:
         progress = self.features.progress(key)
         for request_id, index in self.features.users(key):
             state = self.states[request_id]
-            state.images[index] = progress
+            self._set_image(state, index, progress)
             self.place(state)
+
+    def _set_image(self, state: RequestState, index: int, progress: ImageProgress) -> None:
+        if state.ending is None:
+            change = (progress == ImageProgress.WAITING) - (state.images[index] == ImageProgress.WAITING)
+            self.patches_waiting += change * state.request.images[index].num_patches
+        state.images[index] = progress
 
     # ---- questions
 
@@ -239,61 +302,28 @@ class RequestBook:
         running = [state for queue in (self.prefilling, self.decoding) if (state := queue.youngest()) is not None]
         return max(running, key=lambda state: state.order, default=None)
 
+    def next_due(self, now: float) -> RequestState | None:
+        """The request without a first token whose limit for it ends next; limits that are over are forgotten."""
+        while self._due:
+            due_s, request_id = self._due[0]
+            state = self.states.get(request_id)
+            if due_s > now and state is not None and state.ending is None and not state.generated:
+                return state
+            heapq.heappop(self._due)
+        return None
+
+    def _leave_decodes(self, state: RequestState) -> None:
+        seat = self.seats.held.get(state.request.id)
+        if seat is not None:
+            self.decodes.leave(seat)
+
     def _cached_tokens(self, state: RequestState) -> int:
         return len(self.prefixes.find(state)) * self.kv.block_size
 
-    def _queue_for(self, state: RequestState) -> ArrivalQueue | None:
+    def queue_for(self, state: RequestState) -> ArrivalQueue | None:
         if state.ending is not None:
             return None
         if state.request.id in self.kv.tables:
-            return self.decoding if state.is_decode else self.prefilling
+            decodes = state.is_decode and state.seated and not state.num_scheduled
+            return self.decoding if decodes else self.prefilling
         return self.encoding if state.waits_for_images else self.waiting
-
-    # ---- checks
-
-    def check(self) -> None:
-        """Raises AssertionError unless states, queues and caches agree."""
-        self.ledger.check(self.states)
-        users = 0
-        for request_id, state in self.states.items():
-            belongs = self._queue_for(state)
-            for queue in (self.encoding, self.waiting, self.prefilling, self.decoding):
-                assert (request_id in queue) == (queue is belongs), f"request {request_id} is in the wrong queue"
-            indexed = state.ending is None and ImageProgress.WAITING in state.images
-            assert (request_id in self.unencoded) == indexed, f"request {request_id}: index of images is wrong"
-            self._check_blocks(state)
-            users += self._check_images(state)
-        for queue in (self.encoding, self.waiting, self.prefilling, self.decoding, self.unencoded):
-            orders = [state.order for state in queue]
-            assert orders == sorted(orders), "a queue is out of order"
-            assert all(self.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
-        assert users == self.features.num_users, "features are kept for images that do not need them"
-
-    def _check_blocks(self, state: RequestState) -> None:
-        request_id = state.request.id
-        table = self.kv.tables.get(request_id)
-        known = 0 if table is None else table.num_slots
-        assert state.num_computed + state.num_scheduled <= known, f"request {request_id} has KV without blocks"
-        assert state.num_computed + state.num_scheduled <= state.num_tokens, f"request {request_id} computes too much"
-        assert state.num_named * self.kv.block_size <= state.num_computed, f"request {request_id} lends too much"
-        names = self.kv.names(request_id)
-        lent, rest = names[: state.num_named], names[state.num_named :]
-        assert not any(rest), f"request {request_id} lends a block that is not full"
-        for name, expected in zip(lent, state.block_hashes, strict=False):
-            assert name in (None, expected), f"request {request_id} has a block under a wrong name"
-
-    def _check_images(self, state: RequestState) -> int:
-        """How many of its images use features."""
-        request_id, runs = state.request.id, state.request.id in self.kv.tables
-        users = 0
-        for index, (image, progress) in enumerate(zip(state.request.images, state.images, strict=True)):
-            where = f"request {request_id} image {index}"
-            consumed = runs and image.end <= state.num_computed
-            assert (progress == ImageProgress.CONSUMED) == consumed, f"{where}: KV and progress disagree"
-            assert not runs or progress != ImageProgress.CACHED, f"{where} is looked for although it has started"
-            if progress <= ImageProgress.ENCODED:
-                users += 1
-                key = state.image_keys[index]
-                assert (request_id, index) in self.features.users(key), f"{where} needs features and nobody knows"
-                assert progress == self.features.progress(key), f"{where}: features and progress disagree"
-        return users

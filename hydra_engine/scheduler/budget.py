@@ -1,29 +1,155 @@
-"""How much one step may hold: prefill tokens beside the decodes of a language step, patches of a vision step.
+"""How much one step may hold: prefill tokens beside the decodes of a language step, seconds of vision beside both,
+patches of a vision step.
 
-Fixed numbers from the configuration. The scheduler asks before every step, so budgets that depend on the decode set fit
-in here without touching it.
+The interface that the planners ask before every step, the budgets of an engine without limits, and the rule for how far
+a step may be stretched. Budgets that follow from limits are in `latency_budget.py`. Knows no requests and no clock.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.core.messages import BudgetReport
+
+Seconds = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+# A request keeps its TPOT limit if 90 % of its gaps do; half of the rest may be spent on purpose.
+STRETCHED_SHARE = 0.05
+USED = 0.9  # of the vision seconds that a step may have, from which on they count as used up
 
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
-    token_budget: int
-    image_budget: int  # patches; zero means one image per step
+class Demand:
+    """What is there to do when a language step is planned. Counts are zero and times infinite where there is nothing.
 
-    @classmethod
-    def from_config(cls, config: SchedulerConfig) -> Budgets:
-        return cls(config.token_budget, config.image_budget)
+    `prefill_tokens` are all tokens that could be computed now if there were no budget, of the running prefills and of
+    the waiting requests that could start; `num_prefills` is how many requests these are. `due_tokens` and `due_patches`
+    are what has to be computed before the first token that is due at `ttft_due_s`: what its own request lacks and, as
+    far as it is known, what goes before it. A first token that is late already is due at no time.
+    """
 
-    def language(self, num_decodes: int) -> int:
-        """Prefill tokens that a language step with so many decodes may hold."""
-        return max(0, self.token_budget - num_decodes)
+    now: float
+    num_decodes: int = 0
+    decode_context: int = 0  # keys that the decodes read, all together
+    decode_limit_s: float = math.inf  # tightest TPOT limit among the running decodes
+    stretch_s: float = math.inf  # how long the step may last and put no running decode at risk, see `stretch`
+    prefill_tokens: int = 0
+    num_prefills: int = 0
+    prefill_context: int = 0  # tokens already computed of the first prefill at hand
+    encode_patches: int = 0  # waiting and in flight
+    ttft_due_s: float = math.inf  # absolute; the earliest due first token that is still to come
+    due_tokens: int = 0
+    due_patches: int = 0
+
+
+class StepBudget(NamedTuple):
+    """What one language step may hold. The planner keeps it with the plan and gives it back with the result."""
+
+    tokens: int  # of prefill
+    vision_s: float  # seconds that the vision lane may run beside it; infinite: all along
+    limit_s: float = math.inf  # tightest TPOT limit among its decodes
+    target_s: float = math.inf  # how long it may last, the pause before it included; more than the limit: stretched
+    planned_s: float = 0.0  # what the surface says, uncorrected, of a step that uses all of it
+    more_tokens: bool = False  # more prefill waits than the step may hold
+    more_vision: bool = False  # more images wait than can be encoded beside it
+
+    def is_used_up(self, tokens: int, vision_s: float) -> bool:
+        """Whether a step that held so much was as full as it could be."""
+        tokens_used = tokens >= self.tokens or not self.more_tokens
+        vision_used = vision_s >= USED * self.vision_s or not self.more_vision
+        return (self.more_tokens or self.more_vision) and tokens_used and vision_used
+
+
+class Budgets(Protocol):
+    """Asked before each step and told after it. Calls of `language` and `on_language` may interleave (a step is planned
+    while the one before it runs), but every budget that became a plan comes back, in order."""
+
+    def language(self, demand: Demand) -> StepBudget:
+        """The budget of the next language step; to be asked once per step."""
+        ...
 
     def vision(self) -> int:
         """Patches that a vision step may hold; its first image may exceed them."""
-        return self.image_budget
+        ...
+
+    def predict(self, load: LanguageLoad) -> float | None:
+        """Seconds that a step is expected to take if it has the machine to itself; None: nothing was measured."""
+        ...
+
+    def on_language(
+        self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
+    ) -> None:
+        """A language step has come back. `gap_s`: from the end of the step before it to its own end; read only if the
+        step has decodes, whose tokens lie that far apart. `vision_s`: how long the vision lane ran beside it."""
+        ...
+
+    def on_vision(self, load: VisionLoad) -> None:
+        """A vision step has come back."""
+        ...
+
+    def report(self) -> BudgetReport: ...
+
+
+class FixedBudgets:
+    """The numbers of the configuration, whatever steps take: highest throughput, no limit kept."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._token_budget = config.token_budget
+        self._image_budget = config.image_budget
+        self._latest_tokens = config.token_budget
+        self._decode_steps = 0
+        self._full_steps = 0
+
+    def language(self, demand: Demand) -> StepBudget:
+        tokens = max(0, self._token_budget - demand.num_decodes)
+        self._latest_tokens = tokens
+        return StepBudget(tokens, math.inf, more_tokens=demand.prefill_tokens > tokens)
+
+    def vision(self) -> int:
+        return self._image_budget
+
+    def predict(self, load: LanguageLoad) -> float | None:
+        return None
+
+    def on_language(
+        self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
+    ) -> None:
+        if load.num_decodes:
+            self._decode_steps += 1
+            self._full_steps += budget.is_used_up(load.prefill_tokens, vision_s)
+
+    def on_vision(self, load: VisionLoad) -> None:
+        """Nothing to learn."""
+
+    def report(self) -> BudgetReport:
+        return BudgetReport(
+            token_budget=self._latest_tokens,
+            image_budget=self._image_budget,
+            vision_s=-1.0,
+            decode_steps=self._decode_steps,
+            full_steps=self._full_steps,
+        )
+
+
+def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Counts, late_gaps: Counts) -> float:
+    """How long the next step may last so that every running decode still keeps its TPOT limit: `Demand.stretch_s`.
+
+    Entry i belongs to one running decode: its limit (infinite: none), the seconds between its first and its latest
+    token, how many gaps these are and how many of them were longer than the limit; all [B]. A request may have a step
+    longer than its limit if its late gaps, this one included, stay within 5 % and its mean gap within the limit.
+    Otherwise the step may last as long as its limit. Infinite without decodes.
+    """
+    if not len(limits_s):
+        return math.inf
+    gaps = num_gaps + 1
+    spare = limits_s * gaps - elapsed_s
+    spare[late_gaps + 1 > STRETCHED_SHARE * gaps] = 0.0
+    return float(np.maximum(spare, limits_s).min())

@@ -1,4 +1,7 @@
-"""What a scheduler tells its owner: new tokens, and the end of a request. Every accepted request ends exactly once."""
+"""What a scheduler tells its owner: new tokens, and the end of a request. Every accepted request ends exactly once.
+
+The events of one result come in this order: all its tokens, then the requests that have ended.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,23 @@ from hydra_engine.errors import ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """The tokens that one step sampled, at most one for each request; entry i of each list belongs together. A position
+    counts the generated tokens before. A stop token is reported like any other. Nobody changes the lists."""
+
+    request_ids: list[int]
+    positions: list[int]
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token; `position` counts the generated tokens before it. A stop token is reported like any other."""
+    """One sampled token of a request that asked for log probabilities; it is in no TokensEvent."""
 
     request_id: RequestId
     position: int
     token_id: int
-    logprobs: TokenLogprobs | None = None
+    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,8 @@ class FinishEvent:
     num_preemptions: int = 0
     cached_tokens: int = 0
     cached_images: int = 0
+    late_gaps: int = 0  # gaps between its tokens longer than its limit
+    num_gaps: int = 0
 
 
-Event = TokenEvent | FinishEvent
+Event = TokensEvent | TokenEvent | FinishEvent

@@ -1,7 +1,8 @@
 """Who goes first and who gives way: pure functions over the states of requests. They change nothing.
 
-Age decides everywhere: an older request may take what younger ones hold, never the other way round, so the oldest
-always gets on and by induction everybody does. The planners in `language.py` and `vision.py` apply these rules.
+Urgency (priority, then when the first token is due) says who is considered first. Age decides who may take what others
+hold: an older request from younger ones, never the other way round, so the oldest always gets on and by induction
+everybody does. The planners in `language.py` and `vision.py` apply these rules.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import islice
 from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.state import ImageProgress, RequestState
-from hydra_engine.scheduler.queues import ArrivalQueue
+from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_PASSED = 16  # requests without room that a step looks past; bounds the time that planning takes
 
@@ -37,7 +38,7 @@ def kv_tokens_to_admit(state: RequestState) -> int:
 
 def is_stalled(state: RequestState) -> bool:
     """A running prefill that stands before an image without features."""
-    return state.num_computable == state.num_computed
+    return state.num_computable == state.num_planned < state.num_tokens
 
 
 def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: int) -> bool:
@@ -54,11 +55,13 @@ def may_insist(state: RequestState, *, head: bool) -> bool:
     return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
 
 
-def candidates(waiting: Iterable[RequestState], encoding: ArrivalQueue, limit: int) -> Iterator[RequestState]:
-    """Waiting requests from the oldest to the youngest; of those that wait for images only the first `limit`, and
-    at least the oldest one."""
-    early = list(islice(encoding, max(1, limit)))
-    return heapq.merge(waiting, early, key=lambda state: state.order)
+def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Iterator[RequestState]:
+    """Waiting requests, the most urgent first; of those that wait for images only the first few, at most `limit`, and
+    the oldest one, perhaps a second time. The queues may change meanwhile."""
+    oldest = encoding.oldest()
+    early = islice(encoding.by_urgency(), min(limit, MAX_PASSED))
+    streams = (waiting.by_urgency(), early, [] if oldest is None else [oldest])
+    return heapq.merge(*streams, key=lambda state: state.urgency)
 
 
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
@@ -108,4 +111,4 @@ def features_to_take(
 
 
 def _is_being_read(state: RequestState, index: int) -> bool:
-    return state.num_scheduled > 0 and state.request.images[index].start < state.num_computed + state.num_scheduled
+    return state.num_scheduled > 0 and state.request.images[index].start < state.num_planned

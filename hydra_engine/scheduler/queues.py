@@ -1,49 +1,134 @@
-"""A queue of requests in order of arrival, with membership and removal by id in constant time.
+"""Queues of requests: in order of arrival, and for those that wait also in order of urgency.
 
-Appending the youngest is the common case; a request that comes back (preempted, or its features gone) keeps its age and
-is sorted in. Does not know why a request is in it.
+Membership and removal by id; a request that comes back (preempted, or its features gone) keeps its age and is sorted
+in. Nothing costs more than a search by halves and the move of a list's tail, however many requests wait. Does not know
+why a request is in it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.state import RequestState
+from hydra_engine.core.state import RequestState, Urgency
 
 
 class ArrivalQueue:
-    """Invariant: iteration goes from the oldest to the youngest."""
+    """Invariant: iteration goes from the oldest to the youngest. Only `by_age` allows changes meanwhile."""
 
-    __slots__ = ("_highest", "_states")
+    __slots__ = ("_by_order", "_ids", "_orders")
 
     def __init__(self) -> None:
-        self._states: dict[RequestId, RequestState] = {}
-        self._highest = -1  # no member is younger than this order
+        self._orders: list[int] = []
+        self._by_order: dict[int, RequestState] = {}
+        self._ids: set[RequestId] = set()
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._orders)
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._states
+        return request_id in self._ids
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states.values())
+        return (self._by_order[order] for order in self._orders)
+
+    def by_age(self) -> Iterator[RequestState]:
+        """The oldest first. The queue may change meanwhile."""
+        index = 0
+        while index < len(self._orders):
+            order = self._orders[index]
+            yield self._by_order[order]
+            index = bisect_right(self._orders, order)
 
     def push(self, state: RequestState) -> None:
-        """Constant time for the youngest, linear in the length of the queue for others."""
-        assert state.request.id not in self._states, "a request is queued twice"
-        self._states[state.request.id] = state
-        if state.order > self._highest:
-            self._highest = state.order
+        assert state.request.id not in self._ids, "a request is queued twice"
+        self._ids.add(state.request.id)
+        self._by_order[state.order] = state
+        if not self._orders or state.order > self._orders[-1]:
+            self._orders.append(state.order)
         else:
-            self._states = {s.request.id: s for s in sorted(self._states.values(), key=lambda s: s.order)}
+            insort(self._orders, state.order)
 
-    def discard(self, request_id: RequestId) -> None:
-        self._states.pop(request_id, None)
+    def discard(self, state: RequestState) -> None:
+        """Of a request that is in it or not."""
+        if state.request.id in self._ids:
+            self._ids.remove(state.request.id)
+            del self._by_order[state.order]
+            del self._orders[bisect_left(self._orders, state.order)]
 
     def oldest(self) -> RequestState | None:
-        return next(iter(self._states.values()), None)
+        return self._by_order[self._orders[0]] if self._orders else None
+
+    def oldest_but(self, state: RequestState) -> RequestState | None:
+        """The oldest other than this one."""
+        for order in self._orders[:2]:
+            if order != state.order:
+                return self._by_order[order]
+        return None
 
     def youngest(self) -> RequestState | None:
-        return next(reversed(self._states.values()), None)
+        return self._by_order[self._orders[-1]] if self._orders else None
+
+
+class UrgencyQueue(ArrivalQueue):
+    """In order of arrival like its base, and beside that in order of `RequestState.urgency`."""
+
+    __slots__ = ("_num_ranked", "_urgencies")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._urgencies: list[Urgency] = []
+        self._num_ranked = 0
+
+    def push(self, state: RequestState) -> None:
+        super().push(state)
+        insort(self._urgencies, state.urgency)
+        self._num_ranked += _is_ranked(state.urgency)
+
+    def discard(self, state: RequestState) -> None:
+        if state.request.id in self:
+            del self._urgencies[bisect_left(self._urgencies, state.urgency)]
+            self._num_ranked -= _is_ranked(state.urgency)
+        super().discard(state)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Some request has a priority or a limit; without any, urgency is arrival."""
+        return self._num_ranked > 0
+
+    def after(self, urgency: Urgency | None) -> RequestState | None:
+        """The first one behind this urgency; the most urgent of all for None. What lies before may have changed."""
+        index = 0 if urgency is None else bisect_right(self._urgencies, urgency)
+        return self._by_order[self._urgencies[index][2]] if index < len(self._urgencies) else None
+
+    def by_urgency(self) -> Iterator[RequestState]:
+        """The most urgent first. The queue may change meanwhile."""
+        state = self.after(None)
+        while state is not None:
+            yield state
+            state = self.after(state.urgency)
+
+
+def _is_ranked(urgency: Urgency) -> bool:
+    return urgency[0] != 0 or urgency[1] != float("inf")
+
+
+class StartedOrders:
+    """Who has started, to tell how often a waiting request has been overtaken: how many younger ones have started since
+    it began to wait. What no waiting request can ask for any more is forgotten."""
+
+    def __init__(self) -> None:
+        self._orders: list[int] = []  # of the requests that have started, ascending
+
+    def started(self, order: int, oldest_waiting: int | None) -> None:
+        """`oldest_waiting` is the order of the oldest request that still waits, if there is one."""
+        if oldest_waiting is None:
+            self._orders.clear()
+            return
+        insort(self._orders, order)
+        del self._orders[: bisect_right(self._orders, oldest_waiting)]
+
+    def younger_than(self, order: int) -> int:
+        """To be compared with the same number later, as long as the asker waits."""
+        return len(self._orders) - bisect_right(self._orders, order)

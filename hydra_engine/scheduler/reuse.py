@@ -1,7 +1,8 @@
 """Which of a request's KV blocks the cache has already, and which of its own it lends to others.
 
 Blocks are found by the hashes of what they hold (`cache/prefix.py`); a request's hashes are computed once, the first
-time that somebody asks, and extended as its answer fills blocks. Does not know queues, budgets or who may start.
+time that somebody asks, and extended as its answer fills blocks. Lending is put off until it makes a difference, so
+that it costs nothing between two steps. Does not know queues, budgets or who may start.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class PrefixReuse:
         self._block_size = kv.block_size
         self.enabled = enabled
         self._shares_features = shares_features
+        self._owing: list[RequestState] = []  # have full blocks to lend, in the order in which these were proved
 
     def find(self, state: RequestState) -> list[int]:
         """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
         left over, for the step that computes it gives the next one; none of it ends inside a `whole` image."""
         if not self.enabled:
             return []
+        self.settle()
         usable = (state.num_tokens - 1) // self._block_size
         found = self._kv.find(self._hashes(state, usable)[:usable])
         del found[_outside_whole_images(len(found), self._block_size, state.request.images) :]
@@ -39,16 +42,27 @@ class PrefixReuse:
         if num_blocks:
             self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], max_tokens=state.max_tokens)
         state.num_named = num_blocks
-        state.num_computed = num_blocks * self._block_size
+        state.num_prefilled = num_blocks * self._block_size
 
-    def lend(self, state: RequestState) -> None:
-        """Lets others find the full blocks that the request has computed.
+    def owe(self, state: RequestState) -> None:
+        """Others may find the full blocks that the request has computed, from the next `settle` on.
 
         Only when a token has been sampled behind them: what is not a number spoils everything behind it, so finite
         logits are the proof that all KV before them is sound. Blocks of a row that fails are never found by anybody.
         """
+        if self.enabled:
+            self._owing.append(state)
+
+    def settle(self) -> None:
+        """Lends what is owed. To be called before blocks are looked for or freed; while a step runs it costs least."""
+        if self._owing:
+            for state in self._owing:
+                self._lend(state)
+            self._owing.clear()
+
+    def _lend(self, state: RequestState) -> None:
         full = state.num_computed // self._block_size
-        if not self.enabled or full <= state.num_named:
+        if full <= state.num_named:
             return
         hashes = self._hashes(state, full)
         for index in range(state.num_named, full):

@@ -1,7 +1,8 @@
 """The stage scheduler: events in, plans and events out. The live instance and the simulator drive the same object.
 
 Pure and clock-injected: the same calls with the same `now` give the same plans. It owns the state of its requests and
-the bookkeeping of both caches. Does not know tensors, threads, channels or text.
+the bookkeeping of both caches. What a result means for each request is in `progress.py`. Does not know tensors,
+threads, channels or text.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ from dataclasses import dataclass
 from hydra_engine.cache.ledger import LedgerSnapshot
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
+from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, LanguageRow, RowOutcome, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import Ending, ImageProgress, RequestState
+from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
+from hydra_engine.scheduler.audit import check_book
+from hydra_engine.scheduler.blame import StepLog
 from hydra_engine.scheduler.book import RequestBook
-from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
-from hydra_engine.scheduler.language import LanguagePlanner
+from hydra_engine.scheduler.budget import Budgets, FixedBudgets
+from hydra_engine.scheduler.events import Event, FinishEvent
+from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
+from hydra_engine.scheduler.modes import Mode
+from hydra_engine.scheduler.progress import Progress
 from hydra_engine.scheduler.timeline import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
@@ -46,9 +53,10 @@ class SchedulerStats:
 
 
 class StageScheduler:
-    """Contract: one plan per lane is in flight at most, and its result is given back exactly once, also when it failed.
-    Every request that `add` accepts ends in exactly one FinishEvent, at which time no plan names it and its blocks are
-    free. If every result comes back, every request ends, whatever the sizes of the caches.
+    """Contract: one vision plan is in flight at most, and one language plan; with look-ahead two of these, which the
+    lane runs one after the other. Every result is given back exactly once, those of a lane in order, also when it
+    failed. Every request that `add` accepts ends in exactly one FinishEvent, at which time no plan names it and its
+    blocks are free. If every result comes back, every request ends, whatever the sizes of the caches.
     """
 
     def __init__(
@@ -60,25 +68,30 @@ class StageScheduler:
         *,
         instance: str,
         reuse: bool = True,
-        num_state_slots: int = 0,
+        has_states: bool = False,
         budgets: Budgets | None = None,
+        log: StepLog | None = None,
     ) -> None:
+        """`has_states`: the model keeps recurrent states, one in each seat. `log` explains late tokens."""
         if Role.P not in role or Role.D not in role:
             raise ConfigError(f"an instance must prefill and decode, not only {role.letters}", param="topology")
         self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
         self._max_queue = config.max_queue
-        self._book = RequestBook(kv, images, instance, reuse=reuse, num_state_slots=num_state_slots)
-        budgets = budgets if budgets is not None else Budgets.from_config(config)
-        self._vision = VisionPlanner(self._book, budgets, config)
-        self._language = LanguagePlanner(self._book, budgets, config)
+        self._book = RequestBook(kv, images, instance, config, reuse=reuse, has_states=has_states, log=log)
+        self._budgets = budgets if budgets is not None else FixedBudgets(config)
+        self._mode = Mode(config)
+        self._vision = VisionPlanner(self._book, self._budgets, config)
+        whole = self._mode.whole_requests
+        self._language = LanguagePlanner(self._book, self._budgets, config, whole_requests=whole)
+        self._times = StepTimes()
+        self._progress = Progress(self._book, self._times)
         self._vision_plans: dict[StepId, VisionPlan] = {}
-        self._language_plans: dict[StepId, LanguagePlan] = {}
+        self._encodes: dict[StepId, tuple[tuple[RequestId, int], ...]] = {}  # (request, patches) of these plans
+        self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
-        self._step_times = StepTimes()
+        self._language_ended_s = 0.0
+        self._patches_in_flight = 0
         self._finish_times: deque[float] = deque(maxlen=32)
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._images_encoded = 0
 
     # ---- requests
 
@@ -95,139 +108,118 @@ class StageScheduler:
         if state is None or state.ending is not None:
             return []
         self._book.end(state, Ending(FinishReason.ABORT))
-        return self._finish_if_unused(state, now)
+        return self._finish([state], now)
 
     # ---- plans
 
+    @property
+    def vision_first(self) -> bool:
+        """Which lane is to be asked first for a step; matters only where one may have to wait for the other."""
+        return self._mode.vision_first
+
     def plan_vision(self, now: float) -> VisionPlan | None:
         """The next vision step, or None when there is nothing to encode, no room, or one in flight."""
-        if self._vision_plans or not self._book.unencoded:
+        runs = bool(self._vision_plans), bool(self._language_steps)
+        if not self._book.unencoded or not self._mode.may_plan_vision(vision_runs=runs[0], language_runs=runs[1]):
             return None
-        plan = self._vision.plan(StepId(self._next_step), now)
+        among = self._num_served_next() if self._mode.whole_requests else None
+        plan = self._vision.plan(StepId(self._next_step), now, among=among)
         if plan is not None:
             self._vision_plans[plan.step_id] = plan
             self._next_step += 1
+            self._patches_in_flight += plan.num_patches
+            self._mode.planned(vision=True)
+            work = tuple((item.request_id, item.num_patches) for item in plan.items)
+            self._encodes[plan.step_id] = work
+            self._book.log.vision_began(now, work)
         return plan
 
     def plan_language(self, now: float) -> LanguagePlan | None:
-        """The next language step, or None when nothing can run or one is in flight."""
-        if self._language_plans or not self._book.states:
+        """The next language step, or None when nothing can run or as many as may be are in flight.
+
+        With one in flight it is planned ahead: token -1 stands for those that are not known yet, nobody gives way, and
+        None may mean that the result has to come first.
+        """
+        ahead, vision_runs = bool(self._language_steps), bool(self._vision_plans)
+        images_wait = bool(self._book.unencoded)
+        if not self._book.states or len(self._language_steps) > 1:
             return None
-        plan = self._language.plan(StepId(self._next_step), now)
-        if plan is not None:
-            self._language_plans[plan.step_id] = plan
-            self._next_step += 1
-        return plan
+        if not self._mode.may_plan_language(vision_runs=vision_runs, language_runs=ahead, images_wait=images_wait):
+            return None
+        patches = self._patches_in_flight
+        step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
+        if step is None:
+            return None
+        self._language_steps[step.plan.step_id] = step
+        self._next_step += 1
+        self._mode.planned(vision=False)
+        return step.plan
+
+    def _num_served_next(self) -> int:
+        """Requests that find a seat beside those that have one or need nothing else for it."""
+        return max(1, self._book.seats.num_free - len(self._book.waiting))
+
+    def tidy(self) -> None:
+        """Does what can be done while the lanes compute, so that it takes no time between two steps."""
+        self._book.prefixes.settle()
+
+    def expected_s(self, plan: LanguagePlan) -> float | None:
+        """How long a language step in flight will take; None if nothing is known of such steps yet."""
+        load = self._language_steps[plan.step_id].load
+        predicted_s = self._budgets.predict(load)
+        return predicted_s if predicted_s is not None else self._times.expected_s(load.num_rows)
 
     # ---- results
 
     def on_vision(self, result: VisionResult, now: float) -> list[Event]:
         """Takes back a vision plan: features are there, or their request fails."""
         plan = self._vision_plans.pop(result.step_id)
-        outcomes = {(outcome.request_id, outcome.image_index): outcome for outcome in result.outcomes}
-        patches: dict[RequestId, int] = {}
-        sharing: dict[RequestId, RequestState] = {}
-        for item in plan.items:
-            patches[item.request_id] = patches.get(item.request_id, 0) + item.num_patches
-            state = self._book.states[item.request_id]
-            error = outcomes[item.request_id, item.image_index].error
-            if error is None:
-                self._images_encoded += 1
-            elif state.ending is None:
-                self._book.end(state, Ending(FinishReason.ERROR, error=error))
-            key = state.image_keys[item.image_index]
-            users = self._book.finish_features(key, failed=error is not None)
-            sharing |= {user.request.id: user for user in users}
-        events: list[Event] = []
-        for request_id, count in patches.items():
-            state = self._book.states[request_id]
-            state.plans_in_flight -= 1
-            timeline = self._book.timelines[request_id]
-            more = state.ending is None and ImageProgress.WAITING in state.images
-            timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
-            if not more and not state.num_scheduled:
-                timeline.images_ready(result.ended_s)
-            events += self._finish_if_unused(state, now)
-        for request_id, state in sharing.items():
-            if request_id not in patches and state.ending is None and not state.waits_for_images:
-                self._book.images_settled(state, result.ended_s)
-        return events
+        self._patches_in_flight -= plan.num_patches
+        self._book.log.vision(result.started_s, result.ended_s, self._encodes.pop(result.step_id))
+        patches = [item.num_patches for item in plan.items]
+        self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
+        return self._finish(self._progress.encoded(plan, result), now)
 
     def on_language(self, result: LanguageResult, now: float) -> list[Event]:
         """Takes back a language plan: progress, tokens, and requests that ended or failed."""
-        plan = self._language_plans.pop(result.step_id)
-        outcomes = {outcome.request_id: outcome for outcome in result.outcomes}
-        self._step_times.record(result.ended_s - result.started_s)
-        with_prefill = not plan.rows[-1].is_decode
-        batch = len(plan.rows)
-        events: list[Event] = []
-        for row in plan.rows:
-            state = self._book.states[row.request_id]
-            state.plans_in_flight -= 1
-            state.num_scheduled -= len(row.token_ids)
-            timeline = self._book.timelines[row.request_id]
-            if row.is_decode:
-                timeline.decoded(
-                    result.started_s, result.ended_s, batch=batch, times=self._step_times, with_prefill=with_prefill
-                )
-            else:
-                timeline.prefilled(
-                    result.started_s, result.ended_s, batch=batch, tokens=len(row.token_ids), more=not row.sample
-                )
-            if state.ending is None:
-                self._advance(state, row, outcomes[row.request_id], events)
-            if state.ending is not None:
-                events += self._finish_if_unused(state, now)
+        step = self._language_steps.pop(result.step_id)
+        duration_s = result.ended_s - result.started_s
+        gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s
+        self._language_ended_s = result.ended_s
+        self._times.record(duration_s, step.load.num_rows)
+        self._book.log.language(result.started_s, result.ended_s, step.load, step.chunks, result.vision_s)
+        self._budgets.on_language(step.load, step.budget, duration_s=duration_s, gap_s=gap_s, vision_s=result.vision_s)
+        events, ended = self._progress.computed(step.plan, result)
+        events += self._finish(ended, now)
         return events
 
-    def _advance(self, state: RequestState, row: LanguageRow, outcome: RowOutcome, events: list[Event]) -> None:
-        """The one place where a request makes progress on the language lane."""
-        if outcome.error is not None:
-            self._book.end(state, Ending(FinishReason.ERROR, error=outcome.error))
-            return
-        state.num_computed += len(row.token_ids)
-        if row.images:
-            self._book.consume_images(state)
-        if row.sample:
-            assert outcome.token_id is not None, "a row that samples came back without a token"
-            self._take_token(state, outcome, events)
-            self._book.prefixes.lend(state)
-        if not row.is_decode and state.ending is None:
-            self._book.place(state)
-
-    def _take_token(self, state: RequestState, outcome: RowOutcome, events: list[Event]) -> None:
-        token_id = outcome.token_id
-        assert token_id is not None
-        events.append(TokenEvent(state.request.id, len(state.generated), token_id, outcome.logprobs))
-        if not state.generated:
-            self._prompt_tokens += state.request.num_prompt - state.cached_tokens
-        state.generated.append(token_id)
-        self._generation_tokens += 1
-        if token_id in state.stop_ids:
-            self._book.end(state, Ending(FinishReason.STOP, stop_token_id=token_id))
-        elif len(state.generated) >= state.request.max_new_tokens:
-            self._book.end(state, Ending(FinishReason.LENGTH))
-
-    def _finish_if_unused(self, state: RequestState, now: float) -> list[Event]:
-        ending = state.ending
-        if ending is None or state.plans_in_flight:
-            return []
-        spans = self._book.timelines[state.request.id].close(now)
-        self._book.forget(state)
-        self._finish_times.append(now)
-        return [
-            FinishEvent(
-                request_id=state.request.id,
-                reason=ending.reason,
-                num_generated=state.num_generated,
-                stop_token_id=ending.stop_token_id,
-                error=ending.error,
-                spans=spans,
-                num_preemptions=state.num_preemptions,
-                cached_tokens=state.cached_tokens,
-                cached_images=state.cached_images,
+    def _finish(self, ended: list[RequestState], now: float) -> list[Event]:
+        """The events of those that no plan names any more."""
+        events: list[Event] = []
+        for state in ended:
+            ending = state.ending
+            if ending is None or self._book.in_use(state):
+                continue
+            timeline = self._book.timelines[state.request.id]
+            spans = timeline.close(now)
+            self._book.forget(state)
+            self._finish_times.append(now)
+            events.append(
+                FinishEvent(
+                    request_id=state.request.id,
+                    reason=ending.reason,
+                    num_generated=state.num_generated,
+                    stop_token_id=ending.stop_token_id,
+                    error=ending.error,
+                    spans=spans,
+                    num_preemptions=state.num_preemptions,
+                    cached_tokens=state.cached_tokens,
+                    cached_images=state.cached_images,
+                    late_gaps=timeline.late_gaps,
+                    num_gaps=max(0, state.num_generated - 1),
+                )
             )
-        ]
+        return events
 
     # ---- looking
 
@@ -237,7 +229,7 @@ class StageScheduler:
         return bool(self._book.states)
 
     def stats(self) -> SchedulerStats:
-        book = self._book
+        book, progress = self._book, self._progress
         return SchedulerStats(
             num_running=len(book.prefilling) + len(book.decoding),
             num_waiting=len(book.waiting),
@@ -247,25 +239,38 @@ class StageScheduler:
             image_blocks_used=book.features.num_held,
             image_blocks_total=book.features.num_blocks,
             num_preemptions=book.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            images_encoded=self._images_encoded,
+            prompt_tokens=progress.prompt_tokens,
+            generation_tokens=progress.generation_tokens,
+            images_encoded=progress.images_encoded,
         )
+
+    def budget(self) -> BudgetReport:
+        return self._budgets.report()
 
     def ledger(self) -> LedgerSnapshot:
         return self._book.ledger.snapshot(self._book.states)
 
     def check(self) -> None:
         """Raises AssertionError if any of the books disagree with another."""
-        self._book.check()
-        in_flight: dict[RequestId, int] = {}
+        check_book(self._book)
+        self._check_in_flight()
+
+    def _check_in_flight(self) -> None:
+        book = self._book
+        plans: dict[RequestId, int] = {}
+        rows = [0] * book.seats.num_seats
         for vision in self._vision_plans.values():
             for request_id in {item.request_id for item in vision.items}:
-                in_flight[request_id] = in_flight.get(request_id, 0) + 1
-        for language in self._language_plans.values():
-            for row in language.rows:
-                in_flight[row.request_id] = in_flight.get(row.request_id, 0) + 1
-        for request_id, state in self._book.states.items():
-            assert state.plans_in_flight == in_flight.pop(request_id, 0), f"request {request_id}: plans in flight"
-            assert state.ending is None or state.plans_in_flight, f"request {request_id} has ended and is still here"
-        assert not in_flight, f"plans name requests that are gone: {sorted(in_flight)}"
+                plans[request_id] = plans.get(request_id, 0) + 1
+        for step in self._language_steps.values():
+            for chunk in step.plan.chunks:
+                plans[chunk.request_id] = plans.get(chunk.request_id, 0) + 1
+            pairs = zip(step.plan.decodes.request_ids.tolist(), step.plan.decodes.seats.tolist(), strict=True)
+            for request_id, seat in pairs:
+                rows[seat] += 1
+                assert book.seats.held.get(request_id) == seat, f"request {request_id} has lost its seat in a plan"
+        assert rows == book.decodes.in_flight.tolist(), "decode rows in flight"
+        for request_id, state in book.states.items():
+            assert state.plans_in_flight == plans.pop(request_id, 0), f"request {request_id}: plans in flight"
+            assert state.ending is None or book.in_use(state), f"request {request_id} has ended and is still here"
+        assert not plans, f"plans name requests that are gone: {sorted(plans)}"

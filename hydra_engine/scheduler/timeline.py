@@ -1,20 +1,25 @@
 """The stage timeline of one request as it grows: waits with their cause, runs with batch and size.
 
-Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. Keeps
-at most `MAX_SPANS` spans however long the request runs. Is told times, never asks for them.
+Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. While
+a request decodes, its open span and its gaps are counted in `decodes.py`. Keeps at most `MAX_SPANS` spans however long
+the request runs. Is told times, never asks for them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
 
-from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.outputs import Blame, StageSpan
 
 MAX_SPANS = 200
 MIN_WAIT_S = 0.001  # shorter waits are hand-over, not waiting
 MIN_GAP_S = 0.05
+_REMEMBERED_STEPS = 64
+_NEW_SHARE = 0.25  # of the latest step in a moving mean
 _WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
 
 
@@ -22,12 +27,27 @@ class StepTimes:
     """How long the latest language steps took."""
 
     def __init__(self) -> None:
-        self._durations: deque[float] = deque(maxlen=64)
+        self._durations: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._by_size: dict[int, float] = {}  # moving mean, by the bit length of the number of tokens
         self.typical_s = 0.0
 
-    def record(self, duration_s: float) -> None:
-        self._durations.append(duration_s)
-        self.typical_s = median(self._durations)
+    def record(self, duration_s: float, num_tokens: int) -> None:
+        """A step that computed so many tokens."""
+        size = num_tokens.bit_length()
+        before_s = self._by_size.get(size, duration_s)
+        self._by_size[size] = before_s + _NEW_SHARE * (duration_s - before_s)
+        durations, ordered = self._durations, self._sorted
+        if len(durations) == _REMEMBERED_STEPS:
+            del ordered[bisect_left(ordered, durations.popleft())]
+        durations.append(duration_s)
+        insort(ordered, duration_s)
+        middle = len(ordered) // 2
+        self.typical_s = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+    def expected_s(self, num_tokens: int) -> float | None:
+        """How long a step of so many tokens will take, by what steps of about that size took; None before the first."""
+        return self._by_size.get(num_tokens.bit_length(), self.typical_s if self._durations else None)
 
     @property
     def gap_s(self) -> float:
@@ -36,19 +56,22 @@ class StepTimes:
 
 
 class Timeline:
-    """`cause` says what the request waits for on the language lane; the planner sets it, the next chunk clears it."""
+    """`cause` says what the request waits for on the language lane; the planner sets it, the next chunk clears it.
+
+    `last_s` is the end of its latest language step; it, the time of the first token and the number of gaps between its
+    tokens that were longer than its limit are kept in the table of decodes while it is there.
+    """
 
     __slots__ = (
-        "_decode_batches",
-        "_decode_start_s",
-        "_decode_steps",
         "_encode_since_s",
         "_instance",
-        "_last_s",
         "_prefill_since_s",
         "_spans",
         "_wait_stage",
         "cause",
+        "first_token_s",
+        "last_s",
+        "late_gaps",
     )
 
     def __init__(self, instance: str, now: float, has_images: bool) -> None:
@@ -58,10 +81,9 @@ class Timeline:
         self._prefill_since_s: float | None = now
         self._wait_stage = "prefill_wait"
         self.cause = "images" if has_images else "queue"
-        self._last_s = now  # end of the latest language step
-        self._decode_start_s = now
-        self._decode_steps = 0
-        self._decode_batches = 0
+        self.first_token_s = 0.0
+        self.last_s = now
+        self.late_gaps = 0
 
     def encode_waits(self, now: float) -> None:
         """Some image needs an encode, perhaps again."""
@@ -98,41 +120,29 @@ class Timeline:
     def prefilled(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
         """One prefill chunk; `more` when it was not the last one."""
         if self._prefill_since_s is None:
-            self._prefill_since_s = self._last_s
+            self._prefill_since_s = self.last_s
         self._end_wait(started_s)
         self._add("prefill", started_s, ended_s, batch=batch, tokens=tokens)
-        self._last_s = ended_s
+        self.last_s = ended_s
         self._prefill_since_s = ended_s if more else None
         self._wait_stage, self.cause = "prefill_wait", "queue"
 
-    def decoded(self, started_s: float, ended_s: float, *, batch: int, times: StepTimes, with_prefill: bool) -> None:
-        """One decode step; the hot path."""
-        gap_s = ended_s - self._last_s
+    def decoded(self, since_s: float, until_s: float, *, tokens: int, batch: int) -> None:
+        """A run of decode steps without a gap; `batch` rows were in such a step in the mean."""
         self._prefill_since_s = None
-        if gap_s > times.gap_s:
-            self._end_decode()
-            if 2 * (ended_s - started_s) < gap_s:
-                cause = "between steps"
-            else:
-                cause = "prefill" if with_prefill else "slow step"
-            resumed_s = max(self._last_s, ended_s - times.typical_s)
-            self._add("decode_wait", self._last_s, resumed_s, cause=cause)
-            self._decode_start_s = resumed_s
-        elif not self._decode_steps:
-            self._decode_start_s = started_s
-        self._decode_steps += 1
-        self._decode_batches += batch
-        self._last_s = ended_s
+        self._add("decode", since_s, until_s, batch=batch, tokens=tokens)
+
+    def gap(self, since_s: float, until_s: float, cause: str, blame: Sequence[Blame] = ()) -> None:
+        """The next token came late. What was decoded before has been told."""
+        self._add("decode_wait", since_s, until_s, cause=cause, blame=blame)
 
     def preempted(self) -> None:
-        self._end_decode()
         if self._prefill_since_s is None:
-            self._prefill_since_s = self._last_s
+            self._prefill_since_s = self.last_s
         self._wait_stage, self.cause = "preempted", "kv blocks"
 
     def close(self, now: float) -> tuple[StageSpan, ...]:
         """Ends what is open and returns everything in order of start."""
-        self._end_decode()
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="queue")
         self._end_wait(now)
@@ -142,12 +152,6 @@ class Timeline:
         since_s = self._prefill_since_s
         if since_s is not None and end_s - since_s >= MIN_WAIT_S:
             self._add(self._wait_stage, since_s, end_s, cause=self.cause)
-
-    def _end_decode(self) -> None:
-        if self._decode_steps:
-            batch = round(self._decode_batches / self._decode_steps)
-            self._add("decode", self._decode_start_s, self._last_s, batch=batch, tokens=self._decode_steps)
-        self._decode_steps = self._decode_batches = 0
 
     def _add(
         self,
@@ -159,10 +163,11 @@ class Timeline:
         batch: int = 0,
         tokens: int = 0,
         cause: str | None = None,
+        blame: Sequence[Blame] = (),
     ) -> None:
         if len(self._spans) >= MAX_SPANS:
             self._spans = squeezed(self._spans)
-        self._spans.append(StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause))
+        self._spans.append(StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause, tuple(blame)))
 
 
 def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
@@ -192,4 +197,5 @@ def _joined(run: list[StageSpan]) -> StageSpan:
         batch=max(span.batch for span in run),
         tokens=sum(span.tokens for span in run),
         cause=longest.cause,
+        blame=longest.blame,
     )

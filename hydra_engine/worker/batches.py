@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +17,36 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Ops
 from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.plans import BlockIds, EncodeItem, LanguageRow
+from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput, States, VisionInput
+from hydra_engine.worker.parts import counts_of, starts_of
 from hydra_engine.worker.positions import PromptPositions
+from hydra_engine.worker.seats import Seats
 from hydra_engine.worker.states import StateTable
 
-Int64s = npt.NDArray[np.int64]
 
-
-def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Int64s:
+def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Ints:
     """Slots of rows [offset, offset + count) of what lies in `block_ids`."""
     rows = np.arange(offset, offset + count)
     return block_ids[rows // block_size].astype(np.int64) * block_size + rows % block_size
 
 
+class _Rows(NamedTuple):
+    """A language step in host arrays; those of int32 go to `Ops.plan_attention`."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T] or [3, T]
+    position_end: int  # more than the largest of them
+    slots: Ints  # [T]
+    logit_rows: Ints  # [B']
+    cu_q: BlockIds  # [B + 1]
+    num_context: BlockIds  # [B]
+    block_tables: BlockIds  # [B, W]
+
+
 def language_input(
-    rows: Sequence[LanguageRow],
+    plan: LanguagePlan,
+    seats: Seats,
     ops: Ops,
     *,
     block_size: int,
@@ -40,74 +55,121 @@ def language_input(
     rope: Sequence[PromptPositions] | None = None,
     states: StateTable | None = None,
 ) -> LanguageInput:
-    """At least one row, each with at least one token. `rope` has the rows' multimodal rotary positions, for models that
-    have them."""
-    num_rows = len(rows)
-    counts = np.fromiter((len(row.token_ids) for row in rows), dtype=np.int64, count=num_rows)
-    starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=num_rows)
-    cu_q = np.zeros(num_rows + 1, dtype=np.int32)
-    np.cumsum(counts, out=cu_q[1:])
-    num_context = starts + counts
-    tables = _block_tables(rows, -(-num_context // block_size))
+    """The input of a plan with at least one row, whose chunks have at least one token each.
 
-    num_tokens = int(cu_q[-1])
-    token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), dtype=np.int64, count=num_tokens)
-    if num_tokens == num_rows:  # decodes only
-        row_of_token, places = np.arange(num_rows), starts
+    `seats` know the tokens that nobody has read yet (-1) and the rotary deltas of decodes; the decodes' requests sit in
+    theirs (`Seats.take`; a benchmark may set `seats.owners[decodes.seats] = decodes.request_ids` instead). `rope` has
+    the multimodal rotary positions of each chunk, `()` for a plan of decodes, and is None where positions are 1-D.
+    """
+    if plan.chunks:
+        rows = _mixed_rows(plan, seats, block_size, rope)
+        image_rows, image_slots = _image_merges(plan, rows.cu_q, image_block_size, device)
     else:
-        row_of_token = np.repeat(np.arange(num_rows), counts)
-        places = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
-    positions = places if rope is None else _rope_positions(rows, rope)
-    block_ids = tables[row_of_token, places // block_size].astype(np.int64)
-    slots = block_ids * block_size + places % block_size
-    sampled = np.fromiter((row.sample for row in rows), dtype=np.bool_, count=num_rows)
-    logit_rows = (cu_q[1:][sampled] - 1).astype(np.int64)
-    image_rows, image_slots = _image_merges(rows, cu_q, image_block_size, device)
-    plan = ops.plan_attention(
-        torch.from_numpy(cu_q), torch.from_numpy(num_context.astype(np.int32)), torch.from_numpy(tables)
+        rows = _decode_rows(plan.decodes, seats, block_size, multimodal=rope is not None)
+        image_rows, image_slots = None, None
+    attention = ops.plan_attention(
+        torch.from_numpy(rows.cu_q), torch.from_numpy(rows.num_context), torch.from_numpy(rows.block_tables)
     )
     return LanguageInput(
-        token_ids=_tensor(token_ids, device),
-        positions=_tensor(positions, device),
-        slots=_tensor(slots, device),
-        attention=plan,
-        logit_rows=_tensor(logit_rows, device),
-        position_end=int(positions.max()) + 1,
+        token_ids=_tensor(rows.token_ids, device),
+        positions=_tensor(rows.positions, device),
+        slots=_tensor(rows.slots, device),
+        attention=attention,
+        logit_rows=_tensor(rows.logit_rows, device),
+        position_end=rows.position_end,
         image_rows=image_rows,
         image_slots=image_slots,
-        states=None if states is None else States(states.cache, states.rows(rows)),
+        states=None if states is None else States(states.cache, states.rows(plan)),
     )
 
 
-def _rope_positions(rows: Sequence[LanguageRow], rope: Sequence[PromptPositions]) -> Int64s:
-    """[3, T]"""
-    if all(row.is_decode for row in rows):
-        place = np.fromiter((row.start + known.delta for row, known in zip(rows, rope, strict=True)), dtype=np.int64)
-        return np.broadcast_to(place, (3, len(rows))).copy()
-    pieces = [known.of(row.start, len(row.token_ids)) for row, known in zip(rows, rope, strict=True)]
-    return np.concatenate(pieces, axis=1)
+def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimodal: bool) -> _Rows:
+    """Nothing here is done row by row: this is what most steps are."""
+    starts, tables = decodes.starts, decodes.block_tables
+    longest = int(starts.max())
+    assert longest // block_size < tables.shape[1], "plan lacks blocks"
+    blocks = starts // block_size
+    bounds = np.arange(len(decodes) + 1)
+    rows = bounds[:-1]
+    positions = _decode_positions(decodes, seats, multimodal=multimodal)
+    return _Rows(
+        token_ids=seats.tokens(decodes),
+        positions=positions,
+        position_end=int(positions.max()) + 1 if multimodal else longest + 1,
+        slots=(tables[rows, blocks].astype(np.int64) - blocks) * block_size + starts,
+        logit_rows=rows,
+        cu_q=bounds.astype(np.int32),
+        num_context=(starts + 1).astype(np.int32),
+        block_tables=tables,
+    )
 
 
-def _block_tables(rows: Sequence[LanguageRow], num_blocks: Int64s) -> BlockIds:
-    """[B, max blocks] with the blocks that hold each row's context; zeros behind."""
-    width = int(num_blocks.max())
-    tables = np.zeros((len(rows), width), dtype=np.int32)
-    assert all(row.num_blocks >= n for row, n in zip(rows, num_blocks.tolist(), strict=True)), "plan lacks blocks"
-    used = np.concatenate([row.block_ids[:n] for row, n in zip(rows, num_blocks.tolist(), strict=True)])
-    tables[np.arange(width) < num_blocks[:, None]] = used
+def _mixed_rows(plan: LanguagePlan, seats: Seats, block_size: int, rope: Sequence[PromptPositions] | None) -> _Rows:
+    counts, starts = counts_of(plan), starts_of(plan)
+    num_rows, num_decodes = plan.num_rows, len(plan.decodes)
+    cu_q = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(counts, out=cu_q[1:])
+    num_tokens = int(cu_q[-1])
+    num_context = starts + counts
+    tables = _block_tables(plan, -(-num_context // block_size))
+    row_of_token = np.repeat(np.arange(num_rows), counts)
+    places = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
+    positions = places
+    if rope is not None:
+        pieces = [known.of(chunk.start, len(chunk.token_ids)) for chunk, known in zip(plan.chunks, rope, strict=True)]
+        positions = np.concatenate([_decode_positions(plan.decodes, seats, multimodal=True), *pieces], axis=1)
+    token_ids = np.empty(num_tokens, dtype=np.int64)
+    token_ids[:num_decodes] = seats.tokens(plan.decodes)
+    prompts = chain.from_iterable(chunk.token_ids for chunk in plan.chunks)
+    token_ids[num_decodes:] = np.fromiter(prompts, dtype=np.int64, count=num_tokens - num_decodes)
+    sampled = np.ones(num_rows, dtype=np.bool_)
+    sampled[num_decodes:] = [chunk.sample for chunk in plan.chunks]
+    return _Rows(
+        token_ids=token_ids,
+        positions=positions,
+        position_end=int(positions.max()) + 1,
+        slots=tables[row_of_token, places // block_size].astype(np.int64) * block_size + places % block_size,
+        logit_rows=cu_q[1:][sampled] - 1,
+        cu_q=cu_q.astype(np.int32),
+        num_context=num_context.astype(np.int32),
+        block_tables=tables,
+    )
+
+
+def _decode_positions(decodes: DecodeRows, seats: Seats, *, multimodal: bool) -> Ints:
+    """[B], or [3, B]: behind its prompt a request counts on all axes alike."""
+    if not multimodal:
+        return decodes.starts
+    positions = np.empty((3, len(decodes)), dtype=np.int64)
+    positions[:] = decodes.starts + seats.rope_deltas[decodes.seats]
+    return positions
+
+
+def _block_tables(plan: LanguagePlan, num_blocks: Ints) -> BlockIds:
+    """[B, max blocks] with the blocks that hold each row's context; zeros, or blocks of its own, behind."""
+    width, num_decodes = int(num_blocks.max()), len(plan.decodes)
+    given = plan.decodes.block_tables[:, :width]
+    tables = np.zeros((plan.num_rows, width), dtype=np.int32)
+    tables[:num_decodes, : given.shape[1]] = given
+    assert num_blocks[:num_decodes].max(initial=0) <= given.shape[1], "plan lacks blocks"
+    for row, (chunk, needed) in enumerate(
+        zip(plan.chunks, num_blocks[num_decodes:].tolist(), strict=True), num_decodes
+    ):
+        assert chunk.num_blocks >= needed, "plan lacks blocks"
+        tables[row, :needed] = chunk.block_ids[:needed]
     return tables
 
 
 def _image_merges(
-    rows: Sequence[LanguageRow], cu_q: npt.NDArray[np.int32], image_block_size: int, device: torch.device
+    plan: LanguagePlan, cu_q: BlockIds, image_block_size: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Which rows of the step take image features and from which slots of the image cache."""
-    targets: list[Int64s] = []
-    sources: list[Int64s] = []
-    for index, row in enumerate(rows):
-        for piece in row.images:
-            assert piece.row + piece.count <= len(row.token_ids), "image slice reaches beyond its chunk"
-            first = int(cu_q[index]) + piece.row
+    targets: list[Ints] = []
+    sources: list[Ints] = []
+    for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
+        for piece in chunk.images:
+            assert piece.row + piece.count <= len(chunk.token_ids), "image slice reaches beyond its chunk"
+            first = begin + piece.row
             targets.append(np.arange(first, first + piece.count))
             sources.append(feature_slots(piece.block_ids, piece.offset, piece.count, image_block_size))
     if not targets:

@@ -1,8 +1,8 @@
 """A language plan -> logits -> sampled tokens -> a language result.
 
 Runs in the language lane's thread. A row that makes the model raise, or whose logits are not finite, fails alone: KV
-writes are idempotent and recurrent states are written to another place than they are read from, so a step that raised
-is run again row by row. Does not decide when a request ends.
+writes are idempotent, recurrent states are written to another place than they are read from, and seats learn a step's
+tokens at its very end, so a step that raised is run again row by row. Does not decide when a request ends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import torch
 
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.clock import Clock
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, LanguageRow, RowOutcome
-from hydra_engine.errors import ErrorInfo
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import LanguagePlan, LanguageResult
+from hydra_engine.errors import ErrorInfo, RequestFailed
+from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.batches import language_input
 from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
-from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.parts import Samples, part_of, request_ids_of, seats_of
+from hydra_engine.worker.ports import Gate, ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
+from hydra_engine.worker.seats import Asked, Seats
 from hydra_engine.worker.states import StateTable
 
 
@@ -36,6 +40,10 @@ class LanguageLane:
         clock: Clock,
         faults: FaultPoints,
         states: StateCache | None = None,
+        *,
+        num_seats: int,
+        multimodal_rope: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self._model = model
         self._ops = backend.ops
@@ -45,76 +53,148 @@ class LanguageLane:
         self._clock = clock
         self._faults = faults
         self._states = None if states is None else StateTable(states)
+        self._seats = Seats(num_seats)
+        self._multimodal_rope = multimodal_rope
+        self._gate = gate
+        self._vision_s = 0.0  # how long the vision lane ran beside the plan in hand
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> LanguageResult:
-        """`records[i]` belongs to `plan.rows[i]`. Never raises because of a request's content."""
+        """`records[i]` belongs to `plan.chunks[i]`. Never raises because of a request's content."""
         started_s = self._clock.now()
+        self._vision_s = 0.0
         with torch.inference_mode():
-            outcomes = self._outcomes(plan.rows, records)
-        return LanguageResult(plan.step_id, started_s, self._clock.now(), outcomes)
+            samples = self._samples(plan, records)
+        return LanguageResult(
+            plan.step_id,
+            started_s,
+            self._clock.now(),
+            samples.token_ids,
+            tuple(samples.logprobs),
+            tuple(samples.failures),
+            self._vision_s,
+        )
 
-    def _outcomes(self, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> tuple[RowOutcome, ...]:
-        if not rows:
-            return ()
-        outcomes = attempt(f"language step of {len(rows)}", partial(self._step, rows, records))
-        if not isinstance(outcomes, ErrorInfo):
-            return outcomes
-        if len(rows) == 1:
-            return (RowOutcome(rows[0].request_id, error=outcomes),)
-        pairs = zip(rows, records, strict=True)
-        return tuple(outcome for row, record in pairs for outcome in self._outcomes((row,), (record,)))
+    # ---- rows that fail alone
 
-    def _step(self, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> tuple[RowOutcome, ...]:
-        requests = [record.request for record in records]
-        poisoned = self._faults.hit(BEFORE_LANGUAGE_STEP, requests)
-        for row, record in zip(rows, records, strict=True):
-            if record.recipe.history is not None:
-                record.recipe.history.record(row.start, row.token_ids)
+    def _samples(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
+        self._seats.take(plan, records)
+        barred = self._seats.barred(plan)
+        samples = self._without(barred, plan, records) if barred else self._attempt(plan, records)
+        if samples.failures:
+            seats, request_ids = seats_of(plan), request_ids_of(plan)
+            for row, _ in samples.failures:
+                self._seats.fail(int(seats[row]), RequestId(int(request_ids[row])))
+        return samples
+
+    def _without(self, barred: list[int], plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
+        """The step without rows whose request failed in a step before this one, which was planned ahead."""
+        samples = Samples.none(plan.num_rows)
+        rest = np.setdiff1d(np.arange(plan.num_rows), barred)
+        samples.put(rest, self._attempt(*part_of(plan, records, rest)))
+        error = RequestFailed("an earlier step of this request failed").info()
+        samples.failures += [(row, error) for row in barred]
+        return samples
+
+    def _attempt(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
+        num_rows = plan.num_rows
+        if not num_rows:
+            return Samples.none(0)
+        samples = attempt(f"language step of {num_rows}", partial(self._step, plan, records))
+        if not isinstance(samples, ErrorInfo):
+            return samples
+        merged = Samples.none(num_rows)
+        if num_rows == 1:
+            merged.failures.append((0, samples))
+            return merged
+        for row in range(num_rows):
+            alone = np.array([row], dtype=np.int64)
+            merged.put(alone, self._attempt(*part_of(plan, records, alone)))
+        return merged
+
+    # ---- one step
+
+    def _step(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
+        seats = self._seats
+        poisoned = self._faults.hit(BEFORE_LANGUAGE_STEP, seats.requests(plan))
+        asked = seats.asked(plan)
+        self._record_histories(plan, records, asked)
         inputs = language_input(
-            rows,
+            plan,
+            seats,
             self._ops,
             block_size=self._kv_cache.block_size,
             image_block_size=1 if self._image_cache is None else self._image_cache.block_size,
             device=self._device,
-            rope=_rope(records),
+            rope=self._rope(records),
             states=self._states,
         )
-        logits = self._model.forward(inputs, self._kv_cache, self._image_cache)
-        poisoned |= self._faults.hit(MID_LANGUAGE_STEP, requests)
-        sampled = [i for i, row in enumerate(rows) if row.sample]
-        host_logits = logits.cpu().numpy()
-        for index, i in enumerate(sampled):
-            if rows[i].request_id in poisoned:
-                host_logits[index] = np.nan
-        chosen = iter(_sample(host_logits, [rows[i] for i in sampled], [records[i] for i in sampled]))
+        logits = self._forward(inputs, plan.vision_s)
+        poisoned |= self._faults.hit(MID_LANGUAGE_STEP, seats.requests(plan))
+        if poisoned:
+            logits[np.isin(seats.owners[asked.seats], list(poisoned))] = np.nan
+        samples = _sample(logits, plan.num_rows, asked, seats)
+        # Nothing below raises: from here on the step has been.
         if self._states is not None:
-            self._states.advance(rows)
-        return tuple(next(chosen) if row.sample else RowOutcome(row.request_id) for row in rows)
+            self._states.advance(plan)
+        seats.put(asked.seats, samples.token_ids[asked.rows])
+        return samples
+
+    def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], asked: Asked) -> None:
+        """Tells the requests with penalties which tokens they have now. They are never plain."""
+        for chunk, record in zip(plan.chunks, records, strict=True):
+            if record.recipe.history is not None:
+                record.recipe.history.record(chunk.start, chunk.token_ids)
+        decodes = plan.decodes
+        special = np.flatnonzero(~asked.plain[: len(decodes)])
+        if not special.size:
+            return
+        token_ids = self._seats.tokens(decodes)
+        for row in special.tolist():
+            history = self._seats.recipe(int(decodes.seats[row])).history
+            if history is not None:
+                history.record(int(decodes.starts[row]), (int(token_ids[row]),))
+
+    def _rope(self, records: Sequence[WorkerRequest]) -> list[PromptPositions] | None:
+        if not self._multimodal_rope:
+            return None
+        return [record.rope for record in records if record.rope is not None]
+
+    def _forward(self, inputs: LanguageInput, vision_s: float) -> Logits:
+        """Logits [B', V] in host memory. Of the `vision_s` seconds that the vision lane has beside this plan, a step
+        that is run again gets what is left."""
+        gate = self._gate
+        if gate is not None:
+            gate.begin(max(vision_s - self._vision_s, 0.0))
+        try:
+            logits: Logits = self._model.forward(inputs, self._kv_cache, self._image_cache).cpu().numpy()
+            return logits
+        finally:
+            if gate is not None:
+                self._vision_s += gate.end()
 
 
-def _rope(records: Sequence[WorkerRequest]) -> list[PromptPositions] | None:
-    known = [record.rope for record in records if record.rope is not None]
-    return known or None
-
-
-def _sample(logits: Logits, rows: Sequence[LanguageRow], records: Sequence[WorkerRequest]) -> list[RowOutcome]:
-    """Logits [len(rows), V] to one outcome per row."""
-    if not rows:
-        return []
+def _sample(logits: Logits, num_rows: int, asked: Asked, seats: Seats) -> Samples:
+    """Logits of the rows in `asked`, in their order, to what all rows of the plan get. All plain rows at once."""
+    samples = Samples.none(num_rows)
+    if not len(asked.rows):
+        return samples
     finite = finite_rows(logits)
-    plain = [record.recipe.is_plain(row.num_generated) for row, record in zip(rows, records, strict=True)]
-    best = best_tokens(logits) if any(plain) else []
-    outcomes: list[RowOutcome] = []
-    for i, row in enumerate(rows):
-        if not finite[i]:
-            outcomes.append(RowOutcome(row.request_id, error=not_finite("logits")))
-        elif plain[i]:
-            outcomes.append(RowOutcome(row.request_id, best[i]))
-        else:
-            draw = partial(sample_row, logits[i], records[i].recipe, row.num_generated)
-            sample = attempt("sampling", draw)
-            if isinstance(sample, ErrorInfo):
-                outcomes.append(RowOutcome(row.request_id, error=sample))
-            else:
-                outcomes.append(RowOutcome(row.request_id, sample.token_id, sample.logprobs))
-    return outcomes
+    plain = asked.plain & finite
+    if plain.any():
+        chosen = best_tokens(logits)
+        samples.token_ids[asked.rows] = chosen if plain.all() else np.where(plain, chosen, -1)
+    for index in np.flatnonzero(~plain).tolist():
+        row = int(asked.rows[index])
+        if not finite[index]:
+            samples.failures.append((row, not_finite("logits")))
+            continue
+        recipe = seats.recipe(int(asked.seats[index]))
+        draw = partial(sample_row, logits[index], recipe, int(asked.num_generated[index]))
+        sample = attempt("sampling", draw)
+        if isinstance(sample, ErrorInfo):
+            samples.failures.append((row, sample))
+            continue
+        samples.token_ids[row] = sample.token_id
+        if sample.logprobs is not None:
+            samples.logprobs.append((row, sample.logprobs))
+    return samples

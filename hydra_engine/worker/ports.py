@@ -1,4 +1,4 @@
-"""What the lanes ask of a model, as a protocol, and the per-request record that they read.
+"""What the lanes ask of a model and of each other, as protocols, and the per-request record that they read.
 
 Does not know model families, weights or how a forward pass is computed.
 """
@@ -32,13 +32,26 @@ class ServedModel(Protocol):
         ...
 
 
+class Gate(Protocol):
+    """What lets the vision lane run beside a language step for a while only. Called by the language lane."""
+
+    def begin(self, allowance_s: float) -> None:
+        """A language step starts: from now the vision lane may run for so many seconds."""
+        ...
+
+    def end(self) -> float:
+        """The step has ended and the vision lane may run on; seconds for which it ran beside the step."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerRequest:
     """What the worker keeps of one request between `add_request` and `remove_request`.
 
-    The registry that maps ids to these belongs to the instance thread. A plan carries the records of its requests to
-    the lane with it (taken when it is submitted), so a lane never reads the registry. Everything in here is immutable
-    but `recipe.history`, which only the language lane touches.
+    The registry that maps ids to these belongs to the instance thread. A plan carries the records of its images and
+    chunks to the lane with it (taken when it is submitted), so a lane never reads the registry; decodes need none, for
+    their seat has what they need. Everything in here is immutable but `recipe.history`, which only the language lane
+    touches.
     """
 
     request: Request

@@ -26,6 +26,8 @@ Logits = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]  # [V]
 Ids = npt.NDArray[np.int64]
 
+NEVER_PLAIN = (1 << 63) - 1  # more tokens than anything generates
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -67,15 +69,14 @@ class Recipe:
         ending = tuple(sorted({*request.eos_token_ids, *params.stop_token_ids}))
         return cls(params, request.seed, ending, history)
 
-    def is_plain(self, num_generated: int) -> bool:
-        """Nothing but the largest logit decides and nothing but the token is asked for."""
+    @property
+    def plain_from(self) -> int:
+        """From this number of generated tokens on nothing but the largest logit decides and nothing but the token is
+        asked for."""
         params = self.params
-        return (
-            params.greedy
-            and self.history is None
-            and params.logprobs is None
-            and (num_generated >= params.min_tokens or not self.ending_ids)
-        )
+        if not params.greedy or self.history is not None or params.logprobs is not None:
+            return NEVER_PLAIN
+        return params.min_tokens if self.ending_ids else 0
 
 
 class Sample(NamedTuple):
@@ -86,28 +87,26 @@ class Sample(NamedTuple):
 # ---- whole steps
 
 
-def finite_rows(logits: Logits) -> list[bool]:
+def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
     """Per row of [B, V]: every value is a finite number."""
     # A sum is finite only if all terms are; the reverse fails when finite terms overflow, so doubt is looked at again.
     with np.errstate(over="ignore", invalid="ignore"):
-        finite: list[bool] = np.isfinite(logits.sum(axis=-1)).tolist()
-    for row, good in enumerate(finite):
-        if not good:
-            finite[row] = bool(np.isfinite(logits[row]).all())
+        finite: npt.NDArray[np.bool_] = np.isfinite(logits.sum(axis=-1))
+    for row in np.flatnonzero(~finite).tolist():
+        finite[row] = np.isfinite(logits[row]).all()
     return finite
 
 
-def best_tokens(logits: Logits) -> list[int]:
+def best_tokens(logits: Logits) -> Ids:
     """The largest logit of each row of [B, V]; the lowest token id on ties."""
-    best: list[int] = logits.argmax(axis=-1).tolist()
-    return best
+    return logits.argmax(axis=-1)
 
 
 def sample_row(logits: Logits, recipe: Recipe, num_generated: int) -> Sample:
     """One row [V] of finite logits."""
     raw: Scores = logits.astype(np.float64)
     params = recipe.params
-    scores = raw if recipe.is_plain(num_generated) else _adjusted(raw, recipe, num_generated)
+    scores = raw if num_generated >= recipe.plain_from else _adjusted(raw, recipe, num_generated)
     if params.greedy:
         token = int(scores.argmax())
     else:

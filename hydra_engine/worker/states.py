@@ -1,4 +1,4 @@
-"""Which of a slot's two places holds the state of its request, and how far that state has come.
+"""Which of a seat's two places holds the recurrent state of its request, and how far that state has come.
 
 A step reads one place and writes the other; only when it has come back whole do they change roles. So a step that
 raised can be run again, row by row. Used by the language lane's thread alone.
@@ -6,33 +6,38 @@ raised can be run again, row by row. Used by the language lane's thread alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 
 from hydra_engine.backend.base import StateCache, StateRows
-from hydra_engine.core.plans import LanguageRow
+from hydra_engine.core.plans import Ints, LanguagePlan
+from hydra_engine.worker.parts import counts_of, seats_of, starts_of
 
 
 class StateTable:
+    """Seat s has the cache's places 2 s and 2 s + 1."""
+
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
-        self._current: dict[int, tuple[int, int]] = {}  # slot -> (0 or 1, tokens that the state there has seen)
+        num_seats = cache.conv.shape[0] // 2
+        self._current: Ints = np.zeros(num_seats, dtype=np.int64)  # 0 or 1: the place that holds the state
+        self._num_tokens: Ints = np.zeros(num_seats, dtype=np.int64)  # that the state has seen
 
-    def rows(self, rows: Sequence[LanguageRow]) -> StateRows:
-        """Where each row reads and writes. A row that begins at 0 reads nothing, whatever its slot was used for."""
-        cu_q, reads, writes = [0], [], []
-        for row in rows:
-            which, num_tokens = self._current.get(row.state_slot, (0, 0)) if row.start else (0, 0)
-            assert num_tokens == row.start, f"state of {num_tokens} tokens where a row begins at {row.start}"
-            cu_q.append(cu_q[-1] + len(row.token_ids))
-            reads.append(2 * row.state_slot + which)
-            writes.append(2 * row.state_slot + 1 - which)
-        starts = [row.start for row in rows]
-        return StateRows(*(torch.tensor(values, dtype=torch.int64) for values in (cu_q, starts, reads, writes)))
+    def rows(self, plan: LanguagePlan) -> StateRows:
+        """Where each row reads and writes. A row that begins at 0 reads nothing, whatever its seat was used for."""
+        seats, starts = seats_of(plan), starts_of(plan)
+        seen = np.where(starts > 0, self._num_tokens[seats], 0)
+        wrong = np.flatnonzero(seen != starts)
+        assert not wrong.size, f"state of {seen[wrong[0]]} tokens where a row begins at {starts[wrong[0]]}"
+        current = self._current[seats]
+        cu_q = np.zeros(len(seats) + 1, dtype=np.int64)
+        np.cumsum(counts_of(plan), out=cu_q[1:])
+        reads = 2 * seats + current
+        writes = 2 * seats + 1 - current
+        return StateRows(*(torch.from_numpy(values) for values in (cu_q, starts, reads, writes)))
 
-    def advance(self, rows: Sequence[LanguageRow]) -> None:
-        """The step of these rows has come back whole."""
-        for row in rows:
-            which = self._current.get(row.state_slot, (0, 0))[0] if row.start else 0
-            self._current[row.state_slot] = 1 - which, row.start + len(row.token_ids)
+    def advance(self, plan: LanguagePlan) -> None:
+        """The step of this plan has come back whole."""
+        seats = seats_of(plan)
+        self._current[seats] = 1 - self._current[seats]
+        self._num_tokens[seats] = starts_of(plan) + counts_of(plan)

@@ -1,8 +1,9 @@
 """The worker: keeps what plans do not carry, hands plans to two lanes, collects results.
 
 Threads: one instance thread calls the public methods; each lane runs its steps in order in its own thread. The request
-registry belongs to the instance thread; a plan takes its requests' records with it when it is submitted, so lanes read
-no shared table. Results cross back through a deque (atomic append and popleft). Nothing joins the two lanes.
+registry belongs to the instance thread; a plan takes the records of its images and chunks with it when it is submitted,
+so lanes read no shared table. Plans queue in their lane, and a decode may stand for a token that the plan before it
+samples. Results cross back through a deque (atomic append and popleft). Nothing joins the two lanes.
 Does not decide what to run, when a request ends, or which block holds what.
 """
 
@@ -26,7 +27,7 @@ from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language_lane import LanguageLane
-from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.ports import Gate, ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Recipe
 from hydra_engine.worker.vision_lane import VisionLane
@@ -50,6 +51,7 @@ class Worker:
         role: Role = EPD,
         faults: FaultPoints | None = None,
         states: StateCache | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -69,7 +71,18 @@ class Worker:
         if role.needs_vision and spec.vision is not None and image_cache is not None:
             self._vision = device.lane("vision"), VisionLane(model, backend, image_cache, clock, self.faults)
         if role.needs_language and kv_cache is not None:
-            runner = LanguageLane(model, backend, kv_cache, image_cache, clock, self.faults, states)
+            runner = LanguageLane(
+                model,
+                backend,
+                kv_cache,
+                image_cache,
+                clock,
+                self.faults,
+                states,
+                num_seats=config.scheduler.max_num_seqs,
+                multimodal_rope=spec.language.rope_sections is not None,
+                gate=gate,
+            )
             self._language = device.lane("language"), runner
 
     # ---- requests
@@ -106,7 +119,7 @@ class Worker:
     def submit_language(self, plan: LanguagePlan) -> None:
         assert self._language is not None, "this worker has no language lane"
         lane, runner = self._language
-        records = [self._requests[row.request_id] for row in plan.rows]
+        records = [self._requests[chunk.request_id] for chunk in plan.chunks]
         lane.submit(lambda: self._deliver(runner.run(plan, records)))
 
     def poll(self) -> list[VisionResult | LanguageResult]:

@@ -13,6 +13,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.unit.sim import rows_of
 
 Content = tuple[object, ...]
 
@@ -31,7 +32,7 @@ class PrefixOracle:
 
     def language_ends(self, plan: LanguagePlan, bad: Collection[int]) -> None:
         """Rows that sample and do not fail prove what they have computed; the first block with a content keeps it."""
-        for row in plan.rows:
+        for row in rows_of(plan):
             state = self._book.states[row.request_id]
             if not row.sample or row.request_id in bad or state.ending is not None or not self._reuse:
                 continue

@@ -2,13 +2,14 @@
 
 The lanes keep real cache memory: a chunk writes what it sees into the slots of its plan, and the next token is a hash
 of what the block table reads back. So a block handed out twice, freed too early or listed in the wrong place changes
-tokens, and `expected_tokens` (which knows no cache) notices. Every call is followed by `check()`.
+tokens, and `expected_tokens` (which knows no cache) notices. Like the real language lane they know the last token of
+each seat, for plans made before it was read. Every call is followed by `check()`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,11 +24,11 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.plans import (
+    BlockIds,
     EncodeOutcome,
+    ImageSlice,
     LanguagePlan,
     LanguageResult,
-    LanguageRow,
-    RowOutcome,
     VisionPlan,
     VisionResult,
 )
@@ -35,7 +36,8 @@ from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
 from hydra_engine.core.stages import LEGAL_MOVES, Stage
 from hydra_engine.errors import ErrorInfo, RequestError
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
+from hydra_engine.scheduler.budget import Budgets
+from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent, TokensEvent
 from hydra_engine.scheduler.scheduler import StageScheduler
 
 VOCABULARY = 1000
@@ -105,17 +107,59 @@ def next_turn(number: int, before: Request, said: Sequence[int], more: int, max_
     return replace(before, id=RequestId(number), prompt_token_ids=tokens, max_new_tokens=max_new)
 
 
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A row of a language plan, be it a decode or a chunk."""
+
+    request_id: RequestId
+    seat: int
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: BlockIds
+    num_blocks: int
+    sample: bool
+    num_generated: int
+    is_decode: bool
+    images: tuple[ImageSlice, ...] = ()
+
+
+def rows_of(plan: LanguagePlan) -> list[Row]:
+    """Decodes first, as in the result."""
+    d = plan.decodes
+    columns = (d.request_ids, d.seats, d.token_ids, d.starts, d.num_generated)
+    decodes = zip(*(column.tolist() for column in columns), d.block_tables, strict=True)
+    rows = [
+        Row(RequestId(request_id), seat, (token_id,), start, table, len(table), True, num_generated, True)
+        for request_id, seat, token_id, start, num_generated, table in decodes
+    ]
+    for c in plan.chunks:
+        rows.append(
+            Row(
+                c.request_id, c.seat, c.token_ids, c.start, c.block_ids, c.num_blocks, c.sample, c.num_generated,
+                False, c.images,
+            )
+        )  # fmt: skip
+    return rows
+
+
 def check_chunks(plan: LanguagePlan, requests: Mapping[int, Request], token_budget: int) -> None:
     """No chunk begins or ends inside a whole image, and only such an image makes a step larger than its budget."""
-    for row in plan.rows:
+    for row in plan.chunks:
         bounds = (row.start, row.start + len(row.token_ids))
         images = requests[row.request_id].images
         assert not any(i.whole and i.start < b < i.end for i in images for b in bounds), "an image was cut"
-    last = plan.rows[-1]
+    last = rows_of(plan)[-1]
     begins = [i for i in requests[last.request_id].images if i.whole and i.start == last.start]
     spare = begins[0].num_tokens - 1 if begins else 0
     assert plan.num_tokens <= token_budget + spare, "token budget exceeded"
     assert plan.num_tokens - len(last.token_ids) < token_budget, "a row was added to a full step"
+
+
+def tokens_of(event: TokensEvent | TokenEvent) -> list[tuple[int, int, int]]:
+    """(request, position, token) of each token in an event."""
+    if isinstance(event, TokenEvent):
+        return [(event.request_id, event.position, event.token_id)]
+    return list(zip(event.request_ids, event.positions, event.token_ids, strict=True))
 
 
 def feature(digest: bytes, row: int) -> int:
@@ -151,14 +195,40 @@ class FakeLanes:
         self._kv_size, self._image_size = kv.block_size, images.block_size
         self._kv = np.full(kv.num_blocks * kv.block_size, -1, dtype=np.int64)
         self._images = np.full(images.num_blocks * images.block_size, -1, dtype=np.int64)
+        self._owners: dict[int, RequestId] = {}  # who sits where, since its first chunk there
+        self._last_tokens: dict[int, int] = {}  # by seat
+        self._failed: set[RequestId] = set()
 
     def encode(self, plan: VisionPlan) -> None:
         for item in plan.items:
             slots = _slots(item.block_ids, self._image_size, 0, item.num_tokens)
             self._images[slots] = [feature(item.digest, row) for row in range(item.num_tokens)]
 
-    def step(self, row: LanguageRow) -> int | None:
-        seen = np.array(row.token_ids, dtype=np.int64)
+    def compute(
+        self, plan: LanguagePlan, started_s: float, ended_s: float, is_bad: Callable[[Row], bool]
+    ) -> LanguageResult:
+        """A failed row computes nothing, and neither does what was planned behind it."""
+        rows = rows_of(plan)
+        seats = [row.seat for row in rows]
+        assert len(set(seats)) == len(seats), "two rows in one seat"
+        token_ids, failures = [], []
+        for index, row in enumerate(rows):
+            if is_bad(row) or row.request_id in self._failed:
+                self._failed.add(row.request_id)
+                failures.append((index, BROKEN))
+                token_ids.append(-1)
+            else:
+                token_ids.append(self._step(row))
+        found = np.array(token_ids, dtype=np.int64)
+        return LanguageResult(plan.step_id, started_s, ended_s, found, failures=tuple(failures))
+
+    def _step(self, row: Row) -> int:
+        if row.is_decode:
+            assert self._owners[row.seat] == row.request_id, "a decode in a seat that its lane does not know"
+            assert not row.block_ids[row.start // self._kv_size + 1 :].any(), "blocks behind what the row needs"
+        self._owners[row.seat] = row.request_id
+        known = [self._last_tokens[row.seat] if token_id == -1 else token_id for token_id in row.token_ids]
+        seen = np.array(known, dtype=np.int64)
         for part in row.images:
             slots = _slots(part.block_ids, self._image_size, part.offset, part.offset + part.count)
             seen[part.row : part.row + part.count] = self._images[slots]
@@ -167,7 +237,11 @@ class FakeLanes:
         end = row.start + len(row.token_ids)
         assert end <= row.num_blocks * self._kv_size, "a chunk reaches beyond its blocks"
         self._kv[_slots(row.block_ids, self._kv_size, row.start, end)] = seen
-        return next_token(self._kv[_slots(row.block_ids, self._kv_size, 0, end)]) if row.sample else None
+        if not row.sample:
+            return -1
+        token_id = next_token(self._kv[_slots(row.block_ids, self._kv_size, 0, end)])
+        self._last_tokens[row.seat] = token_id
+        return token_id
 
 
 def _slots(block_ids: np.ndarray, block_size: int, start: int, end: int) -> np.ndarray:
@@ -185,7 +259,11 @@ class Costs:
 
 @dataclass(eq=False)
 class Simulator:
-    """`at(...)` schedules what happens; `run()` goes on until nothing is left and fails if the scheduler is stuck."""
+    """`at(...)` schedules what happens; `run()` goes on until nothing is left and fails if the scheduler is stuck.
+
+    With `config.look_ahead` the next language step is asked for when `ahead_at` of the running one is over, and the
+    lane goes on with it at once. A result reaches the scheduler `late_s` seconds after its step has ended.
+    """
 
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv_blocks: int = 64
@@ -193,8 +271,11 @@ class Simulator:
     image_blocks: int = 64
     image_size: int = 4
     reuse: bool = True
-    num_state_slots: int = 0
+    has_states: bool = False
     costs: Costs = field(default_factory=Costs)
+    budgets: Budgets | None = None
+    ahead_at: float = 0.9
+    late_s: float = 0.0
     bad_images: frozenset[tuple[int, int]] = frozenset()
     bad_rows: frozenset[tuple[int, int]] = frozenset()  # (request, how many rows it had before)
     max_steps: int = 20_000
@@ -205,7 +286,14 @@ class Simulator:
         images = CacheManager(self.image_blocks, self.image_size)
         self.lanes = FakeLanes(kv, images)
         self.scheduler = StageScheduler(
-            EPD, kv, images, self.config, instance="test", reuse=self.reuse, num_state_slots=self.num_state_slots
+            EPD,
+            kv,
+            images,
+            self.config,
+            instance="test",
+            reuse=self.reuse,
+            has_states=self.has_states,
+            budgets=self.budgets,
         )
         self.requests: dict[int, Request] = {}
         self.refused: dict[int, RequestError] = {}
@@ -214,10 +302,13 @@ class Simulator:
         self.finished: dict[int, FinishEvent] = {}
         self.language_plans: list[tuple[float, LanguagePlan]] = []
         self.vision_plans: list[tuple[float, VisionPlan]] = []
+        self.steps: list[tuple[float, float, LanguagePlan]] = []  # (start, end, plan) of all that ran
         self.encoded_at: dict[tuple[int, int], float] = {}
+        self.num_ahead = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._num_scheduled = 0
-        self._busy: set[str] = set()
+        self._queued: deque[LanguagePlan] = deque()  # given to the language lane, not begun
+        self._language_runs = self._vision_runs = False
         self._rows_seen: dict[int, int] = defaultdict(int)
         self._stages: dict[int, Stage] = {}
 
@@ -260,57 +351,80 @@ class Simulator:
             self.refused[request.id] = error
 
     def _feed(self) -> None:
-        now = self.clock.now()
-        if "language" not in self._busy:
-            self._plan_language(now)
-        self.check()
-        if "vision" not in self._busy and (plan := self.scheduler.plan_vision(now)) is not None:
-            self._start_vision(plan, now)
-        self.check()
+        plans = [self._plan_language, self._plan_vision]
+        for plan in reversed(plans) if self.scheduler.vision_first else plans:
+            plan()
+            self.check()
 
-    def _plan_language(self, now: float) -> None:
+    def _plan_language(self, *, ahead: bool = False) -> None:
+        if self._queued or (self._language_runs and not ahead):
+            return
+        now = self.clock.now()
         live = [s for s in self.scheduler._book.states.values() if s.ending is None]
         oldest = min(live, key=lambda s: s.order, default=None)
         before = oldest.num_preemptions if oldest else 0
+        in_flight = len(self.scheduler._language_steps)
+        preempted = self.preemptions()
         plan = self.scheduler.plan_language(now)
         assert oldest is None or oldest.num_preemptions == before, "the oldest request was preempted"
+        assert not in_flight or preempted == self.preemptions(), "somebody was preempted while a step runs"
         if plan is None:
             return
         self._check_language(plan)
         self.language_plans.append((now, plan))
-        self._busy.add("language")
-        ended_s = now + self.costs.language(plan)
-        self.at(ended_s, lambda: self._end_language(plan, now, ended_s))
+        self.num_ahead += in_flight > 0
+        self._queued.append(plan)
+        if not self._language_runs:
+            self._start_language()
 
     def _check_language(self, plan: LanguagePlan) -> None:
-        check_chunks(plan, self.requests, self.config.token_budget)
-        ids = [row.request_id for row in plan.rows]
+        if self.config.schedule == "stage":
+            check_chunks(plan, self.requests, self.config.token_budget)
+        rows = rows_of(plan)
+        ids = [row.request_id for row in rows]
         assert len(ids) == len(set(ids)), "a request is in a step twice"
-        assert [row.is_decode for row in plan.rows] == sorted((row.is_decode for row in plan.rows), reverse=True)
-        assert all(row.token_ids for row in plan.rows)
+        assert all(row.token_ids for row in rows)
+        for row in rows:
+            assert row.num_generated < self.requests[row.request_id].max_new_tokens, "a row beyond the last token"
         assert len(self.scheduler._book.kv.tables) <= self.config.max_num_seqs, "too many sequences"
 
+    def _start_language(self) -> None:
+        plan, started_s = self._queued.popleft(), self.clock.now()
+        self._language_runs = True
+        ended_s = started_s + self.costs.language(plan)
+        if self.config.look_ahead:
+            asked_s = started_s + self.ahead_at * (ended_s - started_s)
+            self.at(asked_s, lambda: self._plan_language(ahead=True))
+        self.at(ended_s, lambda: self._end_language(plan, started_s, ended_s))
+
     def _end_language(self, plan: LanguagePlan, started_s: float, ended_s: float) -> None:
-        self._busy.discard("language")
-        outcomes = []
-        for row in plan.rows:
-            bad = (row.request_id, self._rows_seen[row.request_id]) in self.bad_rows
+        self._language_runs = False
+        self.steps.append((started_s, ended_s, plan))
+
+        def is_bad(row: Row) -> bool:
             self._rows_seen[row.request_id] += 1
-            token = None if bad else self.lanes.step(row)
-            outcomes.append(RowOutcome(row.request_id, token, error=BROKEN if bad else None))
-        result = LanguageResult(plan.step_id, started_s, ended_s, tuple(outcomes))
-        self._on(self.scheduler.on_language(result, self.clock.now()))
+            return (row.request_id, self._rows_seen[row.request_id] - 1) in self.bad_rows
+
+        result = self.lanes.compute(plan, started_s, ended_s, is_bad)
+        self.at(ended_s + self.late_s, lambda: self._on(self.scheduler.on_language(result, self.clock.now())))
+        if self._queued:
+            self._start_language()
+
+    def _plan_vision(self) -> None:
+        now = self.clock.now()
+        if not self._vision_runs and (plan := self.scheduler.plan_vision(now)) is not None:
+            self._start_vision(plan, now)
 
     def _start_vision(self, plan: VisionPlan, now: float) -> None:
         budget = self.config.image_budget
         assert plan.num_patches <= budget or len(plan.items) == 1, "image budget exceeded"
         self.vision_plans.append((now, plan))
-        self._busy.add("vision")
+        self._vision_runs = True
         ended_s = now + self.costs.vision(plan)
         self.at(ended_s, lambda: self._end_vision(plan, now, ended_s))
 
     def _end_vision(self, plan: VisionPlan, started_s: float, ended_s: float) -> None:
-        self._busy.discard("vision")
+        self._vision_runs = False
         self.lanes.encode(plan)
         outcomes = []
         for item in plan.items:
@@ -318,18 +432,20 @@ class Simulator:
             self.encoded_at[key] = started_s
             outcomes.append(EncodeOutcome(*key, error=BROKEN if key in self.bad_images else None))
         result = VisionResult(plan.step_id, started_s, ended_s, tuple(outcomes))
-        self._on(self.scheduler.on_vision(result, self.clock.now()))
+        self.at(ended_s + self.late_s, lambda: self._on(self.scheduler.on_vision(result, self.clock.now())))
 
     def _on(self, events: Sequence[Event]) -> None:
         for event in events:
-            assert event.request_id not in self.finished, "an event after the end of a request"
-            if isinstance(event, TokenEvent):
-                assert event.position == len(self.tokens[event.request_id]), "a token was repeated or skipped"
-                self.tokens[event.request_id].append(event.token_id)
-                self.token_times[event.request_id].append(self.clock.now())
-            else:
+            if isinstance(event, FinishEvent):
+                assert event.request_id not in self.finished, "a second end of a request"
                 assert event.num_generated == len(self.tokens[event.request_id])
                 self.finished[event.request_id] = event
+                continue
+            for request_id, position, token_id in tokens_of(event):
+                assert request_id not in self.finished, "a token after the end of a request"
+                assert position == len(self.tokens[request_id]), "a token was repeated or skipped"
+                self.tokens[request_id].append(token_id)
+                self.token_times[request_id].append(self.clock.now())
 
     def check(self) -> None:
         self.scheduler.check()
@@ -352,5 +468,5 @@ class Simulator:
 
 
 def config(**changes) -> SchedulerConfig:
-    """Small budgets, so that steps fill up and chunks end in odd places."""
-    return replace(SchedulerConfig(token_budget=16, image_budget=24, max_num_seqs=8), **changes)
+    """Small budgets, so that steps fill up and chunks end in odd places; without look-ahead unless asked for."""
+    return replace(SchedulerConfig(token_budget=16, image_budget=24, max_num_seqs=8, look_ahead=False), **changes)

@@ -8,21 +8,24 @@ from collections.abc import Sequence
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import (
-    EncodeOutcome,
-    LanguagePlan,
-    LanguageResult,
-    RowOutcome,
-    VisionPlan,
-    VisionResult,
-)
+from hydra_engine.core.plans import EncodeOutcome, LanguagePlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestState
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent
+from hydra_engine.scheduler.events import Event, FinishEvent
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.prefix_oracle import PrefixOracle
-from tests.unit.sim import BROKEN, FakeLanes, Img, check_chunks, config, expected_tokens, make_request
+from tests.unit.sim import (
+    BROKEN,
+    FakeLanes,
+    Img,
+    check_chunks,
+    config,
+    expected_tokens,
+    make_request,
+    rows_of,
+    tokens_of,
+)
 
 
 class Stepper:
@@ -80,15 +83,9 @@ class Stepper:
         return plan
 
     def end_language(self, plan: LanguagePlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
-        outcomes = [
-            RowOutcome(row.request_id, error=BROKEN)
-            if row.request_id in bad
-            else RowOutcome(row.request_id, self.lanes.step(row))
-            for row in plan.rows
-        ]
         started_s, self.now = self.now, self.now + took_s
-        result = LanguageResult(plan.step_id, started_s, self.now, tuple(outcomes))
-        self.oracle.language_ends(plan, bad)
+        result = self.lanes.compute(plan, started_s, self.now, lambda row: row.request_id in bad)
+        self.oracle.language_ends(plan, [rows_of(plan)[row].request_id for row, _ in result.failures])
         return self._collect(self.scheduler.on_language(result, self.now))
 
     def end_vision(self, plan: VisionPlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
@@ -103,11 +100,12 @@ class Stepper:
         return self._collect(self.scheduler.on_vision(result, self.now))
 
     def language(self, **kwargs) -> list[tuple[int, int]]:
-        """One whole language step; (request, tokens) of its rows."""
+        """One whole language step; (request, tokens) of its rows, decodes by request."""
         plan = self.plan_language()
         if plan is None:
             return []
-        rows = [(int(row.request_id), len(row.token_ids)) for row in plan.rows]
+        rows = sorted((request_id, 1) for request_id in plan.decodes.request_ids.tolist())
+        rows += [(int(chunk.request_id), len(chunk.token_ids)) for chunk in plan.chunks]
         self.end_language(plan, **kwargs)
         return rows
 
@@ -122,12 +120,14 @@ class Stepper:
 
     def _collect(self, events: list[Event]) -> list[Event]:
         for event in events:
-            assert event.request_id not in self.finished, "an event after the end of a request"
-            if isinstance(event, TokenEvent):
-                assert event.position == len(self.tokens[event.request_id])
-                self.tokens[event.request_id].append(event.token_id)
-            else:
+            if isinstance(event, FinishEvent):
+                assert event.request_id not in self.finished, "a second end of a request"
                 self.finished[event.request_id] = event
+                continue
+            for request_id, position, token_id in tokens_of(event):
+                assert request_id not in self.finished, "a token after the end of a request"
+                assert position == len(self.tokens[request_id])
+                self.tokens[request_id].append(token_id)
         self.scheduler.check()
         self.oracle.look()
         return events

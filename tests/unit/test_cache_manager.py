@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import MAX_LINES, Ledger
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SlotPool
+from hydra_engine.cache.slots import SeatPool
 from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 
@@ -81,18 +81,19 @@ def test_growth_is_all_or_nothing_and_slots_never_overlap(num_blocks: int, calls
         assert len(slots) == len(set(slots)) and all(0 <= slot < num_blocks * 4 for slot in slots)
 
 
-def ledger() -> tuple[Ledger, CacheManager, FeatureCache]:
+def ledger() -> tuple[Ledger, CacheManager, FeatureCache, SeatPool]:
     kv: CacheManager[RequestId] = CacheManager(300, 4)
-    features = FeatureCache(CacheManager(4, 4))
-    return Ledger(kv, features, SlotPool(0)), kv, features
+    features, seats = FeatureCache(CacheManager(4, 4)), SeatPool(300)
+    return Ledger(kv, features, seats), kv, features, seats
 
 
 PICTURE = FeatureKey(b"picture")
 
 
 def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
-    books, kv, features = ledger()
+    books, kv, features, seats = ledger()
     kv.grow(RequestId(3), 9, max_tokens=20)
+    seats.take(RequestId(3))
     features.need((RequestId(3), 1), PICTURE, 4)
     features.need((RequestId(4), 0), PICTURE, 4)
     features.reserve(PICTURE)
@@ -102,6 +103,7 @@ def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
     assert snapshot.holders == ("request 3: 3 KV blocks", *shared)
     assert not snapshot.problems
     kv.free(RequestId(3))
+    seats.free(RequestId(3))
     features.drop((RequestId(3), 1), PICTURE)
     features.drop((RequestId(4), 0), PICTURE)
     assert books.snapshot([]).holders == ("an encode that nobody waits for any more: 1 blocks",)
@@ -112,14 +114,25 @@ def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
 
 
 def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
-    books, kv, features = ledger()
+    books, kv, features, seats = ledger()
     kv.grow(RequestId(1), 4, max_tokens=4)
+    seats.take(RequestId(1))
     features.need((RequestId(2), 0), PICTURE, 4)
     features.reserve(PICTURE)
-    assert books.problems([]) == ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
+    dead = ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
+    assert books.problems([]) == (*dead, "request 1 is gone and holds a seat")
     kv._pool.allocate(1)
     with pytest.raises(AssertionError, match="no table has"):
         books.check([RequestId(1), RequestId(2)])
+
+
+def test_whoever_holds_blocks_has_a_seat_and_states_are_counted_by_seats() -> None:
+    _, kv, features, seats = ledger()
+    books = Ledger(kv, features, seats, has_states=True)
+    seats.take(RequestId(1))
+    snapshot = books.snapshot([RequestId(1)])
+    assert snapshot.problems == ("seats and KV blocks are not held by the same requests",)
+    assert (snapshot.state_slots_held, snapshot.state_slots_total) == (1, 300)
 
 
 # ---- shared blocks
@@ -205,7 +218,7 @@ def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free(
 
 
 def test_a_long_list_of_holders_is_cut_with_a_count() -> None:
-    books, kv, _ = ledger()
+    books, kv, _, _ = ledger()
     for number in range(250):
         kv.grow(RequestId(number), 1, max_tokens=1)
     holders = books.snapshot([RequestId(n) for n in range(250)]).holders

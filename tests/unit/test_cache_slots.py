@@ -1,25 +1,23 @@
-"""Slots of recurrent states: one for each request, none lost."""
+"""Seats of running requests: one for each, the lowest first, none lost."""
 
 from __future__ import annotations
 
 import pytest
 
-from hydra_engine.cache.slots import SlotPool
+from hydra_engine.cache.slots import SeatPool
 from hydra_engine.core.ids import RequestId
 
 
-def test_slots_are_taken_and_given_back() -> None:
-    pool = SlotPool(2)
+def test_seats_are_taken_and_given_back() -> None:
+    pool = SeatPool(2)
     first, second = RequestId(1), RequestId(2)
-    pool.take(first)
-    pool.take(second)
-    assert {pool.of(first), pool.of(second)} == {0, 1}
+    assert (pool.take(first), pool.take(second), pool.num_free) == (0, 1, 0)
     pool.check()
     with pytest.raises(AssertionError):
         pool.take(first)
     pool.free(first)
     pool.free(first)
-    pool.take(RequestId(3))
+    assert pool.num_free == 1 and pool.take(RequestId(3)) == 0
     assert {pool.of(RequestId(3)), pool.of(second)} == {0, 1}
     pool.check()
     pool.held[first] = pool.of(second)
@@ -27,9 +25,10 @@ def test_slots_are_taken_and_given_back() -> None:
         pool.check()
 
 
-def test_without_slots_nobody_gets_one() -> None:
-    pool = SlotPool(0)
-    pool.take(RequestId(1))
-    assert pool.of(RequestId(1)) == -1 and not pool.held
-    pool.free(RequestId(1))
-    pool.check()
+def test_the_lowest_free_seat_goes_first() -> None:
+    pool = SeatPool(4)
+    for number in range(4):
+        pool.take(RequestId(number))
+    for number in (3, 1, 2):
+        pool.free(RequestId(number))
+    assert [pool.take(RequestId(number)) for number in (5, 6, 7)] == [1, 2, 3]

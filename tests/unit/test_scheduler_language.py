@@ -6,8 +6,8 @@ import pytest
 
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress
-from hydra_engine.scheduler.events import FinishEvent, TokenEvent
-from tests.unit.sim import BROKEN, Costs, Img, Simulator, config, expected_tokens, make_request
+from hydra_engine.scheduler.events import FinishEvent, TokensEvent
+from tests.unit.sim import BROKEN, Costs, Img, Simulator, config, expected_tokens, make_request, rows_of
 from tests.unit.stepper import Stepper
 
 # ---- what a step holds
@@ -30,13 +30,13 @@ def test_the_last_chunk_of_a_prefill_gives_the_first_token_in_the_same_step() ->
     s = Stepper(token_budget=8)
     s.add(1, 12)
     plan = s.plan_language()
-    assert [row.sample for row in plan.rows] == [False]
+    assert [row.sample for row in rows_of(plan)] == [False]
     assert s.end_language(plan) == []
     plan = s.plan_language()
-    assert [(row.sample, row.start, row.num_generated, row.is_decode) for row in plan.rows] == [(True, 8, 0, False)]
-    assert [type(event) for event in s.end_language(plan)] == [TokenEvent]
+    assert [(row.sample, row.start, row.num_generated, row.is_decode) for row in rows_of(plan)] == [(True, 8, 0, False)]
+    assert [type(event) for event in s.end_language(plan)] == [TokensEvent]
     plan = s.plan_language()
-    assert [(row.sample, row.start, row.num_generated, row.is_decode) for row in plan.rows] == [(True, 12, 1, True)]
+    assert [(row.sample, row.start, row.num_generated, row.is_decode) for row in rows_of(plan)] == [(True, 12, 1, True)]
 
 
 def test_one_plan_per_lane_is_in_flight_at_most() -> None:
@@ -101,8 +101,8 @@ def test_chunks_end_and_begin_inside_image_spans_with_the_right_rows_of_the_feat
     s.add(1, 3, Img(9), 1)
     s.vision()
     seen = []
-    while (plan := s.plan_language()) and not plan.rows[0].is_decode:
-        seen.append([(part.row, part.count, part.offset) for part in plan.rows[0].images])
+    while (plan := s.plan_language()) and not rows_of(plan)[0].is_decode:
+        seen.append([(part.row, part.count, part.offset) for part in rows_of(plan)[0].images])
         s.end_language(plan)
     assert seen == [[(3, 2, 0)], [(0, 5, 2)], [(0, 2, 7)]]
     s.end_language(plan)
@@ -174,7 +174,7 @@ def test_a_waiter_is_overtaken_at_most_max_bypass_times(max_bypass: int) -> None
         sim.submit(make_request(number, 4, max_new=8), 0.002 + number * 0.02)
     sim.run()
     sim.assert_all_right()
-    starts = [row.request_id for _, plan in sim.language_plans for row in plan.rows if row.start == 0]
+    starts = [row.request_id for _, plan in sim.language_plans for row in rows_of(plan) if row.start == 0]
     assert starts.index(1) == 1 + max_bypass
 
 
@@ -195,7 +195,7 @@ def test_when_a_decode_lacks_a_block_the_youngest_running_request_gives_way_and_
         s.language()
         assert 1 in s.finished or s.scheduler.stats().num_waiting == 1, "it waits for its full demand"
     plan = s.plan_language()
-    (row,) = plan.rows
+    (row,) = rows_of(plan)
     assert (row.start, len(row.token_ids), row.num_generated, row.sample) == (0, 8 + said, said, True)
     assert row.num_blocks == 5, "all that it can ever need"
     s.end_language(plan)
@@ -305,7 +305,7 @@ def test_the_finish_event_comes_after_the_token_and_all_blocks_are_free_by_then(
     s = Stepper()
     s.add(1, 6, max_new=1)
     events = s.end_language(s.plan_language())
-    assert [type(event) for event in events] == [TokenEvent, FinishEvent]
+    assert [type(event) for event in events] == [TokensEvent, FinishEvent]
     assert not s.scheduler.has_work and not s.scheduler.ledger().kv_blocks_held
 
 
@@ -315,7 +315,8 @@ def test_a_failed_row_fails_its_request_alone() -> None:
     s.add(2, 4)
     plan = s.plan_language()
     events = s.end_language(plan, bad=[1])
-    assert [(type(e), e.request_id) for e in events] == [(FinishEvent, 1), (TokenEvent, 2)]
+    tokens, end = events
+    assert (tokens.request_ids, end.request_id) == ([2], 1)
     assert (s.finished[1].reason, s.finished[1].error) == (FinishReason.ERROR, BROKEN)
     s.finish_all()
     assert s.finished[2].reason is FinishReason.LENGTH

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hydra_engine.core.stages import LEGAL_MOVES
-from tests.unit.sim import Img, next_turn
+from tests.unit.sim import Img, next_turn, rows_of
 from tests.unit.stepper import Stepper
 
 KV_SIZE = 4
@@ -75,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.language is not None)
     @rule(data=st.data())
     def end_language(self, data) -> None:
-        ids = [row.request_id for row in self.language.rows]
+        ids = [row.request_id for row in rows_of(self.language)]
         bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
         plan, self.language = self.language, None
         self.stepper.end_language(plan, bad=bad, took_s=0.01)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.outputs import FinishReason
-from tests.unit.sim import Img, Simulator, config, expected_tokens, make_request
+from tests.unit.sim import Img, Simulator, config, expected_tokens, make_request, rows_of
 
 KV_SIZE = IMAGE_SIZE = 4
 
@@ -154,7 +154,7 @@ def test_the_same_events_and_clock_give_the_same_plans():
             sim.submit(make_request(number, 3, Img(rng.randint(1, 20)), 4, max_new=9), rng.uniform(0, 1))
         sim.run()
         language = [
-            (t, p.step_id, [(r.request_id, r.token_ids, r.start, r.block_ids[: r.num_blocks].tolist()) for r in p.rows])
+            (t, p.step_id, [(r.request_id, r.token_ids, r.start, r.block_ids.tolist()) for r in rows_of(p)])
             for t, p in sim.language_plans
         ]
         vision = [
@@ -179,7 +179,7 @@ def test_no_request_starves_under_a_load_that_never_ends():
     assert sim.refused, "the load was not too much"
     sim.assert_all_right([n for n in range(400) if n not in sim.refused])
     for time_s, plan in sim.language_plans:
-        for row in plan.rows:
+        for row in rows_of(plan):
             first_start.setdefault(row.request_id, time_s)
     waits = [first_start[n] - n * 0.02 for n in first_start]
     assert max(waits) < 8 * sorted(waits)[len(waits) // 2], "somebody waited far longer than the others"
@@ -199,7 +199,7 @@ def test_over_random_loads_nobody_who_lacks_room_is_overtaken_more_often_than_al
         order = {s: i for i, s in enumerate(sim.requests)}  # the order in which they were added
         started: list[int] = []
         for _, plan in sim.language_plans:
-            started += [row.request_id for row in plan.rows if row.start == 0 and row.num_generated == 0]
+            started += [row.request_id for row in rows_of(plan) if row.start == 0 and row.num_generated == 0]
         for place, number in enumerate(started):
             if sim.finished[number].num_preemptions == 0:
                 passed_by = sum(order[other] > order[number] for other in started[:place])

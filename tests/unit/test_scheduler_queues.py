@@ -22,9 +22,8 @@ def test_the_queue_is_always_in_order_of_arrival(calls) -> None:
         if push and order not in model:
             model[order] = state(order)
             queue.push(model[order])
-        elif not push:
-            queue.discard(order)
-            model.pop(order, None)
+        elif not push and order in model:
+            queue.discard(model.pop(order))
         expected = [model[o] for o in sorted(model)]
         assert list(queue) == expected and len(queue) == len(expected)
         assert queue.oldest() is (expected[0] if expected else None)
@@ -48,17 +47,17 @@ def test_the_stage_follows_from_the_integers() -> None:
     assert one.stage is Stage.ENCODE and one.num_computable == 2
     one.images[0] = ImageProgress.ENCODED
     assert one.stage is Stage.PREFILL and one.num_computable == 7
-    one.num_computed = 7
+    one.num_prefilled = 7
     one.images[0] = ImageProgress.CONSUMED
     one.generated.append(1)
     assert one.stage is Stage.DECODE and one.is_decode
-    one.num_computed = 0
+    one.num_prefilled = 0
     assert one.stage is Stage.PREFILL and one.num_computable == one.num_tokens == 8
 
 
 def test_features_lost_in_the_middle_of_their_span_stop_prefill_where_it_is() -> None:
     one = state(0, 2, Img(6), 2)
-    one.num_computed = 5
+    one.num_prefilled = 5
     assert one.num_computable == 5
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress
-from tests.unit.sim import Costs, Img, Simulator, config, make_request, next_turn
+from tests.unit.sim import Costs, Img, Simulator, config, make_request, next_turn, rows_of
 from tests.unit.stepper import Stepper
 
 WAITING, ENCODING, ENCODED = ImageProgress.WAITING, ImageProgress.ENCODING, ImageProgress.ENCODED
@@ -103,6 +103,7 @@ def test_blocks_are_lent_only_when_a_token_has_proved_them() -> None:
     s.language()
     assert s.state(1).num_computed == 16 and s.state(1).num_named == 0
     s.language()
+    s.scheduler.tidy()
     assert s.state(1).num_computed == 20 and s.state(1).num_named == 5
     s.finish_all()
 
@@ -167,7 +168,7 @@ def test_a_preempted_request_computes_only_what_has_been_evicted() -> None:
     while 1 not in s.finished:
         s.language()
     said = len(s.tokens[2])
-    (row,) = s.plan_language().rows
+    (row,) = rows_of(s.plan_language())
     assert row.start > 0 and row.start + len(row.token_ids) == 8 + said
     assert row.num_blocks == 5, "all that it can ever need"
 
@@ -180,7 +181,7 @@ def test_a_request_may_come_back_straight_to_its_next_token() -> None:
         s.language()
     s.scheduler._book.preempt(s.state(1), s.now)
     s.oracle.look()
-    (row,) = (plan := s.plan_language()).rows
+    (row,) = rows_of(plan := s.plan_language())
     assert (row.start, len(row.token_ids), row.sample, row.is_decode, row.num_generated) == (12, 1, True, False, 5)
     s.end_language(plan)
     s.finish_all()
@@ -212,7 +213,7 @@ def test_an_image_inside_the_prefix_is_consumed_without_an_encode() -> None:
     assert s.state(2).images == [CACHED, CACHED]
     assert s.plan_vision() is None and s.scheduler.stats().num_waiting == 1
     plan = s.plan_language()
-    assert [(row.start, row.images) for row in plan.rows] == [(20, ())]
+    assert [(row.start, row.images) for row in rows_of(plan)] == [(20, ())]
     assert s.state(2).images == [CONSUMED, CONSUMED]
     s.end_language(plan)
     assert s.hit(2) == (20, 2) and s.encodes == [(1, 0), (1, 1)]
@@ -226,7 +227,7 @@ def test_an_image_partly_inside_needs_features_for_the_rest_of_its_span() -> Non
     assert s.state(3).images == [WAITING]
     assert s.vision() == [(3, 0)]
     plan = s.plan_language()
-    (row,) = plan.rows
+    (row,) = rows_of(plan)
     assert (row.start, [(i.row, i.count, i.offset) for i in row.images]) == (8, [(0, 2, 6)])
     s.end_language(plan)
     assert s.hit(3) == (8, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -69,13 +70,14 @@ def test_an_aborted_request_shows_what_it_was_waiting_for() -> None:
 
 
 def test_a_step_made_long_by_prefill_splits_the_decode_and_names_the_cause() -> None:
-    costs = Costs(language=lambda plan: 0.01 if plan.num_tokens == plan.num_decodes else 0.2)
+    costs = Costs(language=lambda plan: 0.01 if plan.num_tokens == len(plan.decodes) else 0.2)
     sim = Simulator(config(), costs=costs)
     sim.submit(make_request(1, 4, max_new=40))
     sim.submit(make_request(2, 8, max_new=2), 0.4)
     sim.run()
     spans = [s for s in sim.finished[1].spans if s.stage.startswith("decode")]
-    assert [(s.stage, s.cause) for s in spans] == [("decode", None), ("decode_wait", "prefill"), ("decode", None)]
+    cause = "prefill of request 2 (8 tokens)"
+    assert [(s.stage, s.cause) for s in spans] == [("decode", None), ("decode_wait", cause), ("decode", None)]
     assert sum(s.tokens for s in spans) == 39
     assert abs(spans[1].end_s - spans[1].start_s - 0.19) < 0.011
     assert all(abs(a.end_s - b.start_s) < 1e-9 for a, b in itertools.pairwise(spans))
@@ -130,10 +132,10 @@ def test_a_very_long_prefill_with_waits_keeps_few_spans_and_all_its_tokens() -> 
 
 
 def test_even_a_request_preempted_all_the_time_keeps_few_spans() -> None:
-    timeline, times, now = Timeline("i", 0.0, has_images=False), StepTimes(), 0.0
+    timeline, now = Timeline("i", 0.0, has_images=False), 0.0
     for _ in range(1000):
         timeline.prefilled(now, now + 0.1, batch=1, tokens=1, more=False)
-        timeline.decoded(now + 0.1, now + 0.2, batch=1, times=times, with_prefill=False)
+        timeline.decoded(now + 0.1, now + 0.2, tokens=1, batch=1)
         timeline.preempted()
         now += 0.2
     assert len(timeline.close(now)) <= MAX_SPANS
@@ -166,5 +168,23 @@ def test_the_gap_limit_follows_the_typical_step() -> None:
     times = StepTimes()
     assert times.gap_s == 0.05
     for duration_s in (0.1, 0.1, 9.0):
-        times.record(duration_s)
+        times.record(duration_s, 1)
     assert times.typical_s == 0.1 and times.gap_s == 0.2
+
+
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=150))
+def test_the_typical_step_is_the_median_of_the_latest(durations: list[float]) -> None:
+    times = StepTimes()
+    for duration_s in durations:
+        times.record(duration_s, 1)
+    assert times.typical_s == median(durations[-64:])
+
+
+def test_a_step_is_expected_to_take_what_steps_of_its_size_took() -> None:
+    times = StepTimes()
+    assert times.expected_s(8) is None
+    for _ in range(40):
+        times.record(0.01, 8)
+        times.record(0.2, 500)
+    assert (times.expected_s(9), times.expected_s(400)) == (0.01, 0.2)
+    assert times.expected_s(100) == times.typical_s

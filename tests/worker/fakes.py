@@ -6,6 +6,7 @@ logits from the ids it reads back through the row's block table. A wrong slot, t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -18,13 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.plans import EncodeItem, ImageSlice, LanguagePlan, LanguageRow, VisionPlan
+from hydra_engine.core.plans import (
+    ChunkRow,
+    DecodeRows,
+    EncodeItem,
+    ImageSlice,
+    LanguagePlan,
+    LanguageResult,
+    TokenLogprobs,
+    VisionPlan,
+)
 from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.specs.base import (
     ItemPlan,
@@ -38,6 +49,7 @@ from hydra_engine.specs.base import (
 )
 from hydra_engine.specs.geometry import no_videos
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.worker import Worker
 
 VOCABULARY = 97
@@ -108,6 +120,8 @@ class FakeModel:
     forward_threads: set[str] = field(default_factory=set)
     encode_threads: set[str] = field(default_factory=set)
     batch_sizes: list[int] = field(default_factory=list)
+    row_counts: list[int] = field(default_factory=list)  # of forwards
+    broken_forwards: set[int] = field(default_factory=set)  # numbers; with two rows or more they raise late
 
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> None:
         self.encode_threads.add(threading.current_thread().name)
@@ -125,6 +139,7 @@ class FakeModel:
 
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
         self.forward_threads.add(threading.current_thread().name)
+        self.row_counts.append(len(inputs.attention.num_context))
         values = inputs.token_ids.to(torch.float32)
         if bool((inputs.token_ids == POISON_TOKEN).any()):
             raise RuntimeError("secret: the decoder does not like this token")
@@ -132,6 +147,8 @@ class FakeModel:
             assert image_cache is not None and inputs.image_slots is not None
             values[inputs.image_rows] = self.ops.gather_cache(image_cache, 0, 0, inputs.image_slots).flatten().float()
         self.ops.write_cache(kv_cache, 0, [values.reshape(-1, 1, 1)], inputs.slots)
+        if len(self.row_counts) - 1 in self.broken_forwards and self.row_counts[-1] > 1:
+            raise RuntimeError("this step does not come back")
         ends = (inputs.attention.cu_q[1:] - 1).tolist()
         rows = [ends.index(row) for row in inputs.logit_rows.tolist()]
         logits = [fake_logits(self._context(inputs.attention, r, kv_cache), self.vocabulary) for r in rows]
@@ -206,6 +223,69 @@ def fake_spec(max_position: int = 256, vision: FakeVision | None = FAKE_VISION) 
     return ModelSpec("fake", "Fake", language, vision, 96, 1, 0, (2,), "float32")
 
 
+@dataclass(frozen=True)
+class Decode:
+    """One entry of `DecodeRows`."""
+
+    request_id: RequestId
+    seat: int
+    token_id: int
+    start: int
+    num_generated: int
+    block_ids: np.ndarray
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (self.token_id,)
+
+
+Row = ChunkRow | Decode
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a `LanguageResult` says of one row."""
+
+    request_id: RequestId
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    error: ErrorInfo | None
+
+
+def decode_rows(decodes: Sequence[Decode], block_size: int = BLOCK) -> DecodeRows:
+    needed = [-(-(d.start + 1) // block_size) for d in decodes]
+    tables = np.zeros((len(decodes), max(needed, default=0)), dtype=np.int32)
+    for row, (decode, count) in enumerate(zip(decodes, needed, strict=True)):
+        tables[row, :count] = decode.block_ids[:count]
+    columns = [(d.request_id, d.seat, d.token_id, d.start, d.num_generated) for d in decodes]
+    return DecodeRows(*np.array(columns, dtype=np.int64).reshape(-1, 5).T.copy(), tables)
+
+
+def in_plan_order(rows: Sequence[Row]) -> list[int]:
+    """Decodes first."""
+    return sorted(range(len(rows)), key=lambda i: not isinstance(rows[i], Decode))
+
+
+def plan_of(step: StepId, rows: Sequence[Row], *, block_size: int = BLOCK, vision_s: float = math.inf) -> LanguagePlan:
+    decodes = [row for row in rows if isinstance(row, Decode)]
+    chunks = tuple(row for row in rows if isinstance(row, ChunkRow))
+    return LanguagePlan(step, decode_rows(decodes, block_size), chunks, vision_s)
+
+
+def outcomes_of(rows: Sequence[Row], result: LanguageResult) -> tuple[Outcome, ...]:
+    """In the order of `rows`, from which the plan was made."""
+    assert result.token_ids.dtype == np.int64 and result.token_ids.shape == (len(rows),)
+    logprobs, failures = dict(result.logprobs), dict(result.failures)
+    assert len(logprobs) == len(result.logprobs) and len(failures) == len(result.failures)
+    found: dict[int, Outcome] = {}
+    for row, index in enumerate(in_plan_order(rows)):
+        token = int(result.token_ids[row])
+        assert token == -1 or row not in failures, "a token of a row that failed"
+        sampled = None if token == -1 else token
+        found[index] = Outcome(rows[index].request_id, sampled, logprobs.get(row), failures.get(row))
+    return tuple(found[index] for index in range(len(rows)))
+
+
 class Rig:
     """A worker, over fakes unless told otherwise, with helpers that play the scheduler: block ids, plans, waiting."""
 
@@ -216,7 +296,9 @@ class Rig:
         backend: Backend | None = None,
         spec: ModelSpec | None = None,
         caches: tuple[PagedCache, PagedCache] | None = None,
+        states: StateCache | None = None,
         faults: FaultPoints | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.model = model or FakeModel()
         self.spec = spec or fake_spec()
@@ -236,10 +318,16 @@ class Rig:
             clock=MonotonicClock(),
             wake=self.woken.set,
             faults=faults,
+            states=states,
+            gate=gate,
         )
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
         self._steps = 0
+        num_seats = EngineConfig().scheduler.max_num_seqs if states is None else states.conv.shape[0] // 2
+        self._free_seats: list[int] = np.random.default_rng(6).permutation(num_seats).tolist()
+        self._results: dict[StepId, Any] = {}
+        self.seats: dict[int, int] = {}
         self.tables: dict[int, np.ndarray] = {}
         self.features: dict[tuple[int, int], np.ndarray] = {}
 
@@ -248,24 +336,32 @@ class Rig:
 
     def add(self, request: Request, pixels: Sequence[PixelPayload] = ()) -> None:
         self.worker.add_request(request, pixels)
+        self.seats[request.id] = self._free_seats.pop()
         total = request.num_prompt + request.max_new_tokens
         self.tables[request.id] = self.blocks(-(-total // self.kv_cache.block_size))
 
-    def row(self, request: Request, start: int, tokens: Sequence[int], generated: int, **more: Any) -> LanguageRow:
-        end = start + len(tokens)
-        table = self.tables[request.id]
-        settings: dict[str, Any] = {"sample": end >= request.num_prompt, "is_decode": start >= request.num_prompt}
-        settings.update(more)
-        return LanguageRow(
-            request.id,
-            tuple(tokens),
-            start,
-            table,
-            len(table),
-            num_generated=generated,
-            images=self._slices(request, start, end),
-            **settings,
-        )
+    def leave(self, request: Request) -> None:
+        """The next request that is added gets its seat, the one after it its blocks."""
+        self.worker.remove_request(request.id)
+        self._free_seats.append(self.seats.pop(request.id))
+        self._free = [*self.tables.pop(request.id).tolist(), *self._free]
+
+    def move(self, request: Request) -> None:
+        """To another seat and other blocks, as after a preemption."""
+        self._free_seats.insert(0, self.seats[request.id])
+        self.seats[request.id] = self._free_seats.pop()
+        self.tables[request.id] = self.blocks(len(self.tables[request.id]))
+
+    def row(
+        self, request: Request, start: int, tokens: Sequence[int], generated: int, *, decode: bool | None = None
+    ) -> Row:
+        """A decode where the prompt has been computed before, a chunk elsewhere."""
+        seat, table, end = self.seats[request.id], self.tables[request.id], start + len(tokens)
+        if start >= request.num_prompt if decode is None else decode:
+            return Decode(request.id, seat, *tokens, start, generated, table)
+        images = self._slices(request, start, end)
+        sample = end >= request.num_prompt + generated
+        return ChunkRow(request.id, seat, tuple(tokens), start, table, len(table), sample, generated, images)
 
     def _slices(self, request: Request, start: int, end: int) -> tuple[ImageSlice, ...]:
         pieces = []
@@ -286,11 +382,14 @@ class Rig:
         self._steps += 1
         return StepId(self._steps)
 
-    def language(self, *rows: LanguageRow) -> tuple[Any, ...]:
-        """Runs one step and returns its outcomes."""
+    def submit(self, *rows: Row, vision_s: float = math.inf) -> StepId:
         step = self.next_step()
-        self.worker.submit_language(LanguagePlan(step, rows))
-        return self.wait(step).outcomes
+        self.worker.submit_language(plan_of(step, rows, block_size=self.kv_cache.block_size, vision_s=vision_s))
+        return step
+
+    def language(self, *rows: Row) -> tuple[Outcome, ...]:
+        """Runs one step and returns what became of its rows."""
+        return outcomes_of(rows, self.wait(self.submit(*rows)))
 
     def vision(self, *items: EncodeItem) -> tuple[Any, ...]:
         step = self.next_step()
@@ -299,14 +398,14 @@ class Rig:
 
     def wait(self, step: StepId) -> Any:
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+        while step not in self._results:
+            assert time.monotonic() < deadline, "no result in time"
             self.woken.wait(0.5)
             self.woken.clear()
             for result in self.worker.poll():
                 assert result.ended_s >= result.started_s
-                if result.step_id == step:
-                    return result
-        raise AssertionError("no result in time")
+                self._results[result.step_id] = result
+        return self._results.pop(step)
 
     def generate(self, *requests: Request, chunk: int = 1000, steps: int = 8) -> list[list[int]]:
         """Prefills in chunks, then decodes, all requests together; a request that fails stops."""
@@ -331,6 +430,32 @@ class Rig:
                 done[row.request_id] += len(row.token_ids)
                 if outcome.token_id is not None:
                     tokens[row.request_id].append(outcome.token_id)
+
+    def generate_ahead(self, *requests: Request, chunk: int = 1000, steps: int = 8) -> list[list[int]]:
+        """As `generate`, but every step is submitted before the first has come back, with tokens that nobody knows."""
+        submitted: list[tuple[list[Row], StepId]] = []
+        done: dict[int, int] = {r.id: 0 for r in requests}
+        planned: dict[int, int] = {r.id: 0 for r in requests}
+        while any(count < steps for count in planned.values()):
+            rows = []
+            for r in requests:
+                if planned[r.id] < steps:
+                    start = done[r.id]
+                    row = self.row(r, start, r.prompt_token_ids[start : start + chunk] or [-1], planned[r.id])
+                    done[r.id] += len(row.token_ids)
+                    planned[r.id] += done[r.id] >= r.num_prompt
+                    rows.append(row)
+            submitted.append((rows, self.submit(*rows)))
+        tokens: dict[int, list[int]] = {r.id: [] for r in requests}
+        failed: set[int] = set()
+        for rows, step in submitted:
+            for outcome in outcomes_of(rows, self.wait(step)):
+                assert outcome.error is not None or outcome.request_id not in failed, "it failed before"
+                if outcome.error is not None:
+                    failed.add(outcome.request_id)
+                elif outcome.token_id is not None:
+                    tokens[outcome.request_id].append(outcome.token_id)
+        return [tokens[r.id] for r in requests]
 
 
 def _shuffled(cache: PagedCache) -> list[int]:

@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import ImageSlice, LanguageRow
+from hydra_engine.backend.base import StateCache
+from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.batches import feature_slots, language_input, vision_input
-from tests.worker.fakes import FakeOps, Rig, make_picture, make_request
+from hydra_engine.worker.positions import PromptPositions
+from hydra_engine.worker.seats import Seats
+from hydra_engine.worker.states import StateTable
+from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
 CPU = torch.device("cpu")
+NUM_SEATS = 16
+UNREAD = 600  # the token of seat s that nobody has read is UNREAD + s
 
 
-def build(rows: list[LanguageRow], block_size: int, image_block_size: int = 5) -> LanguageInput:
-    return language_input(rows, FakeOps(), block_size=block_size, image_block_size=image_block_size, device=CPU)
+def seats_for(rows: list[Row]) -> Seats:
+    seats = Seats(NUM_SEATS)
+    for row in rows:
+        seats.owners[row.seat] = row.request_id
+    everyone = np.arange(NUM_SEATS)
+    seats.put(everyone, UNREAD + everyone)
+    seats.rope_deltas[:] = everyone
+    return seats
 
 
-def random_rows(rng: np.random.Generator, block_size: int) -> list[LanguageRow]:
-    """Decode rows first, then chunks; shuffled blocks, spare capacity behind the valid entries."""
+def build(
+    rows: list[Row],
+    block_size: int,
+    *,
+    image_block_size: int = 5,
+    rope: list[PromptPositions] | None = None,
+    states: StateTable | None = None,
+) -> LanguageInput:
+    return language_input(
+        plan_of(StepId(0), rows, block_size=block_size),
+        seats_for(rows),
+        FakeOps(),
+        block_size=block_size,
+        image_block_size=image_block_size,
+        device=CPU,
+        rope=rope,
+        states=states,
+    )
+
+
+def random_rows(rng: np.random.Generator, block_size: int) -> list[Row]:
+    """Decode rows first, then chunks; shuffled blocks and seats, spare capacity behind the valid entries."""
     num_decodes, num_chunks = int(rng.integers(0, 5)), int(rng.integers(0, 4))
-    rows = []
+    rows: list[Row] = []
     blocks = iter(rng.permutation(10_000).astype(np.int32))
+    seats = rng.permutation(NUM_SEATS).tolist()
     for index in range(max(num_decodes + num_chunks, 1)):
         count = 1 if index < num_decodes else int(rng.integers(1, 40))
         start = int(rng.integers(0, 50))
@@ -31,22 +66,17 @@ def random_rows(rng: np.random.Generator, block_size: int) -> list[LanguageRow]:
         table = np.full(num_blocks + 4, -7, dtype=np.int32)
         table[:num_blocks] = [next(blocks) for _ in range(num_blocks)]
         tokens = tuple(int(t) for t in rng.integers(0, 500, count))
+        if index < num_decodes:
+            token = tokens[0] if rng.integers(2) else -1
+            rows.append(Decode(RequestId(index), seats[index], token, start, 3, table))
+            continue
         slices = []
         if count > 6:
             image_blocks = np.asarray([next(blocks) for _ in range(9)], dtype=np.int32)
             slices = [ImageSlice(1, 2, 3, image_blocks), ImageSlice(4, count - 4, 0, image_blocks[::-1].copy())]
+        sample = bool(rng.integers(2))
         rows.append(
-            LanguageRow(
-                RequestId(index),
-                tokens,
-                start,
-                table,
-                num_blocks,
-                sample=bool(rng.integers(2)),
-                num_generated=0,
-                is_decode=index < num_decodes,
-                images=tuple(slices),
-            )
+            ChunkRow(RequestId(index), seats[index], tokens, start, table, num_blocks, sample, 0, tuple(slices))
         )
     return rows
 
@@ -58,21 +88,21 @@ def test_language_input_equals_a_token_by_token_computation(block_size: int) -> 
         inputs = build(rows, block_size)
         tokens, positions, slots, logit_rows, image_rows, image_slots, cu_q = [], [], [], [], [], [], [0]
         for row in rows:
-            for piece in row.images:
+            for piece in row.images if isinstance(row, ChunkRow) else ():
                 for i in range(piece.count):
                     image_rows.append(len(tokens) + piece.row + i)
                     feature = piece.offset + i
                     image_slots.append(int(piece.block_ids[feature // 5]) * 5 + feature % 5)
             for i, token in enumerate(row.token_ids):
                 position = row.start + i
-                tokens.append(token)
+                tokens.append(token if token >= 0 else UNREAD + row.seat)
                 positions.append(position)
                 slots.append(int(row.block_ids[position // block_size]) * block_size + position % block_size)
             cu_q.append(len(tokens))
-            if row.sample:
+            if isinstance(row, Decode) or row.sample:
                 logit_rows.append(len(tokens) - 1)
         assert inputs.token_ids.tolist() == tokens
-        assert inputs.positions.tolist() == positions
+        assert inputs.positions.tolist() == positions and inputs.position_end == max(positions) + 1
         assert inputs.slots.tolist() == slots
         assert inputs.logit_rows.tolist() == logit_rows
         assert (inputs.image_rows is None) == (not image_rows)
@@ -86,16 +116,109 @@ def test_language_input_equals_a_token_by_token_computation(block_size: int) -> 
             used = -(-(row.start + len(row.token_ids)) // block_size)
             assert table[:used].tolist() == row.block_ids[:used].tolist()
         assert (plan.block_tables >= 0).all()
-        for tensor in (inputs.token_ids, inputs.positions, inputs.slots, inputs.logit_rows):
-            assert tensor.dtype == torch.int64
-        for tensor in (plan.cu_q, plan.num_context, plan.block_tables):
-            assert tensor.dtype == torch.int32
+        check_types(inputs)
 
 
-def test_a_plan_that_lacks_blocks_is_a_bug() -> None:
-    row = LanguageRow(RequestId(1), (4,), 16, np.arange(9, dtype=np.int32), 1, True, 0, True)
+def check_types(inputs: LanguageInput) -> None:
+    plan = inputs.attention
+    for tensor in (inputs.token_ids, inputs.positions, inputs.slots, inputs.logit_rows):
+        assert tensor.dtype == torch.int64
+    for tensor in (plan.cu_q, plan.num_context, plan.block_tables):
+        assert tensor.dtype == torch.int32
+
+
+def decodes_of(rng: np.random.Generator, block_size: int, count: int) -> list[Row]:
+    """With starts at the ends of blocks too."""
+    rows: list[Row] = []
+    for index, seat in enumerate(rng.permutation(NUM_SEATS)[:count].tolist()):
+        start = int(rng.integers(1, 4 * block_size + 1)) if index % 2 else block_size * (1 + index) - index % 3
+        table = rng.permutation(1000).astype(np.int32)
+        rows.append(Decode(RequestId(100 + index), seat, int(rng.integers(-1, 3)), start, 4, table))
+    return rows
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_a_step_of_decodes_equals_the_same_rows_beside_a_chunk(multimodal: bool, with_states: bool) -> None:
+    """What the short way computes is what the long way does."""
+    rng = np.random.default_rng(2)
+    for count in (1, 2, 9):
+        rows = decodes_of(rng, 4, count)
+        beside = ChunkRow(RequestId(7), 15, (5,), 0, np.zeros(1, dtype=np.int32), 1, False, 0)
+        rows = [row for row in rows if row.seat != beside.seat] or [replace(rows[0], seat=0)]
+        text = PromptPositions(np.zeros((3, 1), dtype=np.int64), 0)
+        states = None
+        if with_states:
+            states = StateTable(StateCache(torch.zeros(2 * NUM_SEATS, 1, 3, 4), torch.zeros(2 * NUM_SEATS, 1, 1, 2, 2)))
+            for row in rows:
+                tokens = (1,) * row.start
+                states.advance(
+                    plan_of(StepId(0), [ChunkRow(row.request_id, row.seat, tokens, 0, row.block_ids, 9, False, 0)])
+                )
+        short = build(rows, 4, rope=[] if multimodal else None, states=states)
+        long = build([*rows, beside], 4, rope=[text] if multimodal else None, states=states)
+        number = len(rows)
+        for name in ("token_ids", "positions", "slots", "logit_rows"):
+            assert torch.equal(getattr(short, name), getattr(long, name)[..., :number]), name
+        assert torch.equal(short.attention.cu_q, long.attention.cu_q[:-1])
+        assert torch.equal(short.attention.num_context, long.attention.num_context[:-1])
+        assert torch.equal(short.attention.block_tables, long.attention.block_tables[:-1])
+        assert short.position_end == long.position_end
+        assert short.image_rows is None and short.image_slots is None
+        check_types(short)
+        if short.states is not None and long.states is not None:
+            for few, many in zip(short.states.rows.lists(), long.states.rows.lists(), strict=True):
+                assert few == many[: len(few)]
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_multimodal_positions_come_from_the_prompt_and_behind_it_from_the_seat(block_size: int) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        rows = random_rows(rng, block_size)
+        rope, expected = [], []
+        for row in rows:
+            if isinstance(row, Decode):
+                expected += [[row.start + row.seat] * 3]
+                continue
+            end = row.start + len(row.token_ids)
+            num_prompt = int(rng.integers(1, end + 10))
+            known = PromptPositions(rng.integers(0, 99, (3, num_prompt)), int(rng.integers(-9, 9)))
+            rope.append(known)
+            for place in range(row.start, end):
+                inside = place < num_prompt
+                expected.append(known.prompt[:, place].tolist() if inside else [place + known.delta] * 3)
+        inputs = build(rows, block_size, rope=rope)
+        assert inputs.positions.T.tolist() == expected
+        assert inputs.position_end == max(max(three) for three in expected) + 1
+        check_types(inputs)
+
+
+LACKING: list[Row] = [
+    Decode(RequestId(1), 3, 4, 16, 0, np.arange(9, dtype=np.int32)),
+    ChunkRow(RequestId(1), 3, (4,), 16, np.arange(9, dtype=np.int32), 1, True, 0),
+]
+
+
+@pytest.mark.parametrize("row", LACKING, ids=["decode", "chunk"])
+@pytest.mark.parametrize("company", [False, True])
+def test_a_plan_that_lacks_blocks_is_a_bug(row: Row, company: bool) -> None:
+    other = ChunkRow(RequestId(2), 4, (4,), 0, np.arange(9, dtype=np.int32), 9, True, 0)
+    rows = [row, other] if company else [row]
+    plan = plan_of(StepId(0), rows, block_size=16)
+    if isinstance(row, Decode):
+        decodes = replace(plan.decodes, block_tables=plan.decodes.block_tables[:, :1].copy())
+        plan = LanguagePlan(plan.step_id, decodes, plan.chunks)
     with pytest.raises(AssertionError, match="lacks blocks"):
-        build([row], 16)
+        language_input(plan, seats_for(rows), FakeOps(), block_size=16, image_block_size=5, device=CPU)
+
+
+def test_a_seat_that_is_anothers_is_a_bug() -> None:
+    row = Decode(RequestId(1), 3, -1, 4, 0, np.arange(9, dtype=np.int32))
+    seats = seats_for([row])
+    seats.owners[3] = 2
+    with pytest.raises(AssertionError, match="not its request's"):
+        language_input(plan_of(StepId(0), [row]), seats, FakeOps(), block_size=4, image_block_size=5, device=CPU)
 
 
 def test_feature_slots_follow_the_blocks() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
+from hydra_engine.core.plans import VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.worker.faults import FaultPoints
 from tests.worker.fakes import (
@@ -27,6 +27,7 @@ from tests.worker.fakes import (
     make_picture,
     make_request,
     picture_features,
+    plan_of,
 )
 
 
@@ -80,11 +81,12 @@ def test_a_preempted_request_goes_on_with_the_same_tokens(rig: Rig) -> None:
     expected = alone(request)
     rig.add(request)
     head = rig.generate(request, steps=4)[0]
-    table = rig.tables[request.id]
-    rig.tables[request.id] = rig.blocks(len(table))  # its old blocks are gone
+    rig.move(request)
     tokens = [*request.prompt_token_ids, *head]
     (outcome,) = rig.language(rig.row(request, 0, tokens, 4))
     assert [*head, outcome.token_id] == expected[:5]
+    (outcome,) = rig.language(rig.row(request, len(tokens), [-1], 5))
+    assert outcome.token_id == expected[5]
 
 
 def test_a_chunk_that_ends_early_samples_nothing(rig: Rig) -> None:
@@ -289,7 +291,7 @@ def test_results_of_a_lane_come_in_order_and_wake_the_loop(rig: Rig) -> None:
     row = rig.row(request, 0, request.prompt_token_ids, 0)
     steps = [rig.next_step() for _ in range(5)]
     for step in steps:
-        rig.worker.submit_language(LanguagePlan(step, (row,)))
+        rig.worker.submit_language(plan_of(step, (row,)))
     seen = []
     while len(seen) < 5:
         assert rig.woken.wait(10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.select import create_backend
-from hydra_engine.config import CacheConfig, EngineConfig
+from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request
@@ -21,7 +21,8 @@ from hydra_engine.models.registry import load_model
 from hydra_engine.models.tiny import make_tiny
 from hydra_engine.models.tiny.base import IMAGE_ID
 from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache
+from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
+from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory import plan_memory
 from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, make_request
 
@@ -33,18 +34,50 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(params=["reference", "auto"])
-def rig(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+@pytest.fixture(scope="module")
+def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder most of whose layers keep a recurrent state per request."""
+    directory = tmp_path_factory.mktemp("tiny-hybrid")
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    make_tiny("qwen3_5_text", directory, seed=7, text={"num_hidden_layers": 4, **heads, **sizes})
+    return directory
+
+
+def make_rig(model_dir: Path, backend_name: str, num_seats: int = 64) -> Rig:
     """Caches full of NaN, so that a read of what was never written cannot stay hidden."""
     spec = load_spec(model_dir)
-    backend = create_backend("cpu", torch.float32, backend=request.param, threads=1)
-    config = EngineConfig(cache=CacheConfig(num_kv_blocks=256, num_image_blocks=64))
-    plan = plan_memory(spec, EPD, config, torch.float32, 1 << 30)
-    caches: Any = (
-        allocate_kv_cache(spec, plan, BLOCK, torch.float32, poison=True),
-        allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, poison=True),
+    backend = create_backend("cpu", torch.float32, backend=backend_name, threads=1)
+    config = EngineConfig(
+        cache=CacheConfig(num_kv_blocks=256, num_image_blocks=128), scheduler=SchedulerConfig(max_num_seqs=num_seats)
     )
-    rig = Rig(load_model(model_dir, spec, backend, EPD), backend=backend, spec=spec, caches=caches)
+    plan = plan_memory(spec, EPD, config, torch.float32, 1 << 30)
+    images = allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, poison=True)
+    caches = (
+        allocate_kv_cache(spec, plan, BLOCK, torch.float32, poison=True),
+        PagedCache(torch.zeros(1, 1, 1, IMAGE_BLOCK, 1, 1)) if images is None else images,
+    )
+    return Rig(
+        load_model(model_dir, spec, backend, EPD),
+        backend=backend,
+        spec=spec,
+        caches=caches,
+        states=allocate_states(spec, plan, torch.float32, poison=True),
+        faults=FaultPoints(enabled=True),
+    )
+
+
+@pytest.fixture(params=["reference", "auto"])
+def rig(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = make_rig(model_dir, request.param)
+    yield rig
+    rig.worker.close()
+
+
+@pytest.fixture(params=["reference", "auto"])
+def hybrid(hybrid_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = make_rig(hybrid_dir, request.param, num_seats=6)
+    assert rig.spec.language.has_states
     yield rig
     rig.worker.close()
 
@@ -85,6 +118,58 @@ def test_tokens_depend_on_nothing_but_the_request(rig: Rig) -> None:
     assert all(len(tokens) == 8 for tokens in together)
     assert rig.generate(*requests(rig, 20), chunk=7) == together
     assert [rig.generate(request)[0] for request in requests(rig, 30)] == together
+    assert rig.generate_ahead(*requests(rig, 40)) == together
+
+
+def texts(base: int) -> list[Request]:
+    return [
+        make_request(base, range(10, 40)),
+        make_request(base + 1, range(50, 57), temperature=1.0, seed=4, repetition_penalty=1.3),
+        make_request(base + 2, [9]),
+        make_request(base + 3, range(20, 33), min_tokens=3),
+    ]
+
+
+def ask(rig: Rig, made: list[Request], generate: Callable[..., list[list[int]]], **options: int) -> list[list[int]]:
+    for request in made:
+        rig.add(request)
+    tokens = generate(*made, **options)
+    for request in made:
+        rig.leave(request)
+    return tokens
+
+
+def test_recurrent_states_follow_their_requests_through_seats_and_steps_planned_ahead(hybrid: Rig) -> None:
+    together = ask(hybrid, texts(10), hybrid.generate)
+    assert len({tuple(tokens) for tokens in together}) == 4
+    assert [ask(hybrid, [request], hybrid.generate)[0] for request in texts(20)] == together
+    assert ask(hybrid, texts(30), hybrid.generate_ahead) == together
+    assert ask(hybrid, texts(40), hybrid.generate_ahead, chunk=3) == together
+
+
+@pytest.mark.parametrize("action", ["raise", "nan"])
+def test_recurrent_states_survive_a_neighbour_that_fails(hybrid: Rig, action: str) -> None:
+    together = ask(hybrid, texts(10), hybrid.generate)
+    poison = make_request(5, [60, 61, 62])
+    hybrid.worker.faults.arm("eng.mid_step", action, "token=61")
+    assert ask(hybrid, [*texts(20), poison], hybrid.generate_ahead, chunk=4) == [*together, []]
+    hybrid.worker.faults.arm("eng.mid_step", "off")
+    assert ask(hybrid, texts(30), hybrid.generate_ahead) == together
+
+
+def test_recurrent_states_survive_steps_that_are_run_again(hybrid: Rig) -> None:
+    together = ask(hybrid, texts(10), hybrid.generate)
+    hybrid.worker.faults.arm("eng.mid_step", "raise", "times=1")
+    assert ask(hybrid, texts(20), hybrid.generate_ahead, chunk=5) == together
+    made = texts(30)
+    for request in made:
+        hybrid.add(request)
+    rows = [hybrid.row(r, 0, r.prompt_token_ids, 0) for r in made]
+    assert [o.token_id for o in hybrid.language(*rows)] == [tokens[0] for tokens in together]
+    for count in range(1, 8):
+        hybrid.worker.faults.arm("eng.mid_step", "raise", "times=1")
+        outcomes = hybrid.language(*(hybrid.row(r, r.num_prompt + count - 1, [-1], count) for r in made))
+        assert [o.token_id for o in outcomes] == [tokens[count] for tokens in together]
 
 
 def test_warm_up_leaves_nothing_behind(rig: Rig) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.worker.sampler import (
+    NEVER_PLAIN,
     Recipe,
     TokenHistory,
     best_tokens,
@@ -165,7 +166,7 @@ def test_greedy_takes_the_lowest_id_among_ties() -> None:
     logits = np.zeros((3, 40_000), np.float32)
     logits[0, [7, 31_000]] = 5.0
     logits[1, [39_999]] = 1.0
-    assert best_tokens(logits) == [7, 39_999, 0]
+    assert best_tokens(logits).tolist() == [7, 39_999, 0]
     assert sample_row(logits[0], recipe_of(logprobs=0), 0).token_id == 7
 
 
@@ -175,7 +176,7 @@ def test_finite_rows_tells_nan_and_infinity_from_large_numbers() -> None:
     logits[2, 5] = float("inf")
     logits[3, 6] = float("-inf")
     logits[4] = 3e38  # finite, though its sum is not
-    assert finite_rows(logits) == [True, False, False, False, True]
+    assert finite_rows(logits).tolist() == [True, False, False, False, True]
 
 
 def test_penalties_follow_the_formulas() -> None:
@@ -225,7 +226,7 @@ def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: fl
     assert late & {2, 3}
     at_the_limit = recipe_of(min_tokens=3, stop_token_ids=(3,), logprobs=0)
     assert [sample_row(logits, at_the_limit, n).token_id for n in (2, 3)] == [4, 2]
-    assert not recipe.is_plain(0) and recipe.is_plain(3) is (temperature == 0)
+    assert recipe.plain_from == (3 if temperature == 0 else NEVER_PLAIN)
 
 
 def test_min_tokens_that_leave_nothing_are_the_requests_own_error() -> None:

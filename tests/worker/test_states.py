@@ -1,4 +1,4 @@
-"""Which place of a slot a row reads and writes: never the same one, and the other way round only after a whole step."""
+"""Which place of a seat a row reads and writes: never the same one, and the other way round only after a whole step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import StateCache
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import LanguageRow
+from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.plans import ChunkRow, LanguagePlan
 from hydra_engine.worker.states import StateTable
+from tests.worker.fakes import Decode, Row, plan_of
+
+BLOCKS = np.zeros(8, dtype=np.int32)
 
 
-def row(slot: int, start: int, count: int) -> LanguageRow:
-    blocks = np.zeros(8, dtype=np.int32)
-    return LanguageRow(RequestId(slot), (1,) * count, start, blocks, 8, False, 0, False, state_slot=slot)
+def chunk(seat: int, start: int, count: int) -> ChunkRow:
+    return ChunkRow(RequestId(seat), seat, (1,) * count, start, BLOCKS, 8, False, 0)
+
+
+def decode(seat: int, start: int) -> Decode:
+    return Decode(RequestId(seat), seat, -1, start, 1, BLOCKS)
+
+
+def plan(*rows: Row) -> LanguagePlan:
+    return plan_of(StepId(1), rows)
 
 
 def table() -> StateTable:
@@ -23,14 +33,37 @@ def table() -> StateTable:
 
 def test_places_change_roles_after_a_whole_step() -> None:
     states = table()
-    first = [row(2, 0, 5), row(0, 0, 3)]
+    first = plan(chunk(2, 0, 5), chunk(0, 0, 3))
     expected = ([0, 5, 8], [0, 0], [4, 0], [5, 1])
     assert states.rows(first).lists() == expected
     assert states.rows(first).lists() == expected  # again, for the step raised
     states.advance(first)
-    assert states.rows([row(0, 3, 1), row(2, 5, 1)]).lists() == ([0, 1, 2], [3, 5], [1, 5], [0, 4])
-    states.advance([row(2, 5, 1)])
-    assert states.rows([row(2, 6, 1)]).lists() == ([0, 1], [6], [4], [5])
+    both = plan(decode(0, 3), decode(2, 5))
+    assert states.rows(both).lists() == ([0, 1, 2], [3, 5], [1, 5], [0, 4])
+    states.advance(plan(decode(2, 5)))
+    assert states.rows(plan(decode(2, 6))).lists() == ([0, 1], [6], [4], [5])
     with pytest.raises(AssertionError, match="state of 3 tokens where a row begins at 4"):
-        states.rows([row(0, 4, 1)])
-    assert states.rows([row(2, 0, 4)]).lists() == ([0, 4], [0], [4], [5])  # its next owner
+        states.rows(plan(decode(2, 6), decode(0, 4)))
+
+
+def test_decodes_and_chunks_share_a_step() -> None:
+    states = table()
+    states.advance(plan(chunk(1, 0, 4)))
+    mixed = plan(decode(1, 4), chunk(0, 0, 3))
+    assert states.rows(mixed).lists() == ([0, 1, 4], [4, 0], [3, 0], [2, 1])
+    states.advance(mixed)
+    assert states.rows(plan(chunk(0, 3, 2))).lists() == ([0, 2], [3], [1], [0])
+    assert all(rows.dtype == torch.int64 for rows in (states.rows(mixed_next()).cu_q, states.rows(mixed_next()).reads))
+
+
+def mixed_next() -> LanguagePlan:
+    return plan(decode(1, 5), chunk(0, 3, 1))
+
+
+def test_the_next_owner_of_a_seat_begins_without_a_state() -> None:
+    states = table()
+    states.advance(plan(chunk(2, 0, 5)))
+    (cu_q, starts, (read,), (write,)) = states.rows(plan(chunk(2, 0, 4))).lists()
+    assert (cu_q, starts) == ([0, 4], [0]) and {read, write} == {4, 5}
+    states.advance(plan(chunk(2, 0, 4)))
+    assert states.rows(plan(decode(2, 4))).reads.tolist() == [write]

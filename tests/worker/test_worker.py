@@ -10,7 +10,7 @@ import torch
 
 from hydra_engine.clock import VirtualClock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.plans import LanguagePlan, VisionPlan
+from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import BackendError
 from hydra_engine.models.inputs import LanguageInput
@@ -87,7 +87,7 @@ def test_close_finishes_what_was_submitted(rig: Rig) -> None:
     rig.add(request)
     row = rig.row(request, 0, request.prompt_token_ids, 0)
     for _ in range(4):
-        rig.worker.submit_language(LanguagePlan(rig.next_step(), (row,)))
+        rig.submit(row)
     rig.worker.close()
     assert len(rig.worker.poll()) == 4
 

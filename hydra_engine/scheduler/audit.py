@@ -1,0 +1,73 @@
+"""What must hold between the states of requests, the queues, the seats, the table of decodes and the caches.
+
+Raises AssertionError where it does not. Called by tests after every step; reads everything, changes nothing.
+"""
+
+from __future__ import annotations
+
+from hydra_engine.cache.table import BlockTable
+from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.scheduler.book import RequestBook
+
+
+def check_book(book: RequestBook) -> None:
+    book.ledger.check(book.states)
+    users = patches = 0
+    members: dict[int, tuple[RequestState, BlockTable, int]] = {}
+    for request_id, state in book.states.items():
+        _check_queue(book, state)
+        _check_blocks(book, state)
+        users += _check_images(book, state)
+        if state.ending is None:
+            zipped = zip(state.request.images, state.images, strict=True)
+            patches += sum(image.num_patches for image, progress in zipped if progress == ImageProgress.WAITING)
+        chunk_in_flight = state.num_scheduled > 0 and state.num_planned == state.num_tokens
+        if state.ending is None and (state.decodes or chunk_in_flight):
+            members[book.seats.of(request_id)] = state, book.kv.tables[request_id], int(chunk_in_flight)
+    for queue in (book.encoding, book.waiting, book.prefilling, book.decoding, book.unencoded):
+        orders = [state.order for state in queue]
+        assert orders == sorted(orders), "a queue is out of order"
+        assert all(book.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
+    assert users == book.features.num_users, "features are kept for images that do not need them"
+    assert patches == book.patches_waiting, "patches that wait are counted wrong"
+    book.decodes.check(members)
+
+
+def _check_queue(book: RequestBook, state: RequestState) -> None:
+    request_id, belongs = state.request.id, book.queue_for(state)
+    for queue in (book.encoding, book.waiting, book.prefilling, book.decoding):
+        assert (request_id in queue) == (queue is belongs), f"request {request_id} is in the wrong queue"
+    indexed = state.ending is None and ImageProgress.WAITING in state.images
+    assert (request_id in book.unencoded) == indexed, f"request {request_id}: index of images is wrong"
+    assert state.decodes == (request_id in book.decoding), f"request {request_id}: whether it decodes"
+
+
+def _check_blocks(book: RequestBook, state: RequestState) -> None:
+    request_id = state.request.id
+    table = book.kv.tables.get(request_id)
+    known = 0 if table is None else table.num_slots
+    assert state.num_planned <= known, f"request {request_id} has KV without blocks"
+    assert state.num_planned <= state.num_tokens, f"request {request_id} computes too much"
+    assert state.num_named * book.kv.block_size <= state.num_computed, f"request {request_id} lends too much"
+    names = book.kv.names(request_id)
+    lent, rest = names[: state.num_named], names[state.num_named :]
+    assert not any(rest), f"request {request_id} lends a block that is not full"
+    for name, expected in zip(lent, state.block_hashes, strict=False):
+        assert name in (None, expected), f"request {request_id} has a block under a wrong name"
+
+
+def _check_images(book: RequestBook, state: RequestState) -> int:
+    """How many of its images use features."""
+    request_id, runs = state.request.id, state.request.id in book.kv.tables
+    users = 0
+    for index, (image, progress) in enumerate(zip(state.request.images, state.images, strict=True)):
+        where = f"request {request_id} image {index}"
+        consumed = runs and image.end <= state.num_computed
+        assert (progress == ImageProgress.CONSUMED) == consumed, f"{where}: KV and progress disagree"
+        assert not runs or progress != ImageProgress.CACHED, f"{where} is looked for although it has started"
+        if progress <= ImageProgress.ENCODED:
+            users += 1
+            key = state.image_keys[index]
+            assert (request_id, index) in book.features.users(key), f"{where} needs features and nobody knows"
+            assert progress == book.features.progress(key), f"{where}: features and progress disagree"
+    return users
