@@ -111,6 +111,11 @@ class EngineConfig:
         "image-text-to-text model that it can load)",
         choices=("auto", "native", "transformers"),
     )
+    load_format: str = _opt(
+        "auto",
+        "auto: the directory's safetensors files; random: weights drawn from a seed, to measure a model's shape",
+        choices=("auto", "random"),
+    )
     trust_remote_code: bool = _opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"
     )
