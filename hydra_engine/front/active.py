@@ -5,28 +5,30 @@ Does not know channels or readers; `front.py` feeds it messages and passes on wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hydra_engine.core.messages import Delta, Finished
+from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, TextLogprob, Usage
 from hydra_engine.core.plans import TokenLogprobs
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import Request, Slo
 from hydra_engine.errors import HydraError
 from hydra_engine.front.handle import Handle
 from hydra_engine.intake.detokenize import IncrementalDetokenizer
 from hydra_engine.intake.tokenizer import Tokenizer
-from hydra_engine.observe.timeline import metrics_of, relative
+from hydra_engine.observe.timeline import metrics_of, relative, slo_report
 
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """Owned by the front's loop from submission to Finished."""
+    """Owned by the front's loop from submission to Finished. `limits` hold for it, its own or the engine's."""
 
     request: Request
     handle: Handle
     tokenizer: Tokenizer
     detokenizer: IncrementalDetokenizer
     intake_spans: tuple[StageSpan, ...]
+    limits: Slo = field(default_factory=Slo)
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
@@ -40,19 +42,21 @@ class ActiveRequest:
         """Nothing that still arrives is shown: a stop string matched or the owner cancelled."""
         return self.cancelled or self.stop_string is not None
 
-    def on_delta(self, delta: Delta) -> Piece | None:
-        """The piece to show, or None. Sets `stop_string` when one is complete."""
+    def on_tokens(
+        self, position: int, token_ids: Sequence[int], time_s: float, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Piece | None:
+        """The piece to show, or None. `position` counts the tokens before. Sets `stop_string` when one is complete."""
         if self.closed:
             return None
-        assert delta.position == len(self.token_ids), "an instance skipped or repeated a token"
+        assert position == len(self.token_ids), "an instance skipped or repeated a token"
         if self.first_token_s is None:
-            self.first_token_s = delta.time_s
-        self.last_token_s = delta.time_s
+            self.first_token_s = time_s
+        self.last_token_s = time_s
         text, shown_logprobs = "", []
-        for index, token_id in enumerate(delta.token_ids):
+        for index, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
-            if delta.logprobs:
-                shown_logprobs.append(self._text_logprob(delta.logprobs[index]))
+            if logprobs:
+                shown_logprobs.append(self._text_logprob(logprobs[index]))
             if not self._ends_silently(token_id):
                 text += self.detokenizer.feed([token_id])
             if self.detokenizer.stop_string is not None:
@@ -60,7 +64,7 @@ class ActiveRequest:
                 break
         self.texts.append(text)
         self.logprobs.extend(shown_logprobs)
-        return Piece(text, tuple(self.token_ids[delta.position :]), tuple(shown_logprobs))
+        return Piece(text, tuple(self.token_ids[position:]), tuple(shown_logprobs))
 
     def on_finished(self, finished: Finished, now: float) -> Piece:
         """The last piece, with the result; for reasons stop and length, or after a stop string."""
@@ -93,6 +97,22 @@ class ActiveRequest:
     ) -> Result:
         request = self.request
         timeline = relative((*self.intake_spans, *finished.spans), request.arrival_s)
+        metrics = metrics_of(
+            timeline,
+            arrival_s=request.arrival_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            finished_s=now,
+            num_tokens=len(self.token_ids),
+            num_preemptions=finished.num_preemptions,
+        )
+        slo = slo_report(
+            self.limits,
+            ttft_s=metrics.ttft_s,
+            late_gaps=finished.late_gaps,
+            num_gaps=finished.num_gaps,
+            timeline=timeline,
+        )
         return Result(
             request_id=self.handle.id,
             text="".join(self.texts),
@@ -104,15 +124,7 @@ class ActiveRequest:
                 cached_tokens=finished.cached_tokens,
                 cached_images=finished.cached_images,
             ),
-            metrics=metrics_of(
-                timeline,
-                arrival_s=request.arrival_s,
-                first_token_s=self.first_token_s,
-                last_token_s=self.last_token_s,
-                finished_s=now,
-                num_tokens=len(self.token_ids),
-                num_preemptions=finished.num_preemptions,
-            ),
+            metrics=replace(metrics, slo=slo),
             timeline=timeline,
             logprobs=tuple(self.logprobs) if request.sampling.logprobs is not None else None,
             stop_reason=stop_reason,

@@ -28,8 +28,10 @@ from hydra_engine.core.messages import (
     Status,
     Submit,
     ToFront,
+    Tokens,
 )
 from hydra_engine.core.outputs import FinishReason, Result
+from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.errors import EngineClosed, HydraError, RequestAborted, RequestFailed, Unavailable, from_info
 from hydra_engine.front.active import ActiveRequest, usage_of
@@ -59,6 +61,7 @@ class Call:
     raw: bool = False
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
+    priority: int = 0
 
 
 class Front:
@@ -150,16 +153,28 @@ class Front:
                 slo=call.slo,
                 arrival_s=arrival_s,
                 cache_salt=call.cache_salt,
+                priority=call.priority,
             )
             self._check_running()
         finally:
             self._admitting -= 1
         tokenizer = self._intake.tokenizer
         self._active[number] = ActiveRequest(
-            prepared.request, handle, tokenizer, IncrementalDetokenizer(tokenizer, call.sampling), prepared.spans
+            prepared.request,
+            handle,
+            tokenizer,
+            IncrementalDetokenizer(tokenizer, call.sampling),
+            prepared.spans,
+            self._limits_of(prepared.request.slo),
         )
         handle.prompt_usage = usage_of(prepared.request)
         self._links[0].end.send([Submit(prepared.request, prepared.pixels)])
+
+    def _limits_of(self, own: Slo) -> Slo:
+        """The latency limits that hold for a request: its own, otherwise the engine's."""
+        engine = self.config.scheduler
+        ttft_s = own.ttft_s if own.ttft_s is not None else engine.ttft_slo
+        return Slo(ttft_s, own.tpot_s if own.tpot_s is not None else engine.tpot_slo)
 
     async def submit_detached(self, number: RequestId, handle: Handle, call: Call) -> None:
         """As `submit`, but what goes wrong is told to the handle's readers."""
@@ -212,8 +227,13 @@ class Front:
     def _on_messages(self, messages: list[ToFront]) -> None:
         for message in messages:
             match message:
+                case Tokens():
+                    columns = message.request_ids, message.positions, message.token_ids
+                    for number, position, token_id in zip(*columns, strict=True):
+                        self._on_tokens(RequestId(number), position, (token_id,), message.time_s)
                 case Delta():
-                    self._on_delta(message)
+                    number, tokens = message.request_id, message.token_ids
+                    self._on_tokens(number, message.position, tokens, message.time_s, message.logprobs)
                 case Finished():
                     self._on_finished(message)
                 case Status():
@@ -225,16 +245,23 @@ class Front:
                 case _:
                     logger.error("unexpected message %s", type(message).__name__)
 
-    def _on_delta(self, delta: Delta) -> None:
-        active = self._active.get(delta.request_id)
+    def _on_tokens(
+        self,
+        number: RequestId,
+        position: int,
+        token_ids: Sequence[int],
+        time_s: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        active = self._active.get(number)
         if active is None:
             return
-        piece = active.on_delta(delta)
+        piece = active.on_tokens(position, token_ids, time_s, logprobs)
         if piece is None:
             return
         active.handle.feed(piece)
         if active.stop_string is not None:
-            self._links[0].end.send([Abort(delta.request_id)])
+            self._links[0].end.send([Abort(number)])
 
     def _on_finished(self, finished: Finished) -> None:
         active = self._active.pop(finished.request_id, None)

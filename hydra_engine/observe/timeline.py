@@ -1,15 +1,19 @@
-"""The stage timeline of one request: spans relative to its arrival, the metrics that follow from them, and a drawing.
+"""The stage timeline of one request: spans relative to its arrival, what follows from them, and a drawing.
 
 Spans come from intake (fetch, preprocess, tokenize) and from the instance (waits and runs of the stages), all stamped
-on one monotonic clock. Does not know where they are shown.
+on one monotonic clock. What follows: sums, the verdict on latency limits and what a missed one was lost to. Does not
+know where they are shown.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hydra_engine.core.outputs import RequestMetrics, StageSpan
+from hydra_engine.core.outputs import RequestMetrics, Result, SloReport, StageSpan
+from hydra_engine.core.request import Slo
+from hydra_engine.observe.phases import intake_s, phases
 
 # The order in which a request meets them; a wait is drawn even when it took no time.
 _ORDER = (
@@ -18,6 +22,11 @@ _ORDER = (
 )
 _ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
 _WAITS = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
+_MAX_LATE_SHARE = 0.1  # of the gaps between tokens (HydraInfer, section 5.1)
+_MAX_LATE_LINES = 3
+_MAX_DESCRIPTION = 600  # characters in a header
+_BLAME = {"step": "slow steps", "cpu": "time between steps"}
+_UNITS = {"prefill": "tokens", "encode": "patches"}
 
 
 def relative(spans: Iterable[StageSpan], arrival_s: float) -> tuple[StageSpan, ...]:
@@ -57,8 +66,95 @@ def metrics_of(
     )
 
 
+def slo_report(
+    limits: Slo, *, ttft_s: float | None, late_gaps: int, num_gaps: int, timeline: Sequence[StageSpan]
+) -> SloReport:
+    """Which limits a request met, as `SloReport` defines it, and what a missed one was lost to.
+
+    `limits` are those that held for it, its own or the engine's; `late_gaps` of `num_gaps` gaps between its tokens
+    exceeded the limit; `timeline` is relative to the arrival.
+    """
+    ttft_met = tpot_met = None
+    reasons = []
+    if limits.ttft_s is not None and ttft_s is not None:
+        ttft_met = ttft_s <= limits.ttft_s
+        if not ttft_met:
+            took = f"first token after {_ms(ttft_s)}, limit {_ms(limits.ttft_s)}"
+            reasons.append(took + _lost_before_first_token(timeline, ttft_s))
+    if limits.tpot_s is not None and num_gaps:
+        tpot_met = late_gaps <= _MAX_LATE_SHARE * num_gaps
+        if not tpot_met:
+            reasons.append(
+                f"{late_gaps} of {num_gaps} gaps over {_ms(limits.tpot_s)}"
+                + _lost_between_tokens(timeline, ttft_s or 0.0)
+            )
+    return SloReport(
+        ttft_limit_s=limits.ttft_s,
+        tpot_limit_s=limits.tpot_s,
+        ttft_met=ttft_met,
+        tpot_met=tpot_met,
+        late_gaps=late_gaps,
+        num_gaps=num_gaps,
+        reason="; ".join(reasons) or None,
+    )
+
+
+def _lost_before_first_token(timeline: Sequence[StageSpan], ttft_s: float) -> str:
+    """The wait or stage that took longest, with its cause. A wait for images is told by what the images waited for."""
+    if not timeline:
+        return ""
+    seconds: dict[tuple[str, str | None], float] = defaultdict(float)
+    seconds["intake", None] = min(intake_s(timeline), ttft_s)
+    encodes = any(span.stage in ("encode", "encode_wait") for span in timeline)
+    for span in timeline:
+        if span.lane != "front" and not (encodes and (span.stage, span.cause) == ("prefill_wait", "images")):
+            seconds[span.stage, span.cause] += max(0.0, min(span.end_s, ttft_s) - span.start_s)
+    stage, cause = max(seconds, key=lambda key: seconds[key])
+    return f": {stage} {_ms(seconds[stage, cause])}" + (f" ({cause})" if cause else "")
+
+
+def _lost_between_tokens(timeline: Sequence[StageSpan], ttft_s: float) -> str:
+    """The kind of blame that summed to most, and the request that had the largest part in it. A preemption is a span of
+    its own."""
+    kinds: dict[str, float] = defaultdict(float)
+    for span in timeline:
+        if span.stage == "preempted" and span.end_s > ttft_s and not span.blame:
+            kinds["preemption"] += span.end_s - span.start_s
+    culprits: dict[tuple[str, int], tuple[float, int]] = {}
+    for blame in (blame for span in timeline for blame in span.blame):
+        kinds[blame.kind] += blame.seconds
+        if blame.request is not None:
+            seconds, amount = culprits.get((blame.kind, blame.request), (0.0, 0))
+            culprits[blame.kind, blame.request] = seconds + blame.seconds, amount + blame.amount
+    if not kinds:
+        return ""
+    kind = max(kinds, key=lambda kind: kinds[kind])
+    lost = f"{_BLAME.get(kind, kind)} {_ms(kinds[kind])}"
+    of_kind = [(seconds, amount, who) for (other, who), (seconds, amount) in culprits.items() if other == kind]
+    if not of_kind:
+        return f": {lost}"
+    _, amount, who = max(of_kind)
+    return f": {lost}, most of it for request {who} ({amount} {_UNITS[kind]})"
+
+
+def server_timing(result: Result) -> str:
+    """The value of a `Server-Timing` header: phases that took time, the total, and `late` with the reason where a limit
+    was missed. Durations in milliseconds; ASCII, at most about 1 KB."""
+    metrics = result.metrics
+    found = phases(result.timeline, metrics.e2e_s, ttft_s=metrics.ttft_s)
+    entries = [f"{name};dur={seconds * 1e3:.1f}" for name, seconds in found.items() if seconds > 0]
+    entries.append(f"total;dur={metrics.e2e_s * 1e3:.1f}")
+    if metrics.slo.met is False:
+        reason = "".join(
+            c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in metrics.slo.reason or ""
+        )
+        entries.append(f'late;desc="{reason[:_MAX_DESCRIPTION]}"')
+    return ", ".join(entries)
+
+
 def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
-    """The timeline as lines of text, one per stage, bars to scale: what `demo` and `generate --timeline` print."""
+    """The timeline as lines of text, one per stage, bars to scale, then the gaps between tokens that lost most time and
+    to what: what `demo` and `generate --timeline` print."""
     if not timeline:
         return []
     end = max(max(s.end_s for s in timeline), 1e-9)
@@ -74,6 +170,15 @@ def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
             cells[first:last] = ("░" if stage in _WAITS else "█") * (last - first)
         total_ms = sum(s.end_s - s.start_s for s in spans) * 1e3
         lines.append(f"{stage:12} |{''.join(cells)}| {total_ms:8.1f} ms  {_detail(spans)}".rstrip())
+    return lines + _late_lines(timeline)
+
+
+def _late_lines(timeline: Sequence[StageSpan]) -> list[str]:
+    late = [(sum(blame.seconds for blame in span.blame), span) for span in timeline if span.blame]
+    late.sort(key=lambda pair: -pair[0])
+    lines = [f"late: {span.cause} {_ms(seconds)}" for seconds, span in late[:_MAX_LATE_LINES]]
+    if rest := late[_MAX_LATE_LINES:]:
+        lines.append(f"late: {len(rest)} more, {_ms(sum(seconds for seconds, _ in rest))}")
     return lines
 
 
@@ -90,7 +195,11 @@ def _detail(spans: Sequence[StageSpan]) -> str:
     batch = max(s.batch for s in spans)
     if batch > 1:
         parts.append(f"batch {batch}")
-    causes = [s.cause for s in spans if s.cause]
+    causes = [s.cause for s in spans if s.cause and not s.blame]
     if causes:
         parts.append("for " + ", ".join(dict.fromkeys(causes)))
     return " · ".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"

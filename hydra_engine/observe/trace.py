@@ -1,19 +1,22 @@
 """A ring of finished requests' spans, written as Chrome trace JSON for a standard viewer (ui.perfetto.dev).
 
-One process row per instance, one thread row per lane, plus one row per request. Prompts never appear in it.
+One process per instance, with rows per lane for the steps and the requests in each, and one process for the requests,
+with a row for each and one below it for its images. Late tokens carry their blame. Prompts never appear in it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra_engine.core.outputs import StageSpan
 
 _RING = 2_000
+_REQUESTS = "requests"
 
 
 class TraceRing:
@@ -26,26 +29,107 @@ class TraceRing:
         self._requests.append((request_id, arrival_s, spans))
 
     def events(self) -> list[dict[str, Any]]:
-        """Complete events ("ph": "X"), microseconds since the oldest request in the ring."""
+        """Complete events ("ph": "X", microseconds since the oldest request in the ring) and the names of their rows
+        ("ph": "M"). Events of one row never overlap, as viewers demand."""
         if not self._requests:
             return []
         origin = min(arrival for _, arrival, _ in self._requests)
+        rows = _Rows()
         events: list[dict[str, Any]] = []
         for request_id, arrival, spans in self._requests:
             for span in spans:
-                event = {
-                    "name": span.stage,
-                    "cat": span.lane,
-                    "ph": "X",
-                    "ts": round((arrival - origin + span.start_s) * 1e6, 1),
-                    "dur": round((span.end_s - span.start_s) * 1e6, 1),
-                    "args": {"request": request_id, "batch": span.batch, "tokens": span.tokens, "cause": span.cause},
-                }
-                events.append(event | {"pid": "requests", "tid": request_id})
-                if span.batch:
-                    events.append(event | {"pid": span.instance, "tid": span.lane})
-        return events
+                row = f"{request_id} images" if span.lane == "vision" else request_id
+                arguments = {"request": request_id, **_arguments(span)}
+                events.append(_event(span, arrival - origin, arguments) | rows.place(_REQUESTS, row))
+        for step in _steps(self._requests):
+            arguments = {"requests": step.requests, "batch": step.span.batch, "tokens": step.tokens}
+            event = _event(step.span, step.arrival_s - origin, arguments)
+            start = event["ts"]
+            events.append(event | rows.place_free(step.span.instance, step.row, start, start + event["dur"]))
+        return rows.names() + events
 
     def write(self, path: str | Path) -> None:
         document = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(document), encoding="utf-8")
+
+
+def _event(span: StageSpan, moved_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
+    start_us, end_us = _microseconds(span, moved_s)
+    times = {"ts": start_us, "dur": end_us - start_us}
+    return {"name": span.stage, "cat": span.lane, "ph": "X", **times, "args": arguments}
+
+
+def _microseconds(span: StageSpan, moved_s: float) -> tuple[int, int]:
+    """Both ends as whole numbers, so that neighbours that touch still do."""
+    return round((moved_s + span.start_s) * 1e6), round((moved_s + span.end_s) * 1e6)
+
+
+def _arguments(span: StageSpan) -> dict[str, Any]:
+    found: dict[str, Any] = {"batch": span.batch, "tokens": span.tokens, "cause": span.cause}
+    if span.blame:
+        found["blame"] = [
+            {"kind": blame.kind, "ms": round(blame.seconds * 1e3, 3), "request": blame.request, "amount": blame.amount}
+            for blame in span.blame
+        ]
+    return found
+
+
+@dataclass(slots=True)
+class _Step:
+    """Spans of several requests over the same time on the same lane: one step, or for decodes a run of steps."""
+
+    span: StageSpan
+    arrival_s: float
+    requests: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def row(self) -> str:
+        """A run of decodes lies across the chunks of other requests that were in its steps."""
+        return f"{self.span.lane} decode" if self.span.stage == "decode" else self.span.lane
+
+
+def _steps(requests: Sequence[tuple[str, float, Sequence[StageSpan]]]) -> Iterator[_Step]:
+    """In order of start."""
+    found: dict[tuple[object, ...], _Step] = {}
+    for request_id, arrival_s, spans in requests:
+        for span in spans:
+            if span.batch:
+                key = span.instance, span.lane, span.stage, *_microseconds(span, arrival_s)
+                step = found.setdefault(key, _Step(span, arrival_s))
+                step.requests.append(request_id)
+                step.tokens += span.tokens
+    yield from sorted(found.values(), key=lambda step: step.arrival_s + step.span.start_s)
+
+
+class _Rows:
+    """Numbers for processes and their rows, which viewers want, and the names that go with them."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._rows: dict[tuple[str, str], int] = {}
+        self._busy_until: dict[tuple[str, str], float] = {}
+
+    def place(self, process: str, row: str) -> dict[str, int]:
+        pid = self._processes.setdefault(process, len(self._processes) + 1)
+        return {"pid": pid, "tid": self._rows.setdefault((process, row), len(self._rows) + 1)}
+
+    def place_free(self, process: str, row: str, start: float, end: float) -> dict[str, int]:
+        """As `place`, in the first of `row`, `row 2`, .. where nothing lies at that time; to be called in order."""
+        name, number = row, 1
+        while self._busy_until.get((process, name), float("-inf")) > start:
+            number += 1
+            name = f"{row} {number}"
+        self._busy_until[process, name] = end
+        return self.place(process, name)
+
+    def names(self) -> list[dict[str, Any]]:
+        named: list[dict[str, Any]] = []
+        for process, pid in self._processes.items():
+            named.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
+        for (process, row), tid in self._rows.items():
+            pid = self._processes[process]
+            named.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}})
+            order = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            named.append(order)
+        return named
