@@ -56,7 +56,8 @@ bench: build
 	@$(BIN)/python -m bench.ops.linear --quick
 	@$(BIN)/python -m bench.ops.cache --quick
 	@$(BIN)/python -m bench.ops.attention --quick
-	@$(BIN)/python -m bench.serve --model demo --quick
+	@$(BIN)/python -m bench.throughput --model demo --quick
+	@$(BIN)/python -m bench.serve all --model demo --quick
 
 clean:
 	rm -rf $(VENV) build hydra_engine/*.so

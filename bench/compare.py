@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     common = ["--concurrency", arguments.concurrency, "--tokens", str(arguments.tokens)]
     common += ["--threads", str(arguments.threads)]
-    found = {"hydra-engine": [sys.executable, "-m", "bench.serve", "--model", arguments.model, *common]}
+    found = {"hydra-engine": [sys.executable, "-m", "bench.throughput", "--model", arguments.model, *common]}
     found["transformers"] = [
         sys.executable, "-m", "bench.peers.transformers_generate", "--model", arguments.model, *common,
     ]  # fmt: skip

@@ -9,6 +9,7 @@ Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KE
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
+MAX_LIMIT_S = 3600.0  # of a latency limit
+MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?(ms|s|m|)")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 
 def _opt(default: Any, help: str, **metadata: Any) -> Any:
@@ -52,6 +58,14 @@ class SchedulerConfig:
         True, "pause the vision model between layers where a language step would be late (to compare with off)"
     )
     look_ahead: bool = _opt(True, "plan the next language step while one runs (to compare with off)")
+
+    def __post_init__(self) -> None:
+        """Durations may come as text; here they become seconds."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata.get("kind") == "seconds" and value is not None:
+                name = f"{f.name} (--{f.name.replace('_', '-')})"
+                object.__setattr__(self, f.name, parse_seconds(value, name, param=f.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,11 @@ class EngineConfig:
         "image-text-to-text model that it can load)",
         choices=("auto", "native", "transformers"),
     )
+    load_format: str = _opt(
+        "auto",
+        "auto: the directory's safetensors files; random: weights drawn from a seed, to measure a model's shape",
+        choices=("auto", "random"),
+    )
     trust_remote_code: bool = _opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"
     )
@@ -124,10 +143,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         Topology.parse(self.topology)
-        for name in ("tpot_slo", "ttft_slo"):
-            limit = getattr(self.scheduler, name)
-            if limit is not None and not 0 < limit < 3600:
-                raise ConfigError(f"{name} must be more than 0 seconds and less than an hour", param=name)
+        if self.scheduler.schedule not in (schedules := _choices(SchedulerConfig, "schedule")):
+            raise ConfigError(f"schedule must be {' or '.join(schedules)}", param="schedule")
         _positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
         _positive(self.cache, "block_size", "image_block_size")
         _positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
@@ -178,6 +195,9 @@ class ServerConfig:
     keepalive_s: float = _opt(15.0, "a comment line keeps idle streams open this often", flag="sse-keep-alive")
     allow_origins: tuple[str, ...] = _opt((), "CORS origins; none by default")
     enable_log_requests: bool = _opt(False, "one log line per request")
+    server_timing: bool = _opt(
+        False, "a Server-Timing header on every whole answer, asked for or not; tells clients how busy the server is"
+    )
 
 
 def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
@@ -200,6 +220,22 @@ def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
     return config
 
 
+def parse_seconds(value: object, name: str, *, param: str | None = None) -> float:
+    """A latency limit in seconds from what a flag, a file or a caller gives: a number of seconds, or text with a unit
+    (40ms, 1.5s, 2m). Raises ConfigError, in which `name` is what the user wrote, unless it is more than 0 and less
+    than an hour."""
+    if isinstance(value, str):
+        found = _DURATION.fullmatch(value.strip())
+        seconds = float(found[1]) * _UNITS[found[2]] if found else None
+    else:
+        seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if seconds is None:
+        raise ConfigError(f"{name} must be a time such as 40ms, 1.5s or 2m, not {str(value)[:40]!r}", param=param)
+    if not 0 < seconds < MAX_LIMIT_S:
+        raise ConfigError(f"{name} must be more than 0 seconds and less than an hour", param=param)
+    return float(seconds)
+
+
 def environment_api_keys() -> tuple[str, ...]:
     return tuple(key for key in os.environ.get("HYDRA_API_KEY", "").split(",") if key)
 
@@ -207,6 +243,10 @@ def environment_api_keys() -> tuple[str, ...]:
 def fault_points_enabled() -> bool:
     """Fault points answer only where a test has asked for them before start."""
     return os.environ.get("HYDRA_FAULTS", "") == "1"
+
+
+def _choices(cls: type, name: str) -> tuple[str, ...]:
+    return next(f.metadata["choices"] for f in fields(cls) if f.name == name)
 
 
 def _positive(group: object, *names: str) -> None:

@@ -38,9 +38,10 @@ class Engine:
             print(engine.generate("What is in this picture?", images="cat.jpg", max_tokens=64).text)
 
     `model` is a Hugging Face directory or "demo". Options are the fields of `EngineConfig` and of its parts
-    (`max_model_len=`, `kv_cache_gib=`, `token_budget=`, ...). `progress`: None shows bars on a terminal. `processes`
+    (`max_model_len=`, `kv_cache_gib=`, `tpot_slo="40ms"`, ...). `progress`: None shows bars on a terminal. `processes`
     runs the instance in a process of its own, as `hydra-engine serve` does. Sampling is given as a `SamplingParams`
-    or as its fields by keyword. Raises ConfigError, CheckpointError or ResourceError when it cannot start.
+    or as its fields by keyword; `slo` are a request's own limits, `priority` its place (the smaller one goes first).
+    Raises ConfigError, CheckpointError or ResourceError when it cannot start.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None  # where everything of the front runs
@@ -126,12 +127,13 @@ class Engine:
         request_id: str | None = None,
         slo: Slo | None = None,
         cache_salt: str = "",
+        priority: int = 0,
         **parameters: Any,
     ) -> Handle:
         """Starts a request and returns at once; what is wrong with it is raised to the handle's readers. `prompt` is
         text, token ids or chat messages."""
         front = self.front
-        call = _call(prompt, images, sampling, parameters, raw, slo, cache_salt)
+        call = _call(prompt, images, sampling, parameters, raw, slo, cache_salt, priority)
         number, handle = front.open_handle(request_id)
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(front.submit_detached(number, handle, call), self._loop)
@@ -148,12 +150,13 @@ class Engine:
         raw: bool = False,
         slo: Slo | None = None,
         cache_salt: str = "",
+        priority: int = 0,
         **parameters: Any,
     ) -> Handle:
         """Starts a request and returns when it is admitted; raises its RequestError here if it is refused."""
         front = self.front
         what = messages if messages is not None else prompt
-        call = _call(what, images, sampling, parameters, raw, slo, cache_salt)
+        call = _call(what, images, sampling, parameters, raw, slo, cache_salt, priority)
         number, handle = front.open_handle(request_id)
         await self._await(front.submit(number, handle, call))
         return handle
@@ -237,13 +240,14 @@ class Engine:
         raw: bool = False,
         slo: Slo | None = None,
         cache_salt: str = "",
+        priority: int = 0,
         on_error: OnError = "raise",
         progress: bool | None = None,
         **parameters: Any,
     ) -> Any:
         front = self.front
         calls = [
-            _call(item, images, sampling, parameters, raw, slo, cache_salt)
+            _call(item, images, sampling, parameters, raw, slo, cache_salt, priority)
             for item, images in zip(items, pictures, strict=True)
         ]
         # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
@@ -390,6 +394,7 @@ def _call(
     raw: bool,
     slo: Slo | None,
     cache_salt: str,
+    priority: int,
 ) -> Call:
     if sampling is not None and parameters:
         raise InvalidRequest(f"give either sampling= or keywords, not both ({next(iter(parameters))})")
@@ -399,9 +404,8 @@ def _call(
         raise InvalidRequest(f"unknown parameter {unknown[0]!r}", param=unknown[0])
     chosen = sampling or SamplingParams(**parameters)
     is_chat = bool(what) and not isinstance(what, str) and isinstance(what[0], dict)
-    if is_chat:
-        return Call(chosen, messages=what, images=images, raw=raw, slo=slo or Slo(), cache_salt=cache_salt)
-    return Call(chosen, prompt=what, images=images, raw=raw, slo=slo or Slo(), cache_salt=cache_salt)
+    asked: dict[str, Any] = {"messages" if is_chat else "prompt": what}
+    return Call(chosen, **asked, images=images, raw=raw, slo=slo or Slo(), cache_salt=cache_salt, priority=priority)
 
 
 def _failed(request_id: str, error: HydraError) -> Result:

@@ -1,4 +1,7 @@
-"""`hydra-engine bench NAME`: runs a benchmark of the source tree's bench/ folder with the arguments that follow."""
+"""`hydra-engine bench NAME`: runs a benchmark of the source tree's bench/ folder with the arguments that follow.
+
+A benchmark is a module, or a folder with a `__main__.py`, whose other modules are its own affair.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = {
-        ".".join(path.relative_to(_FOLDER).with_suffix("").parts): path
-        for path in sorted(_FOLDER.rglob("*.py"))
-        if path.name not in ("__init__.py", "common.py")
-    }
+    found = _benchmarks()
     if not found:
         raise ConfigError("the benchmarks are part of the source tree; run this from a clone of the repository")
     if arguments.name is None:
@@ -36,3 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(_FOLDER.parent))
     runpy.run_path(str(found[arguments.name]), run_name="__main__")
     return 0
+
+
+def _benchmarks() -> dict[str, Path]:
+    """Name with dots -> the file to run."""
+    folders = {path.parent for path in _FOLDER.rglob("__main__.py")}
+    found = {}
+    for path in sorted(_FOLDER.rglob("*.py")):
+        if path.name == "__main__.py":
+            found[".".join(path.parent.relative_to(_FOLDER).parts)] = path
+        elif path.name not in ("__init__.py", "common.py") and path.parent not in folders:
+            found[".".join(path.relative_to(_FOLDER).with_suffix("").parts)] = path
+    return found

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from hydra_engine.cli.options import add_sampling_options
+from hydra_engine.cli.timeline import timeline_lines
+from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.errors import ResourceError
 
 _HELP = "Type a message. /image FILE adds a picture, /new starts over, /quit leaves.\n"
@@ -24,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", default=None, help="the server's API key, if it has one")
     parser.add_argument("--system", default=None, help="system prompt")
+    parser.add_argument("--timeline", action="store_true", help="print what each stage took and what delayed tokens")
     add_sampling_options(parser, temperature=0.0)
 
 
@@ -91,7 +95,10 @@ async def _answer(
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     body = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     body |= {"model": model, "messages": messages, "stream": True}
+    if arguments.timeline:
+        body["return_metrics"] = True
     text = ""
+    lines: list[str] = []
     async with session.post("/v1/chat/completions", json=body) as response:
         if response.status != 200:
             sys.stdout.write((await response.json())["error"]["message"] + "\n")
@@ -105,8 +112,15 @@ async def _answer(
                 text += piece
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    sys.stdout.write("\n")
+            if "metrics" in event:
+                lines = _timeline(event["metrics"])
+    sys.stdout.write("\n".join(["", *lines, ""]))
     return text
+
+
+def _timeline(metrics: dict[str, Any]) -> list[str]:
+    slo = msgspec.convert(metrics["slo"] or {}, SloReport)
+    return timeline_lines(msgspec.convert(metrics["timeline"], list[StageSpan]), slo)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

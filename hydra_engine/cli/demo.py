@@ -11,8 +11,8 @@ from pathlib import Path
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, engine_config_from
 from hydra_engine.cli.summary import summary_lines
+from hydra_engine.cli.timeline import timeline_lines
 from hydra_engine.config import DEMO_MODEL
-from hydra_engine.observe.timeline import draw
 
 _FOLDER = Path(__file__).parents[1] / "demo"
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             right = result.text.strip() == question["answer"]
             wrong += not right
             _print("" if right else f"\nexpected  {question['answer']}")
-            _print("\n".join("  " + line for line in draw(result.timeline)))
+            _print("\n".join("  " + line for line in timeline_lines(result.timeline, result.metrics.slo)))
     _print(f"\n{len(questions) - wrong} of {len(questions)} answers are right.")
     return 1 if wrong else 0
 

@@ -12,8 +12,8 @@ from hydra_engine.cli.options import (
     engine_config_from,
     sampling_from,
 )
+from hydra_engine.cli.timeline import timeline_lines
 from hydra_engine.config import DEMO_MODEL
-from hydra_engine.observe.timeline import draw
 
 _SKIP = frozenset({"seed"})  # here the flag is the request's seed
 
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question")
     parser.add_argument("--model", default=DEMO_MODEL, help="Hugging Face model directory, or `demo`")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be repeated")
-    parser.add_argument("--timeline", action="store_true", help="print what each stage took")
+    parser.add_argument("--timeline", action="store_true", help="print what each stage took and what delayed tokens")
     add_sampling_options(parser, temperature=0.0)
     add_engine_options(parser, _SKIP)
 
@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         for piece in engine.stream(arguments.prompt, arguments.image or None, sampling=sampling):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-            if piece.result is not None:
+            if (result := piece.result) is not None:
                 sys.stdout.write("\n")
                 if arguments.timeline:
-                    sys.stdout.write("\n".join(draw(piece.result.timeline)) + "\n")
+                    sys.stdout.write("\n".join(timeline_lines(result.timeline, result.metrics.slo)) + "\n")
     return 0

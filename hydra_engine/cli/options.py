@@ -102,6 +102,8 @@ def _add_fields(group: argparse._ArgumentGroup, cls: type, skip: frozenset[str] 
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif kind is tuple:
             group.add_argument(flag, action="append", metavar="VALUE", **options)
+        elif f.metadata.get("kind") == "seconds":  # the configuration reads it
+            group.add_argument(flag, type=str, metavar="TIME", **options)
         else:
             group.add_argument(
                 flag,

@@ -1,9 +1,9 @@
-"""The start-up summary: what was loaded, where the memory went, which limits hold. Ten lines, no colours."""
+"""The start-up summary: what was loaded, where the memory went, which limits hold. About ten lines, no colours."""
 
 from __future__ import annotations
 
 from hydra_engine import __version__
-from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.messages import InstanceSummary, LimitSummary
 
 
 def summary_lines(summary: InstanceSummary) -> list[str]:
@@ -20,12 +20,44 @@ def summary_lines(summary: InstanceSummary) -> list[str]:
         f"({kv_tokens} tokens), image cache {_bytes(summary.image_cache_bytes)} ({image_rows} rows)",
         f"  limits       {summary.max_model_len} tokens a request, {summary.token_budget} tokens a language step, "
         f"{summary.image_budget} patches a vision step",
+        *limit_lines(summary.limits),
         f"  loaded in    {summary.load_s:.1f} s",
     ]
     if slower and summary.backend.startswith("native"):
         lines.append(f"  in torch     {', '.join(slower)}")
     lines.extend(f"  note         {note}" for note in summary.notes if note)
     return lines
+
+
+def limit_lines(limits: LimitSummary) -> list[str]:
+    """The latency limits, what a step may hold beside 1, some and the most decodes, and what cannot be kept."""
+    wanted = [
+        (limits.tpot_limit_s, limits.best_tpot_s, "between tokens"),
+        (limits.ttft_limit_s, limits.best_ttft_s, "to the first token"),
+    ]
+    wanted = [entry for entry in wanted if entry[0]]
+    if not wanted:
+        return []
+    source = f"; costs: {limits.source}" if limits.source else ""
+    lines = [f"  latency      {', '.join(f'{seconds(limit)} {what}' for limit, _, what in wanted)}{source}"]
+    title = "budgets"
+    for budget in limits.budgets:
+        decodes = f"{budget.num_decodes} decode{'s' if budget.num_decodes != 1 else ''}"
+        patches = "" if budget.image_budget is None else f", {budget.image_budget} patches"
+        alone = seconds(budget.step_s)
+        lines.append(f"  {title:12} beside {decodes} ({alone} alone): {budget.token_budget} prefill tokens{patches}")
+        title = ""
+    for limit, best, what in wanted:
+        if best > limit:
+            lines.append(
+                f"  note         {seconds(limit)} {what} cannot be met here: one request alone takes {seconds(best)}"
+            )
+    return lines
+
+
+def seconds(value: float) -> str:
+    """A duration as people write it."""
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.4g} s"
 
 
 def _bytes(count: int) -> str:

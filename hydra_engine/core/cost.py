@@ -98,10 +98,3 @@ class CostSurface:
         """
         alone, factor = self.language_s(load), self.slowdown(load)
         return min(alone * factor, alone + vision_s * (1 - 1 / factor))
-
-    def vision_room_s(self, load: LanguageLoad, limit_s: float) -> float:
-        """Seconds of vision that fit beside this step if it is to end within `limit_s`; infinite if any do."""
-        alone, factor = self.language_s(load), self.slowdown(load)
-        if alone * factor <= limit_s:
-            return float("inf")
-        return max(0.0, limit_s - alone) / (1 - 1 / factor)

@@ -61,6 +61,26 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
+class StepBudget(msgspec.Struct, frozen=True):
+    """What the TPOT limit leaves beside a number of decodes, as predicted from the cost surface."""
+
+    num_decodes: int
+    step_s: float  # a step of these decodes alone
+    token_budget: int  # prefill tokens that a step may take on beside them
+    image_budget: int | None = None  # patches of a vision step that may run beside them; None: no vision lane
+
+
+class LimitSummary(msgspec.Struct, frozen=True):
+    """The latency limits of an instance and what they lead to here. Seconds; 0: no such limit, or nothing known."""
+
+    tpot_limit_s: float = 0.0
+    ttft_limit_s: float = 0.0
+    best_tpot_s: float = 0.0  # predicted for one request that has the machine to itself
+    best_ttft_s: float = 0.0
+    source: str = ""  # where the costs come from, for example "measured just now in 9.1 s" or "saved profile"
+    budgets: tuple[StepBudget, ...] = ()  # ascending in num_decodes
+
+
 class InstanceSummary(msgspec.Struct, frozen=True):
     """What the start-up summary shows. Sizes in bytes."""
 
@@ -86,6 +106,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     load_s: float
     ops: tuple[tuple[str, str, str], ...] = ()  # (op, implementation, reason)
     notes: tuple[str, ...] = ()
+    limits: LimitSummary = LimitSummary()
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -132,13 +153,14 @@ class BudgetReport(msgspec.Struct, frozen=True):
     """What latency limits allow right now, and how well they are kept. Zeros where no limit is set."""
 
     tpot_limit_s: float = 0.0
-    token_budget: int = 0  # prefill tokens of the latest language step
+    token_budget: int = 0  # prefill tokens that the latest language step could have held
     image_budget: int = 0  # patches of a vision step
     vision_s: float = 0.0  # seconds of vision beside the latest language step; -1: no bound
     correction: float = 1.0  # measured over predicted time that budgets reckon with
     decode_steps: int = 0  # language steps with decodes
     late_steps: int = 0  # of these, longer than the limit, the pause before them included
-    full_steps: int = 0  # of these, filled up to their budget
+    stretched_steps: int = 0  # steps made longer than the limit on purpose, for a first token that was nearly due
+    full_steps: int = 0  # steps with decodes that were filled up to their budget
     limit_used: float = 0.0  # mean share of the limit that the latest full steps took
 
 

@@ -61,6 +61,7 @@ class Call:
     raw: bool = False
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
+    priority: int = 0
 
 
 class Front:
@@ -152,6 +153,7 @@ class Front:
                 slo=call.slo,
                 arrival_s=arrival_s,
                 cache_salt=call.cache_salt,
+                priority=call.priority,
             )
             self._check_running()
         finally:

@@ -84,7 +84,8 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
     free_bytes, _ = backend.device.memory()
     plan = plan_memory(spec, EPD, config, dtype, free_bytes)
     resolved = _resolve(config, spec, plan)
-    model = load_model(config.model_path, spec, backend, EPD, progress.callback("weights"))
+    random = config.load_format == "random"
+    model = load_model(config.model_path, spec, backend, EPD, progress.callback("weights"), random_weights=random)
     if config.deterministic and not model.deterministic:
         raise ConfigError(
             f"{spec.architecture} has matrix products of its own, whose results may depend on the batch; set "

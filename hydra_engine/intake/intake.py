@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.config import MediaConfig
+from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan
@@ -96,11 +96,14 @@ class Intake:
         slo: Slo | None = None,
         arrival_s: float | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Prepared:
         """Exactly one of `prompt` (text or token ids) and `messages`. Text goes through the chat template unless `raw`;
         a raw text and token ids hold the image placeholder once per image. Raises RequestError; cancelling it leaves
         nothing behind."""
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
+        slo = slo or Slo()
+        _check_limits(slo, priority)
         seed = self._draw_seed() if sampling.seed is None else sampling.seed & _SEED_MASK
         asked = self._asked(prompt, messages, images, raw=raw)
         sources = self._loader.check(asked.media)
@@ -125,9 +128,10 @@ class Intake:
             arrival_s=arrival_s,
             images=items,
             eos_token_ids=self._eos_token_ids,
-            slo=slo or Slo(),
+            slo=slo,
             cache_salt=cache_salt,
             rope_delta=rope_delta,
+            priority=priority,
         )
         return Prepared(request, tuple(payload for one in media for payload in one.payloads), tuple(spans))
 
@@ -317,6 +321,21 @@ class _Asked:
     num_chars: int = 0
     add_special_tokens: bool = False
     param: str = "prompt"
+
+
+def _check_limits(slo: Slo, priority: int) -> None:
+    for name in ("ttft_s", "tpot_s"):
+        limit = getattr(slo, name)
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and 0 < limit <= MAX_LIMIT_S):
+            raise InvalidRequest(
+                f"slo.{name} must be a number of seconds, more than 0 and at most an hour", param="slo"
+            )
+    if type(priority) is not int or not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be an integer from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}; the smaller one goes first",
+            param="priority",
+        )
 
 
 def _image_refs(images: Any) -> list[MediaRef]:

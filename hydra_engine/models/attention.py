@@ -13,6 +13,7 @@ from hydra_engine.backend.base import PagedCache
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers import Linear, RmsNorm, Weight
 from hydra_engine.models.parameters import Scope
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import LanguageSpec
 
 
@@ -94,11 +95,30 @@ class PackedAttention:
 
     def __call__(self, x: Tensor, residual: Tensor, cu_seqlens: Sequence[int], rotary: Rotary | None = None) -> Tensor:
         """attention(x) + residual, both [P, C]; with `rotary`, queries and keys are rotated."""
-        q, k, v = self._qkv(x).chunk(3, dim=1)
+        return self.out(self.mix(self.project(x), cu_seqlens, rotary), residual)
+
+    def project(self, x: Tensor) -> Tensor:
+        """[P, 3 * C]: queries, keys and values"""
+        return self._qkv(x)
+
+    def mix(
+        self, projected: Tensor, cu_seqlens: Sequence[int], rotary: Rotary | None, slices: Slices | None = None
+    ) -> Tensor:
+        """[P, C]: what every row takes from the others."""
+        q, k, v = projected.chunk(3, dim=1)
         if self._norms:
             q, k = (norm(part) for norm, part in zip(self._norms, (q, k), strict=True))
         q, k, v = (part.unflatten(1, (self._num_heads, -1)) for part in (q, k, v))  # each [P, H, D]
         if rotary is not None:
             q, k = self._ops.rotate(q, *rotary), self._ops.rotate(k, *rotary)
-        mixed = self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)
-        return self._out(mixed.view(-1, self._num_channels), residual=residual)
+        if slices is None:
+            mixed = self._attend(q, k, v, cu_seqlens)
+        else:
+            mixed = slices.attention(self._attend, q, k, v, cu_seqlens)
+        return mixed.view(-1, self._num_channels)
+
+    def out(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        return self._out(mixed, residual=residual)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+        return self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)

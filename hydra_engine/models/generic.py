@@ -3,7 +3,11 @@ paged cache with a whole step packed into one sequence.
 
 Attention is ours (`generic_attention.py`), and so are matrix products (`generic_parts.py`), because a row's result must
 not depend on its batch. Everything around them, scaled embeddings, norms, positions, capped logits, is the model's own
-code. Does not know requests or files.
+code.
+
+An encode waits between pictures, and before every module that stands in a list outside the decoder: those lists are the
+layers of towers, however a model calls them. Hooks call the checkpoint there, so a model whose tower keeps its layers
+elsewhere is cut between pictures alone. Does not know requests or files.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.models.generic_attention import NAME, STEP, Step, register
 from hydra_engine.models.generic_parts import (
     accepts,
+    before_listed,
     drop_all_but,
     has_products,
     replace,
@@ -28,12 +33,16 @@ from hydra_engine.models.generic_parts import (
     take_over_products,
     weights_bytes,
 )
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.inputs import LanguageInput, VisionInput, go_on
 from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
 
 
 class GenericModel:
-    """`module` is a loaded model of transformers with a language head; it is changed in place and belongs to this."""
+    """`module` is a loaded model of transformers with a language head; it is changed in place and belongs to this.
+
+    `num_slices` are the pieces that the encode of one picture is computed in, 0 without a tower; how many it has is
+    seen when it encodes its first one, while it is loaded.
+    """
 
     def __init__(self, module: Any, spec: GenericSpec, backend: Backend) -> None:
         register()
@@ -43,6 +52,9 @@ class GenericModel:
         self._dtype = backend.dtype
         self._decoder = module.get_decoder()
         self._embeddings = module.get_input_embeddings()
+        self._checkpoint = go_on  # of the encode that runs
+        before_listed(module, self._decoder, lambda: self._checkpoint())
+        self.num_slices = 0
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
         set_attention(module, NAME)
         take_over_products(self._decoder, backend.ops, backend.dtype)
@@ -59,6 +71,7 @@ class GenericModel:
         the text inside a span."""
         if not role.needs_vision:
             drop_all_but(self._module, (self._decoder, self._head, self._embeddings))
+            self.num_slices = 0
         if not role.needs_language:
             replace(self._module, self._head, None)
             drop_all_but(self._decoder, (self._embeddings,))
@@ -66,13 +79,19 @@ class GenericModel:
     # ---- vision
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
-        """Span by span, because transformers' towers take one shape at a time."""
+        """Span by span, because transformers' towers take one shape at a time. `piece_rows` is not known to them."""
         begin = 0
-        for arrays in batch.arrays:
-            end = begin + arrays[SPAN_TOKEN_IDS].shape[0]
-            rows = self._span(dict(arrays))
-            self._ops.write_cache(image_cache, 0, (rows.unsqueeze(1),), batch.slots[begin:end])
-            begin = end
+        self._checkpoint = batch.checkpoint
+        try:
+            for arrays in batch.arrays:
+                if begin:
+                    batch.checkpoint()
+                end = begin + arrays[SPAN_TOKEN_IDS].shape[0]
+                rows = self._span(dict(arrays))
+                self._ops.write_cache(image_cache, 0, (rows.unsqueeze(1),), batch.slots[begin:end])
+                begin = end
+        finally:
+            self._checkpoint = go_on
 
     def _span(self, arrays: dict[str, Tensor]) -> Tensor:
         """[num_tokens, C]: features where image tokens stand, embeddings of the text between them."""

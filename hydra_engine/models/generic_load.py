@@ -142,7 +142,7 @@ class Probe:
 
     def by_us(self, model: GenericModel, spec: GenericSpec, backend: Backend) -> tuple[Tensor, list[int]]:
         """[2, V] float32 through caches of this prompt alone, and the layers that wrote to them. In two steps, so that
-        what a layer knows of earlier tokens can only come from the caches and from positions."""
+        what a layer knows of earlier tokens can only come from the caches and from positions. Sets `num_slices`."""
         device, language = backend.device.torch_device, spec.language
         begin, end = self.span
         num_tokens, num_image = len(self.token_ids), end - begin
@@ -150,7 +150,10 @@ class Probe:
         image_slots = torch.arange(num_image, device=device)
         if num_image:
             arrays = {name: value.to(device) for name, value in self.arrays.items()}
-            model.encode(VisionInput((), ((1, 1),), ((1, 1, 1),), image_slots, (arrays,)), images)
+            checkpoints: list[None] = []
+            batch = VisionInput((), ((1, 1),), ((1, 1, 1),), image_slots, (arrays,), lambda: checkpoints.append(None))
+            model.encode(batch, images)
+            model.num_slices = len(checkpoints) + 1
         keys = _cache(num_tokens, (language.num_layers, 2), (language.num_kv_heads, language.head_dim), backend)
         cut = end or num_tokens // 2
         image_rows = torch.arange(begin, end, device=device) if num_image else None

@@ -57,6 +57,19 @@ def has_products(root: nn.Module) -> bool:
     return any(parameter.dim() > 1 and id(parameter) not in tables for parameter in root.parameters())
 
 
+def before_listed(root: nn.Module, without: nn.Module, call: Callable[[], None]) -> None:
+    """Lets `call` be called before each run of a module that stands in a list below `root`, but not below `without`."""
+    inside = {id(module) for module in without.modules()}
+
+    def hook(_module: nn.Module, _arguments: object) -> None:
+        call()
+
+    for parent in root.modules():
+        if isinstance(parent, nn.ModuleList) and id(parent) not in inside:
+            for child in parent:
+                child.register_forward_pre_hook(hook)
+
+
 def replace(root: nn.Module, old: nn.Module, new: nn.Module | None) -> None:
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):

@@ -5,7 +5,7 @@ Shape legend in `backend/base.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ class LanguageInput:
     states: States | None = None  # for models whose layers keep some
 
 
+def go_on() -> None:
+    """A checkpoint at which nobody waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class VisionInput:
     """A batch of image spans and where their features go; entry i of every tuple belongs to span i.
@@ -41,6 +45,9 @@ class VisionInput:
     `pixels[i]` is uint8 [pictures, height, width, 3]: a picture, a base picture with its tiles, the frames of one
     temporal patch, as the family's spec plans it. Spans may differ in size. Models that run through transformers get
     `arrays[i]` instead, the tensors of its processor by name.
+
+    A tower calls `checkpoint`, which may wait, between its layers. With `piece_rows` it calls it inside them too, and
+    computes at most so many rows of a layer at a time; see `vision_slices.py`.
     """
 
     pixels: tuple[Tensor, ...]
@@ -48,3 +55,5 @@ class VisionInput:
     grids: tuple[tuple[int, int, int], ...]  # (time, rows, columns) in patches
     slots: Tensor  # [sum of num_tokens] int64, image-cache slots in token order
     arrays: tuple[Mapping[str, Tensor], ...] = ()
+    checkpoint: Callable[[], None] = go_on
+    piece_rows: int = 0

@@ -12,6 +12,7 @@ from hydra_engine.models.llava import LLAVA_RENAMES
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.projector import LlavaProjector
 from hydra_engine.models.vision_internvit import InternVit
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.internvl import InternVlVisionSpec
 
@@ -32,8 +33,14 @@ class InternVlVision:
             projector, spec.merged_size, spec.feature_size, act=spec.projector_act, bias=True
         )
 
+    @property
+    def num_slices(self) -> int:
+        return self._tower.num_slices
+
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        return (self._project(self._norm(self._merged(self._tower(torch.cat(batch.pixels))))),)
+        slices = Slices(batch.checkpoint, batch.piece_rows)
+        merged = self._merged(self._tower(torch.cat(batch.pixels), slices))
+        return (slices.rows(lambda rows: self._project(self._norm(rows)), merged),)
 
     def _merged(self, states: Tensor) -> Tensor:
         """[I, patches, C] -> [I * tokens, merge * merge * C]: the patches of a token row by row."""

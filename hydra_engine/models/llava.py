@@ -10,6 +10,7 @@ from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.projector import LlavaProjector
 from hydra_engine.models.vision_clip import ClipTower
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.llava import LlavaVisionSpec
 
@@ -38,8 +39,13 @@ class LlavaVision:
             bias=spec.projector_bias,
         )
 
+    @property
+    def num_slices(self) -> int:
+        return self._tower.num_slices
+
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        return (self._project(self._tower(torch.cat(batch.pixels))),)
+        slices = Slices(batch.checkpoint, batch.piece_rows)
+        return (slices.rows(self._project, self._tower(torch.cat(batch.pixels), slices)),)
 
 
 LLAVA = Family(LlavaVision, vision_names=("vision_tower.", "multi_modal_projector."), renames=LLAVA_RENAMES)

@@ -12,6 +12,7 @@ from hydra_engine.models.llava import LLAVA_RENAMES
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.projector import LlavaProjector
 from hydra_engine.models.vision_clip import ClipTower
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.llava_next import LlavaNextVisionSpec, unpadded
 
@@ -36,11 +37,16 @@ class LlavaNextVision:
         )
         self._newline = Weight(scope, "image_newline", (spec.feature_size,))
 
+    @property
+    def num_slices(self) -> int:
+        return self._tower.num_slices
+
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
+        slices = Slices(batch.checkpoint, batch.piece_rows)
         rows = self._rows(batch)
-        states = self._tower(torch.cat(batch.pixels))
+        states = self._tower(torch.cat(batch.pixels), slices)
         # What a newline's place takes from the tower does not matter; dropped rows are never projected.
-        features = self._project(states.index_select(0, rows.clamp(min=0)))
+        features = slices.rows(self._project, states.index_select(0, rows.clamp(min=0)))
         features[rows == _NEWLINE] = self._newline.tensor
         return (features,)
 

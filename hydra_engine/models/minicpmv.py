@@ -8,6 +8,7 @@ from hydra_engine.models.family import Family, Renames
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.vision_minicpmv import Merger, MiniCpmTower
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.minicpmv import MiniCpmVisionSpec
 
@@ -27,9 +28,15 @@ class MiniCpmVision:
         assert isinstance(spec, MiniCpmVisionSpec)
         self._tower = MiniCpmTower(scope.at("vision_tower"), spec)
         self._merge = Merger(scope.at("merger"), spec)
+        self._merged = 4**spec.num_rounds
+
+    @property
+    def num_slices(self) -> int:
+        return self._tower.num_slices
 
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        return (self._merge(self._tower(batch.pixels)),)
+        slices = Slices(batch.checkpoint, batch.piece_rows)
+        return (slices.rows(self._merge, self._tower(batch.pixels, slices), group=self._merged),)
 
 
 MINICPMV = Family(MiniCpmVision, vision_names=("vision_tower.", "merger."), renames=MINICPMV_RENAMES)

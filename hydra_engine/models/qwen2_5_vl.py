@@ -20,6 +20,8 @@ from hydra_engine.models.parameters import Scope
 from hydra_engine.models.qwen2_vl import EPS, QWEN_RENAMES
 from hydra_engine.models.qwen_merger import PatchMerger
 from hydra_engine.models.qwen_patches import Grid, PatchEmbedding, PatchRotary, patch_places, segments
+from hydra_engine.models.vision_layers import run_layer
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.qwen2_vl import Qwen2VisionSpec, QwenTower
 
@@ -44,18 +46,24 @@ class Qwen25Vision:
         norm = RmsNorm(merger.at("ln_q"), size, EPS)
         self._merger = PatchMerger(merger, norm, size, geometry.patches_per_token, spec.feature_size)
 
+    @property
+    def num_slices(self) -> int:
+        """Pieces of an encode: what comes before the layers, the layers, the merger."""
+        return len(self._blocks) + 2
+
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
+        slices = Slices(batch.checkpoint, batch.piece_rows)
         merged = self._merge**2
         places = patch_places(batch.grids, self._merge, self._device)  # [2, P]
         windows = cut_windows(places[:, ::merged] // self._merge, batch.grids, self._merge, self._tower.window_tokens)
         places = places.view(2, -1, merged).index_select(1, windows.order).view(2, -1)
         rotary = self._rotary(places, max(max(grid) for grid in batch.grids))
         whole = segments(batch.grids)
-        embedded = self._embed(batch.pixels)  # [P, C]
+        embedded = self._embed(batch.pixels, slices)  # [P, C]
         x = embedded.view(-1, merged, embedded.shape[1]).index_select(0, windows.order).view(embedded.shape)
-        for index, block in enumerate(self._blocks):
-            x = block(x, whole if index in self._tower.full_layers else windows.cu_seqlens, rotary)
-        features = self._merger(x)
+        for index, block in enumerate(slices.between(self._blocks)):
+            x = block(x, whole if index in self._tower.full_layers else windows.cu_seqlens, rotary, slices)
+        features = slices.rows(self._merger, x, group=merged)
         return (torch.empty_like(features).index_copy_(0, windows.order, features),)
 
 
@@ -68,8 +76,10 @@ class Qwen25Block:
         act = cast(Activation, tower.hidden_act)
         self._mlp = GatedMlp(scope.at("mlp"), size, tower.intermediate_size, act, bias=True)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary) -> Tensor:
-        x = self._attention(self._norm1(x), x, cu_seqlens, rotary)
+    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary, slices: Slices) -> Tensor:
+        return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, rotary, slices)
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return self._mlp(self._norm2(x), residual=x)
 
 

@@ -15,6 +15,8 @@ from hydra_engine.models.layers import LayerNorm, Linear
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.qwen_merger import PatchMerger
 from hydra_engine.models.qwen_patches import PatchEmbedding, PatchRotary, patch_places, segments
+from hydra_engine.models.vision_layers import run_layer
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.qwen2_vl import Qwen2VisionSpec, QwenTower
 
@@ -43,14 +45,20 @@ class Qwen2Vision:
         norm = LayerNorm(merger.at("ln_q"), size, EPS)
         self._merger = PatchMerger(merger, norm, size, geometry.patches_per_token, spec.feature_size)
 
+    @property
+    def num_slices(self) -> int:
+        """Pieces of an encode: what comes before the layers, the layers, the merger."""
+        return len(self._blocks) + 2
+
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
+        slices = Slices(batch.checkpoint, batch.piece_rows)
         places = patch_places(batch.grids, self._merge, self._device)
         rotary = self._rotary(places, max(max(grid) for grid in batch.grids))
         cu_seqlens = segments(batch.grids)
-        x = self._embed(batch.pixels)  # [P, C]
-        for block in self._blocks:
-            x = block(x, cu_seqlens, rotary)
-        return (self._merger(x),)
+        x = self._embed(batch.pixels, slices)  # [P, C]
+        for block in slices.between(self._blocks):
+            x = block(x, cu_seqlens, rotary, slices)
+        return (slices.rows(self._merger, x, group=self._merge**2),)
 
 
 class QwenBlock:
@@ -63,8 +71,10 @@ class QwenBlock:
         self._fc2 = Linear(scope, {"mlp.fc2": size}, tower.intermediate_size, bias=True)
         self._act = cast(Activation, tower.hidden_act)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary) -> Tensor:
-        x = self._attention(self._norm1(x), x, cu_seqlens, rotary)
+    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary, slices: Slices) -> Tensor:
+        return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, rotary, slices)
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return self._fc2(self._fc1(self._norm2(x), self._act), residual=x)
 
 

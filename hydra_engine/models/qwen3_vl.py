@@ -17,6 +17,8 @@ from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers import LayerNorm, Linear, Weight
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.qwen_patches import Grid, PatchEmbedding, PatchRotary, patch_places, segments
+from hydra_engine.models.vision_layers import run_layer
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.qwen3_vl import Qwen3VlVisionSpec
 
@@ -47,18 +49,25 @@ class Qwen3VlVision:
             layer: Merger(scope.at(f"deepstack_merger_list.{index}"), spec, norm_merged=True) for layer, index in chosen
         }
 
+    @property
+    def num_slices(self) -> int:
+        """Pieces of an encode: what comes before the layers, the layers, the mergers."""
+        return len(self._blocks) + len(self._deep) + 2
+
     def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
+        slices = Slices(batch.checkpoint, batch.piece_rows)
         places = patch_places(batch.grids, self._merge, self._device)
         rotary = self._rotary(places, max(max(grid) for grid in batch.grids))
         cu_seqlens = segments(batch.grids)
-        x = self._embed(batch.pixels)  # [P, C]
+        x = self._embed(batch.pixels, slices)  # [P, C]
         x += self._positions(batch.grids)
         planes = []
-        for index, block in enumerate(self._blocks):
-            x = block(x, cu_seqlens, rotary)
+        for index, block in enumerate(slices.between(self._blocks)):
+            x = block(x, cu_seqlens, rotary, slices)
             if index in self._deep:
-                planes.append(self._deep[index](x))
-        return (self._merger(x), *planes)
+                slices.checkpoint()
+                planes.append(slices.rows(self._deep[index], x, group=self._merge**2))
+        return (slices.rows(self._merger, x, group=self._merge**2), *planes)
 
 
 class StretchedPositions:
@@ -107,8 +116,10 @@ class Block:
         self._fc2 = Linear(scope, {"mlp.linear_fc2": size}, spec.intermediate_size, bias=True)
         self._act = cast(Activation, spec.hidden_act)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary) -> Tensor:
-        x = self._attention(self._norm1(x), x, cu_seqlens, rotary)
+    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary, slices: Slices) -> Tensor:
+        return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, rotary, slices)
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return self._fc2(self._fc1(self._norm2(x), self._act), residual=x)
 
 

@@ -17,6 +17,7 @@ from hydra_engine.backend.base import PackedLinear
 from hydra_engine.models.attention import Rotary
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.pixels import PixelNormaliser
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import PreprocessSpec
 from hydra_engine.specs.qwen_geometry import PatchGeometry
 
@@ -42,9 +43,10 @@ class PatchEmbedding:
             scope.want(name, shape, partial(self._fill, name))
         scope.hold(self)
 
-    def __call__(self, pixels: Sequence[Tensor]) -> Tensor:
+    def __call__(self, pixels: Sequence[Tensor], slices: Slices) -> Tensor:
         """uint8 [pictures, height, width, 3] per item -> [P, C]"""
-        return self._ops.linear(torch.cat([self._cut(one) for one in pixels]), self.packed)
+        project = partial(self._ops.linear, weight=self.packed)
+        return slices.rows(project, torch.cat([self._cut(one) for one in pixels]))
 
     @property
     def nbytes(self) -> int:

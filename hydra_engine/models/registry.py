@@ -12,6 +12,7 @@ import torch
 
 from hydra_engine.backend.base import Backend, Ops
 from hydra_engine.core.roles import Role
+from hydra_engine.errors import ConfigError
 from hydra_engine.models.decoder import Decoder
 from hydra_engine.models.family import Family
 from hydra_engine.models.internvl import INTERNVL
@@ -22,6 +23,7 @@ from hydra_engine.models.parameters import Demands, Scope
 from hydra_engine.models.qwen2_5_vl import QWEN2_5_VL
 from hydra_engine.models.qwen2_vl import QWEN2_VL
 from hydra_engine.models.qwen3_vl import QWEN3_VL
+from hydra_engine.models.random_weights import fill_random
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.models.weights import Checkpoint, Progress, fill_model
 from hydra_engine.specs.base import ModelSpec
@@ -76,9 +78,13 @@ def load_model(
     progress: Progress | None = None,
     *,
     check_finite: bool = True,
+    random_weights: bool = False,
 ) -> VisionLanguageModel | GenericModel:
-    """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit."""
+    """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit. `random_weights`:
+    reads nothing and draws them."""
     if isinstance(spec, GenericSpec):
+        if random_weights:
+            raise ConfigError("load_format random needs a native model", param="load_format")
         from hydra_engine.models.generic_load import (
             load_generic,  # imports transformers, which native models do without
         )
@@ -96,6 +102,10 @@ def load_model(
             progress(done, total)
 
     model = build_model(spec, backend.ops, backend.dtype, role, device=device)
+    if random_weights:
+        with torch.inference_mode():
+            fill_random(model, dtype=backend.dtype, device=device, progress=advance)
+        return model
     renames = () if spec.vision is None else FAMILIES[spec.family].renames
     with Checkpoint(model_dir, renames) as checkpoint, torch.inference_mode():
         fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)

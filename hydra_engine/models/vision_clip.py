@@ -14,6 +14,7 @@ from hydra_engine.backend.base import Activation
 from hydra_engine.models.layers import LayerNorm
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.vision_layers import LayerShape, PatchEmbeddings, PatchShape, VisionLayer
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import PreprocessSpec
 from hydra_engine.specs.clip import ClipSpec
 
@@ -31,15 +32,20 @@ class ClipTower:
         unread = range(spec.num_active_layers, spec.num_layers)
         scope.skip("post_layernorm.", "embeddings.position_ids", *(f"encoder.layers.{i}." for i in unread))
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    @property
+    def num_slices(self) -> int:
+        """Pieces of an encode: what comes before the layers, the layers, what comes behind."""
+        return len(self._layers) + 2
+
+    def __call__(self, pixels: Tensor, slices: Slices) -> Tensor:
         """uint8 [I, height, width, 3] -> [I * rows per picture, C * feature layers]"""
         num_images, rows = pixels.shape[0], self._spec.grid_side**2 + 1
         cu_seqlens = range(0, num_images * rows + 1, rows)
-        state = self._pre_norm(self._embed(pixels))  # [I * rows, C]
+        state = self._pre_norm(self._embed(pixels, slices))  # [I * rows, C]
         wanted = self._spec.feature_layers
         states = {0: state} if 0 in wanted else {}
-        for index, layer in enumerate(self._layers, start=1):
-            state = layer(state, cu_seqlens)
+        for index, layer in enumerate(slices.between(self._layers), start=1):
+            state = layer(state, cu_seqlens, slices)
             if index in wanted:
                 states[index] = state
         features = state if len(wanted) == 1 else torch.cat([states[index] for index in wanted], dim=1)

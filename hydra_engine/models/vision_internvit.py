@@ -20,6 +20,7 @@ from hydra_engine.models.vision_layers import (
     PatchShape,
     VisionLayer,
 )
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import PreprocessSpec
 from hydra_engine.specs.internvl import InternVitSpec
 
@@ -56,13 +57,18 @@ class InternVit:
         if self._norm is None:
             scope.skip("layernorm.")
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    @property
+    def num_slices(self) -> int:
+        """Pieces of an encode: what comes before the layers, the layers, what comes behind."""
+        return len(self._layers) + 2
+
+    def __call__(self, pixels: Tensor, slices: Slices) -> Tensor:
         """uint8 [I, height, width, 3] -> [I, patches, C] without class tokens"""
         num_images, rows = pixels.shape[0], self._num_patches + 1
         cu_seqlens = range(0, num_images * rows + 1, rows)
-        state = self._embed(pixels)  # [I * rows, C]
-        for layer in self._layers:
-            state = layer(state, cu_seqlens)
+        state = self._embed(pixels, slices)  # [I * rows, C]
+        for layer in slices.between(self._layers):
+            state = layer(state, cu_seqlens, slices)
         if self._norm is not None:
             state = self._norm(state)
         return state.view(num_images, rows, -1)[:, 1:]

@@ -6,7 +6,7 @@ projectors make of them, or how a user's picture became pictures of this size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation, PackedLinear
-from hydra_engine.models.attention import PackedAttention
+from hydra_engine.models.attention import PackedAttention, Rotary
 from hydra_engine.models.layers import LayerNorm, Linear, RmsNorm, Weight
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.pixels import PixelNormaliser
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import PreprocessSpec
 
 
@@ -61,11 +62,12 @@ class PatchEmbeddings:
             scope.want(f"{names.patch}.{name}", wanted, partial(self._fill, name))
         scope.hold(self)
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def __call__(self, pixels: Tensor, slices: Slices) -> Tensor:
         """uint8 [I, height, width, 3] -> [I * rows per picture, C]"""
         num_images, size = pixels.shape[0], self._shape.num_channels
         positions = self._positions.tensor.view(-1, size)
-        patches = self._ops.linear(self._patches(pixels), self.packed).view(num_images, -1, size)
+        project = partial(self._ops.linear, weight=self.packed)
+        patches = slices.rows(project, self._patches(pixels)).view(num_images, -1, size)
         rows = patches.new_empty((num_images, *positions.shape))  # [I, 1 + patches, C]
         rows[:, 0] = self._class.tensor.view(size) + positions[0]
         torch.add(patches, positions[1:], out=rows[:, 1:])
@@ -134,7 +136,25 @@ class VisionLayer:
         self._fc1 = Linear(scope, {"mlp.fc1": shape.intermediate_size}, size, bias=True)
         self._fc2 = Linear(scope, {"mlp.fc2": size}, shape.intermediate_size, bias=True, scale=mlp_scale)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], slices: Slices) -> Tensor:
         """[P, C] -> new memory; `x` may be a state that is still wanted."""
-        x = self._attention(self._norm1(x), x, cu_seqlens)
+        return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, None, slices)
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
         return self._fc2(self._fc1(self._norm2(x), self._act), residual=x)
+
+
+def run_layer(
+    x: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    attention: PackedAttention,
+    add_mlp: Callable[[Tensor], Tensor],
+    cu_seqlens: Sequence[int],
+    rotary: Rotary | None,
+    slices: Slices,
+) -> Tensor:
+    """add_mlp(x + attention(norm(x))): [P, C] -> new memory. `add_mlp` is a function of rows. In as many pieces as
+    `slices` wants; all that is not attention goes row by row."""
+    projected = slices.rows(lambda rows: attention.project(norm(rows)), x)
+    mixed = attention.mix(projected, cu_seqlens, rotary, slices)
+    return slices.rows(lambda rows, residual: add_mlp(attention.out(rows, residual)), mixed, x)

@@ -20,6 +20,7 @@ from hydra_engine.models.layers import LayerNorm, Linear, Weight
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.pixels import PixelNormaliser
 from hydra_engine.models.vision_layers import LayerShape, VisionLayer
+from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.minicpmv import MiniCpmVisionSpec
 
 MERGER_EPS = 1e-6  # of the norms behind the tower, whatever the config says of the tower's
@@ -39,15 +40,22 @@ class MiniCpmTower:
             self._merge = WindowMerger(scope.at("vit_merger"), spec)
         self._norm = LayerNorm(scope.at("post_layernorm"), spec.hidden_size, spec.layer_norm_eps)
 
-    def __call__(self, pixels: Sequence[Tensor]) -> Tensor:
+    @property
+    def num_slices(self) -> int:
+        """Pieces of an encode: what comes before the layers, the layers, a merger between them, what comes behind.
+        Those before that merger have four times the rows of the others."""
+        return len(self._layers) + 2 + (self._merge is not None)
+
+    def __call__(self, pixels: Sequence[Tensor], slices: Slices) -> Tensor:
         """uint8 [1, height, width, 3] per item -> [rows, C] in merge order; items keep their order."""
         patch = self._spec.patch_size**2
         cu_seqlens = list(accumulate((one.shape[1] * one.shape[2] // patch for one in pixels), initial=0))
-        x = self._embed(pixels)
-        for index, layer in enumerate(self._layers):
-            x = layer(x, cu_seqlens)
+        x = self._embed(pixels, slices)
+        for index, layer in enumerate(slices.between(self._layers)):
+            x = layer(x, cu_seqlens, slices)
             if self._merge is not None and index == self._spec.insert_layer:
-                x, cu_seqlens = self._merge(x), [end // 4 for end in cu_seqlens]
+                slices.checkpoint()
+                x, cu_seqlens = slices.rows(self._merge, x, group=4), [end // 4 for end in cu_seqlens]
         return self._norm(x)
 
 
@@ -67,11 +75,12 @@ class PackedPatches:
         scope.want("patch_embedding.bias", (size,), partial(self._fill, "bias"))
         scope.hold(self)
 
-    def __call__(self, pixels: Sequence[Tensor]) -> Tensor:
+    def __call__(self, pixels: Sequence[Tensor], slices: Slices) -> Tensor:
         """[P, C]"""
         places = torch.cat([self._places(one.shape[1] // self._patch, one.shape[2] // self._patch) for one in pixels])
         positions = self._positions.tensor.index_select(0, places.to(self._device))
-        return self._ops.linear(torch.cat([self._cut(one) for one in pixels]), self.packed, residual=positions)
+        patches = torch.cat([self._cut(one) for one in pixels])
+        return slices.rows(lambda x, y: self._ops.linear(x, self.packed, residual=y), patches, positions)
 
     @property
     def nbytes(self) -> int:

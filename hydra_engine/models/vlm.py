@@ -6,7 +6,8 @@ run on different lanes or in different processes. Callers run both under `torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,14 +16,21 @@ from hydra_engine.models.decoder import Decoder
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.parameters import Demands, Slot
 
-Vision = Callable[[VisionInput], tuple[Tensor, ...]]
+
+class Vision(Protocol):
+    """Tower and projector: a batch of spans to the rows of the image cache, [M, C] for each of the cache's planes."""
+
+    @property
+    def num_slices(self) -> int:
+        """Pieces between checkpoints that an encode with whole layers is computed in, however many spans it has. They
+        are not of one length."""
+        ...
+
+    def __call__(self, batch: VisionInput, /) -> tuple[Tensor, ...]: ...
 
 
 class VisionLanguageModel:
-    """Ready once every slot of `demands` was filled, which `registry.load_model` does.
-
-    `vision` maps a batch of spans to the rows of the image cache, [M, C] for each of the cache's planes.
-    """
+    """Ready once every slot of `demands` was filled, which `registry.load_model` does."""
 
     deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
 
@@ -51,6 +59,11 @@ class VisionLanguageModel:
     @property
     def weights_bytes(self) -> int:
         return sum(holder.nbytes for holder in self._demands.holders)
+
+    @property
+    def num_slices(self) -> int:
+        """As `Vision.num_slices`; 0 without a tower."""
+        return 0 if self._vision is None else self._vision.num_slices
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
         """Writes the features of all spans to `batch.slots`."""

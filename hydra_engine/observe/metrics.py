@@ -11,13 +11,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hydra_engine.core.messages import Status
-from hydra_engine.core.outputs import FinishReason, Result, StageSpan
+from hydra_engine.core.messages import BudgetReport, Status
+from hydra_engine.core.outputs import FinishReason, Result, SloReport, StageSpan
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -28,6 +29,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 _REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = tuple(step * 10**power for power in range(5) for step in (1, 2, 5))
 
+_BLAMES = ("prefill", "encode", "preemption", "step", "cpu")
 _REJECTIONS = frozenset({"overloaded", "draining", "not_ready", "instance_lost"})
 
 
@@ -66,6 +68,10 @@ class _Totals:
     prefix_hits: int = 0
     images: int = 0
     cached_images: int = 0
+    verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by limit, met or not
+    limited: int = 0  # requests with a verdict
+    good: int = 0  # of these, all limits met
+    late: Counter[str] = field(default_factory=Counter)  # late tokens by what they went to
 
 
 class Metrics(Collector):
@@ -95,6 +101,7 @@ class Metrics(Collector):
         totals.cached_images += usage.cached_images
         self._observe_times(result)
         self._observe_stages(result.timeline)
+        self._observe_slo(result.metrics.slo)
 
     def rejected(self, code: str | None) -> None:
         """A generation was refused because of the server's state."""
@@ -126,6 +133,17 @@ class Metrics(Collector):
         for span in timeline:
             if span.stage in _STAGE_HISTOGRAMS:
                 self._observe(_STAGE_HISTOGRAMS[span.stage], span.end_s - span.start_s)
+            if span.blame:  # the largest part first
+                self._totals.late[span.blame[0].kind] += 1
+
+    def _observe_slo(self, slo: SloReport) -> None:
+        totals = self._totals
+        for limit, met in (("ttft", slo.ttft_met), ("tpot", slo.tpot_met)):
+            if met is not None:
+                totals.verdicts[limit, met] += 1
+        if slo.met is not None:
+            totals.limited += 1
+            totals.good += slo.met
 
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self._histograms[name].observe(value, times)
@@ -151,12 +169,14 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._request_counters()
+        yield from self._slo_counters()
         for histogram in self._histograms.values():
             yield histogram.family(self._labels)
         yield from self._http_counters()
         if self._status is not None:
             yield from self._gauges(self._status)
             yield from self._step_counters(self._status)
+            yield from self._budget(self._status.budget)
 
     def _request_counters(self) -> Iterator[Metric]:
         totals = self._totals
@@ -175,6 +195,21 @@ class Metrics(Collector):
             ),
         ):
             yield self._counter(name, help, value)
+
+    def _slo_counters(self) -> Iterator[Metric]:
+        totals = self._totals
+        verdicts = CounterMetricFamily(
+            "hydra:slo_requests", "Finished requests by limit, met or not.", labels=(*_LABELS, "limit", "met")
+        )
+        for limit in ("ttft", "tpot"):
+            for met in (True, False):
+                verdicts.add_metric((*self._labels, limit, str(met).lower()), totals.verdicts[limit, met])
+        yield verdicts
+        yield self._counter("hydra:limited_requests", "Finished requests that had a limit.", totals.limited)
+        yield self._counter("hydra:goodput_requests", "Finished requests that met all their limits.", totals.good)
+        yield self._counter_by(
+            "hydra:late_tokens", "Long gaps between tokens by what most of each went to.", "blame", _BLAMES, totals.late
+        )
 
     def _http_counters(self) -> Iterator[Metric]:
         rejections = self._totals.rejected
@@ -198,9 +233,7 @@ class Metrics(Collector):
             ("hydra:image_cache_usage_perc", "Share of the image cache in use, 0 to 1.", status.image_cache_used),
             ("hydra:encoder_cache_entries", "Image-cache blocks in use.", status.image_blocks_used),
         ):
-            gauge = GaugeMetricFamily(name, help, labels=_LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
+            yield self._gauge(name, help, value)
         busy = GaugeMetricFamily(
             "hydra:stream_busy_ratio", "Share of time that a lane computes, 0 to 1.", labels=(*_LABELS, "stream")
         )
@@ -237,6 +270,29 @@ class Metrics(Collector):
         yield self._mean(
             "hydra:encoder_items_per_batch", "Images per encoder step.", status.vision_steps, status.images_encoded
         )
+
+    def _budget(self, budget: BudgetReport) -> Iterator[Metric]:
+        allowance = budget.vision_s if budget.vision_s >= 0 else inf
+        for name, help, value in (
+            ("hydra:tpot_limit_seconds", "Limit for the time between two tokens; 0: none.", budget.tpot_limit_s),
+            ("hydra:token_budget", "Prefill tokens that the latest language step might hold.", budget.token_budget),
+            ("hydra:image_budget_patches", "Patches that a vision step may hold.", budget.image_budget),
+            ("hydra:vision_allowance_seconds", "Vision beside the latest language step; +Inf: no bound.", allowance),
+            ("hydra:budget_correction_ratio", "Measured over predicted time of steps.", budget.correction),
+            ("hydra:limit_used_ratio", "Share of the TPOT limit that the latest full steps took.", budget.limit_used),
+        ):
+            yield self._gauge(name, help, value)
+        for name, help, count in (
+            ("hydra:decode_steps", "Language steps with decodes.", budget.decode_steps),
+            ("hydra:late_steps", "Steps with decodes that took longer than the TPOT limit.", budget.late_steps),
+            ("hydra:full_steps", "Steps with decodes that were filled up to their budget.", budget.full_steps),
+        ):
+            yield self._counter(name, help, count)
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, help, labels=_LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
         counter = CounterMetricFamily(name, help, labels=_LABELS)

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from hydra_engine import __version__
 from hydra_engine.core import outputs
 from hydra_engine.core.outputs import Result, TextLogprob
+from hydra_engine.observe import timeline
 
 FINGERPRINT = f"hydra-{__version__}"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -31,8 +32,48 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails
 
 
+class Blame(msgspec.Struct, frozen=True):
+    """`request` is a number of this engine, by which the spans of one trace name each other."""
+
+    kind: str
+    seconds: float
+    request: int | None
+    amount: int
+
+
+class Span(msgspec.Struct, frozen=True):
+    """As `outputs.StageSpan`; `blame` is there only where a token was late."""
+
+    stage: str
+    start_s: float
+    end_s: float
+    instance: str
+    lane: str
+    batch: int
+    tokens: int
+    cause: str | None
+    blame: tuple[Blame, ...] | UnsetType = UNSET
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """As `outputs.SloReport`, with the verdict over both limits."""
+
+    ttft_limit_s: float | None
+    tpot_limit_s: float | None
+    ttft_met: bool | None
+    tpot_met: bool | None
+    met: bool | None
+    late_gaps: int
+    num_gaps: int
+    reason: str | None
+
+
 class Metrics(msgspec.Struct, frozen=True):
-    """What `return_metrics` asks for: seconds, and the stages that the request went through."""
+    """What `return_metrics` asks for: seconds, limits kept or not, and the stages that the request went through.
+
+    `slo` is null where no limit held. `server_timing` is what a whole answer has as a header; a stream's headers are
+    sent too early for it.
+    """
 
     ttft_s: float | None
     tpot_s: float | None
@@ -43,7 +84,9 @@ class Metrics(msgspec.Struct, frozen=True):
     decode_s: float
     num_preemptions: int
     cached_images: int
-    timeline: tuple[outputs.StageSpan, ...]
+    slo: Slo | None
+    timeline: tuple[Span, ...]
+    server_timing: str | UnsetType = UNSET
 
 
 # ---- chat
@@ -161,7 +204,7 @@ def usage_of(usage: outputs.Usage, completion_tokens: int | None = None) -> Usag
     )
 
 
-def metrics_of(result: Result) -> Metrics:
+def metrics_of(result: Result, *, streamed: bool = False) -> Metrics:
     m = result.metrics
     return Metrics(
         ttft_s=m.ttft_s,
@@ -173,7 +216,38 @@ def metrics_of(result: Result) -> Metrics:
         decode_s=m.decode_s,
         num_preemptions=m.num_preemptions,
         cached_images=result.usage.cached_images,
-        timeline=result.timeline,
+        slo=_slo_of(m.slo),
+        timeline=tuple(_span_of(span) for span in result.timeline),
+        server_timing=timeline.server_timing(result) if streamed else UNSET,
+    )
+
+
+def _slo_of(slo: outputs.SloReport) -> Slo | None:
+    if slo.ttft_limit_s is None and slo.tpot_limit_s is None:
+        return None
+    return Slo(
+        ttft_limit_s=slo.ttft_limit_s,
+        tpot_limit_s=slo.tpot_limit_s,
+        ttft_met=slo.ttft_met,
+        tpot_met=slo.tpot_met,
+        met=slo.met,
+        late_gaps=slo.late_gaps,
+        num_gaps=slo.num_gaps,
+        reason=slo.reason,
+    )
+
+
+def _span_of(span: outputs.StageSpan) -> Span:
+    return Span(
+        span.stage,
+        span.start_s,
+        span.end_s,
+        span.instance,
+        span.lane,
+        span.batch,
+        span.tokens,
+        span.cause,
+        tuple(Blame(b.kind, b.seconds, b.request, b.amount) for b in span.blame) or UNSET,
     )
 
 

@@ -27,10 +27,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await respond(
         request,
         lambda: engine.asubmit(
-            messages=messages, sampling=sampling, request_id=identity.id, cache_salt=asked.cache_salt or ""
+            messages=messages,
+            sampling=sampling,
+            request_id=identity.id,
+            slo=asked.slo,
+            cache_salt=asked.cache_salt or "",
+            priority=asked.priority or 0,
         ),
         ChatAnswer(asked, identity),
-        stream=bool(asked.stream),
+        asked,
     )
 
 
@@ -74,7 +79,8 @@ class ChatAnswer:
         choice = ChatChunkChoice(
             0, ChatDelta(), finish_reason=result.finish_reason.value, stop_reason=result.stop_reason
         )
-        chunks = [self._chunk(choice, answers.metrics_of(result) if self._asked.return_metrics else UNSET)]
+        metrics = answers.metrics_of(result, streamed=True) if self._asked.return_metrics else UNSET
+        chunks = [self._chunk(choice, metrics)]
         if self.meter.wanted:
             chunks.append(self._chunk(None, usage=answers.usage_of(result.usage)))
         return chunks

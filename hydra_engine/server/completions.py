@@ -29,10 +29,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await respond(
         request,
         lambda: engine.asubmit(
-            prompt, sampling=sampling, request_id=identity.id, raw=True, cache_salt=asked.cache_salt or ""
+            prompt,
+            sampling=sampling,
+            request_id=identity.id,
+            raw=True,
+            slo=asked.slo,
+            cache_salt=asked.cache_salt or "",
+            priority=asked.priority or 0,
         ),
         CompletionAnswer(asked, identity),
-        stream=bool(asked.stream),
+        asked,
     )
 
 
@@ -61,7 +67,8 @@ class CompletionAnswer:
             chunks.append(self._chunk(TextChoice(0, piece.text, self._logprobs(piece.logprobs))))
         if (result := piece.result) is not None:
             closing = TextChoice(0, "", None, result.finish_reason.value, result.stop_reason)
-            chunks.append(self._chunk(closing, answers.metrics_of(result) if self._asked.return_metrics else UNSET))
+            metrics = answers.metrics_of(result, streamed=True) if self._asked.return_metrics else UNSET
+            chunks.append(self._chunk(closing, metrics))
             if self.meter.wanted:
                 chunks.append(self._completion([], answers.usage_of(result.usage)))
         return chunks

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 _HEADER_LIST = re.compile(r"[A-Za-z0-9\-, ]{1,1024}")
 _METHODS = "GET, POST, OPTIONS"
-_EXPOSED = "X-Request-Id, Retry-After"
+_EXPOSED = "X-Request-Id, Retry-After, Server-Timing"
 
 
 class Cors:

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from hydra_engine.core import outputs
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.errors import InvalidRequest, NotFound
+from hydra_engine.observe import timeline
 from hydra_engine.server.answers import Usage, usage_of
 from hydra_engine.server.context import CONFIG, LIFECYCLE, MODEL_NAME, REQUEST_ID
 from hydra_engine.server.errors import STREAM
@@ -87,9 +88,9 @@ def check_model(request: web.Request, asked: str | None) -> str:
 
 
 async def respond(
-    request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer, *, stream: bool
+    request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer, asked: SamplingFields
 ) -> web.StreamResponse:
-    if stream:
+    if asked.stream:
         return await _stream(request, submit, answer)
     async with request.app[LIFECYCLE].admit():
         handle = await submit()
@@ -98,7 +99,10 @@ async def respond(
             result = await handle
         finally:
             handle.cancel()
-    return json_response(answer.whole(result))
+    response = json_response(answer.whole(result))
+    if asked.return_metrics or request.app[CONFIG].server_timing:
+        response.headers["Server-Timing"] = timeline.server_timing(result)
+    return response
 
 
 async def _stream(request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer) -> web.StreamResponse:

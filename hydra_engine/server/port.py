@@ -57,6 +57,7 @@ class EnginePort(Protocol):
         raw: bool = False,
         slo: Slo | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Handle:
         """Fetches, decodes, renders, tokenises and admits before it returns. Raises the request's HydraError;
         cancelling the call gives up everything that it has begun."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
 from hydra_engine.core.request import (
     MAX_LOGPROBS,
     MAX_STOP_CHARS,
@@ -19,6 +20,7 @@ from hydra_engine.core.request import (
     MAX_STOPS,
     MAX_TOKENS_LIMIT,
     SamplingParams,
+    Slo,
 )
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.strict_json import parse
@@ -37,6 +39,7 @@ TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
 RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
 
@@ -69,6 +72,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestName | None = None
     return_metrics: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)] | None = None
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(
+            ttft_s=None if self.ttft_ms is None else self.ttft_ms / 1e3,
+            tpot_s=None if self.tpot_ms is None else self.tpot_ms / 1e3,
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -243,7 +256,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "priority": (0,),
     "prompt_embeds": (),
     "kv_transfer_params": (),
     "lora_path": (),

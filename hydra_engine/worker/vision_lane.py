@@ -1,12 +1,14 @@
 """A vision plan -> features in the image cache -> a vision result.
 
 Runs in the vision lane's thread. A picture that makes the tower raise, or whose features are not finite, fails alone.
-Does not know where pixels come from, nor who else runs.
+With a gate the tower waits between its pieces when a language step has no more room for it. Does not know where pixels
+come from, nor who else runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,25 +20,48 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.worker.batches import vision_input
 from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
+from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
 
 
 class VisionLane:
+    """`gate`: where a language lane runs on the same device. `piece_rows` is that of `VisionInput`."""
+
     def __init__(
-        self, model: ServedModel, backend: Backend, image_cache: PagedCache, clock: Clock, faults: FaultPoints
+        self,
+        model: ServedModel,
+        backend: Backend,
+        image_cache: PagedCache,
+        clock: Clock,
+        faults: FaultPoints,
+        gate: LaneGate | None = None,
+        piece_rows: int = 0,
     ) -> None:
         self._model = model
         self._device = backend.device.torch_device
         self._cache = image_cache
         self._clock = clock
         self._faults = faults
+        self._gate = gate
+        self._piece_rows = piece_rows
 
     def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
-        """`records[i]` belongs to `plan.items[i]`. Never raises because of a request's content."""
+        """`records[i]` belongs to `plan.items[i]`. Never raises because of a request's content. The times of the result
+        include waits at the gate."""
         started_s = self._clock.now()
-        with torch.inference_mode():
-            outcomes = self._outcomes(plan.items, records)
+        if self._gate is None:
+            outcomes = self._all(plan.items, records)
+        else:
+            self._gate.enter()
+            try:
+                outcomes = self._all(plan.items, records)
+            finally:
+                self._gate.leave()
         return VisionResult(plan.step_id, started_s, self._clock.now(), outcomes)
+
+    def _all(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[EncodeOutcome, ...]:
+        with torch.inference_mode():
+            return self._outcomes(items, records)
 
     def _outcomes(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[EncodeOutcome, ...]:
         """A step that raises is run again picture by picture, so that only the guilty one fails."""
@@ -55,6 +80,8 @@ class VisionLane:
         payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
         images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
         inputs = vision_input(items, images, payloads, block_size=self._cache.block_size, device=self._device)
+        if self._gate is not None:
+            inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
         self._model.encode(inputs, self._cache)
         return tuple(self._checked(item, poisoned=item.request_id in poisoned) for item in items)
 

@@ -40,6 +40,7 @@ def test_generate_says_what_is_wrong() -> None:
         (("x", "--model", "no-such-folder"), 3, "no model directory"),
         (("x", "--kv-cache-gib", "0.000001"), 4, "KV cache"),
         (("x", "--config", "no-such-file.toml"), 2, "configuration file"),
+        (("x", "--tpot-slo", "soon"), 2, "--tpot-slo"),
     ):
         done = hydra("generate", *arguments)
         assert done.returncode == code, (arguments, done.stderr)
@@ -87,7 +88,7 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_chat_without_a_server_says_so() -> None:
-    done = hydra("chat", "--url", "http://127.0.0.1:9")
+    done = hydra("chat", "--url", "http://127.0.0.1:9", "--timeline")
     assert done.returncode == 4 and "no server answers" in done.stderr
 
 
@@ -96,8 +97,12 @@ def test_chat_with_a_server_sends_pictures_and_streams() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stderr is not None
         url = next(line.split()[-1] for line in server.stderr if line.startswith("ready on "))
-        done = hydra("chat", "--url", url, stdin=f"/image {PICTURE}\nHow many objects are there?\n/quit\n")
+        done = hydra(
+            "chat", "--url", url, "--timeline", stdin=f"/image {PICTURE}\nHow many objects are there?\n/quit\n"
+        )
         server.terminate()
         server.stderr.read()
     assert done.returncode == 0, done.stderr
-    assert "There are three objects." in done.stdout
+    assert "There are three objects.\n" in done.stdout
+    for stage in ("tokenize", "preprocess", "encode", "prefill", "decode"):
+        assert f"\n{stage} " in done.stdout

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +103,8 @@ class Driver:
         with torch.inference_mode():
             return decoder._embed_rows(batch, self.image_cache)
 
-    def encode(self, spans: Sequence[Span]) -> list[list[int]]:
-        """Per span the slots of its features."""
+    def encode(self, spans: Sequence[Span], **slicing: Any) -> list[list[int]]:
+        """Per span the slots of its features. `slicing`: checkpoint and piece_rows of the input."""
         size = self.image_cache.block_size
         found = []
         for span in spans:
@@ -116,6 +116,7 @@ class Driver:
             grids=tuple(span.grid for span in spans),
             slots=torch.tensor([slot for slots in found for slot in slots]),
             arrays=tuple(span.arrays for span in spans if span.arrays),
+            **slicing,
         )
         with torch.inference_mode():
             self.model.encode(batch, self.image_cache)

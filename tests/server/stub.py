@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_engine.core.messages import LedgerReport, Status
-from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, StageSpan, TextLogprob, Usage
+from hydra_engine.core.outputs import (
+    Blame,
+    FinishReason,
+    Piece,
+    RequestMetrics,
+    Result,
+    SloReport,
+    StageSpan,
+    TextLogprob,
+    Usage,
+)
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
 
@@ -28,6 +38,8 @@ class Submission:
     request_id: str
     raw: bool
     cache_salt: str
+    slo: Slo
+    priority: int
 
 
 class StubHandle:
@@ -91,6 +103,19 @@ class StubHandle:
         )
         return TextLogprob(index, text, -0.5, 1, top)
 
+    def _slo_report(self) -> SloReport:
+        """One of four gaps was late, which is too many."""
+        slo = self._submission.slo
+        return SloReport(
+            ttft_limit_s=slo.ttft_s,
+            tpot_limit_s=slo.tpot_s,
+            ttft_met=None if slo.ttft_s is None else slo.ttft_s >= 0.2,
+            tpot_met=None if slo.tpot_s is None else False,
+            late_gaps=0 if slo.tpot_s is None else 1,
+            num_gaps=4,
+            reason=None if slo.tpot_s is None else "encode of another request",
+        )
+
     def _result(self, text: str, num_tokens: int, reason: FinishReason) -> Result:
         usage = self.prompt_usage
         logprobs = None
@@ -105,11 +130,17 @@ class StubHandle:
             finish_reason=reason,
             usage=Usage(usage.prompt_tokens, num_tokens, usage.image_tokens, 0, usage.num_images),
             metrics=RequestMetrics(
-                ttft_s=0.2, tpot_s=0.03 if num_tokens > 1 else None, e2e_s=0.5, queue_s=0.1, prefill_s=0.1
+                ttft_s=0.2,
+                tpot_s=0.03 if num_tokens > 1 else None,
+                e2e_s=0.5,
+                queue_s=0.1,
+                prefill_s=0.1,
+                slo=self._slo_report(),
             ),
             timeline=(
                 StageSpan("fetch", 0.0, 0.01),
                 StageSpan("prefill", 0.1, 0.2, "epd0", "language", 3, usage.prompt_tokens),
+                *self._engine.late_spans,
             ),
             logprobs=logprobs,
         )
@@ -132,6 +163,7 @@ class StubEngine:
     submissions: list[Submission] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     intakes_cancelled: int = 0
+    late_spans: tuple[StageSpan, ...] = ()
     observers: list[Callable[[Result], None]] = field(default_factory=list)
 
     async def asubmit(
@@ -145,6 +177,7 @@ class StubEngine:
         raw: bool = False,
         slo: Slo | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> StubHandle:
         try:
             await asyncio.sleep(self.intake_s)
@@ -156,7 +189,14 @@ class StubEngine:
         assert sampling is not None and request_id is not None
         asked = list(prompt) if prompt is not None and not isinstance(prompt, str) else prompt
         submission = Submission(
-            asked, list(messages) if messages is not None else None, sampling, request_id, raw, cache_salt
+            asked,
+            list(messages) if messages is not None else None,
+            sampling,
+            request_id,
+            raw,
+            cache_salt,
+            slo or Slo(),
+            priority,
         )
         self.submissions.append(submission)
         text, num_images = _text_of(submission)
@@ -206,6 +246,16 @@ def _text_of(submission: Submission) -> tuple[str, int]:
         return content, 0
     texts = [part["text"] for part in content if part["type"] == "text"]
     return " ".join(texts), len(content) - len(texts)
+
+
+LATE = StageSpan(
+    "decode_wait",
+    0.3,
+    0.4,
+    "epd0",
+    "language",
+    blame=(Blame("encode", 0.07, request=41, amount=576), Blame("cpu", 0.03)),
+)
 
 
 def example_status(**changes: Any) -> Status:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, StageSpan, Usage
+from hydra_engine.core.messages import BudgetReport
+from hydra_engine.core.outputs import Blame, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
 from hydra_engine.errors import Unavailable
 from hydra_engine.observe.metrics import Metrics
 from tests.server.conftest import Served
@@ -46,7 +49,21 @@ NAMES = [
     "hydra:media_fetch_seconds_count",
     "hydra:media_decode_seconds_count",
     "hydra:http_responses_total",
+    "hydra:tpot_limit_seconds",
+    "hydra:token_budget",
+    "hydra:image_budget_patches",
+    "hydra:vision_allowance_seconds",
+    "hydra:budget_correction_ratio",
+    "hydra:limit_used_ratio",
+    "hydra:decode_steps_total",
+    "hydra:late_steps_total",
+    "hydra:full_steps_total",
+    "hydra:slo_requests_total",
+    "hydra:limited_requests_total",
+    "hydra:goodput_requests_total",
+    "hydra:late_tokens_total",
 ]
+VERDICTS = (("ttft", "true"), ("ttft", "false"), ("tpot", "true"), ("tpot", "false"))
 
 
 def samples(page: bytes) -> list[Sample]:
@@ -129,6 +146,55 @@ def test_gauges_follow_the_status() -> None:
     page = samples(metrics.text(later))
     assert value(page, "hydra:stream_busy_ratio", stream="language") == 0.75
     assert value(page, "hydra:stream_busy_ratio", stream="vision") == 0.25
+
+
+def test_budgets_follow_the_status() -> None:
+    metrics = Metrics("m")
+    page = samples(metrics.text(example_status()))
+    assert value(page, "hydra:tpot_limit_seconds") == 0 and value(page, "hydra:budget_correction_ratio") == 1
+    budget = BudgetReport(0.04, 96, 2304, 0.012, 1.25, decode_steps=500, late_steps=3, full_steps=80, limit_used=0.96)
+    page = samples(metrics.text(example_status(budget=budget)))
+    assert value(page, "hydra:tpot_limit_seconds", model_name="m") == 0.04
+    assert value(page, "hydra:token_budget") == 96
+    assert value(page, "hydra:image_budget_patches") == 2304
+    assert value(page, "hydra:vision_allowance_seconds") == 0.012
+    assert value(page, "hydra:budget_correction_ratio") == 1.25
+    assert value(page, "hydra:limit_used_ratio") == 0.96
+    assert value(page, "hydra:decode_steps_total") == 500
+    assert value(page, "hydra:late_steps_total") == 3
+    assert value(page, "hydra:full_steps_total") == 80
+    page = samples(metrics.text(example_status(budget=BudgetReport(0.04, vision_s=-1))))
+    assert value(page, "hydra:vision_allowance_seconds") == math.inf
+
+
+def with_limits(slo: SloReport, *timeline: StageSpan, reason: FinishReason = FinishReason.STOP) -> Result:
+    plain = result(reason)
+    return replace(plain, metrics=replace(plain.metrics, slo=slo), timeline=timeline)
+
+
+def test_limits_are_counted_by_kind_and_all_together() -> None:
+    metrics = Metrics("m")
+    metrics.observe(result())  # no limits
+    metrics.observe(with_limits(SloReport(ttft_met=True, tpot_met=True)))
+    metrics.observe(with_limits(SloReport(ttft_met=True, tpot_met=False)))
+    metrics.observe(with_limits(SloReport(ttft_met=False)))
+    metrics.observe(with_limits(SloReport(tpot_met=True)))
+    metrics.observe(with_limits(SloReport(ttft_met=False), reason=FinishReason.ABORT))
+    page = samples(metrics.text(None))
+    counts = {(limit, met): value(page, "hydra:slo_requests_total", limit=limit, met=met) for limit, met in VERDICTS}
+    assert counts == dict(zip(VERDICTS, (2, 1, 2, 1), strict=True))
+    assert value(page, "hydra:limited_requests_total") == 4
+    assert value(page, "hydra:goodput_requests_total") == 2
+
+
+def test_a_late_token_counts_once_for_what_took_most_of_it() -> None:
+    metrics = Metrics("m")
+    encode, prefill, cpu = Blame("encode", 0.07, 4, 576), Blame("prefill", 0.02, 9, 128), Blame("cpu", 0.01)
+    late = [StageSpan("decode_wait", 0.1, 0.2, blame=blame) for blame in ((encode, cpu), (encode, prefill), (cpu,))]
+    metrics.observe(with_limits(SloReport(), *late, StageSpan("decode", 0.2, 0.3)))
+    page = samples(metrics.text(None))
+    counted = {s.labels["blame"]: s.value for s in page if s.name == "hydra:late_tokens_total"}
+    assert counted == {"prefill": 0, "encode": 2, "preemption": 0, "step": 0, "cpu": 1}
 
 
 async def test_the_page_over_http(served: Served) -> None:

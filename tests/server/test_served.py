@@ -25,6 +25,9 @@ DEMO = ROOT / "hydra_engine" / "demo"
 QUESTIONS = json.loads((DEMO / "questions.json").read_text(encoding="utf-8"))
 
 
+_FINISHED = "vllm:request_success_total{"
+
+
 class Served:
     """One server process; `url` is where it answers."""
 
@@ -45,6 +48,13 @@ class Served:
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or []), daemon=True)
         self._reader.start()
 
+    @property
+    def num_finished(self) -> int:
+        """Requests that ended on this server, for whatever reason, by its own count."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+            page = response.read().decode()
+        return sum(int(float(line.split()[-1])) for line in page.splitlines() if line.startswith(_FINISHED))
+
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:
             return json.loads(response.read() or b"null")
@@ -62,11 +72,18 @@ class Served:
 def served() -> Iterator[Served]:
     server = Served("--enable-log-requests")
     yield server
+    # Whichever tests have run here, at least this request has.
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        question: Any = [{"role": "user", "content": "What is two plus three?"}]
+        answer = client.chat.completions.create(model="demo", messages=question, temperature=0)
+    assert answer.choices[0].message.content == "Two plus three is five."
+    num_finished = server.num_finished
     server.end()
     # One line a request, with sizes and times and without what was said.
     lines = [line for line in server.log if "hydra_engine.requests" in line]
-    assert len(lines) >= 8 and all("prompt tokens" in line for line in lines)
-    assert not any("Two plus three" in line for line in server.log)
+    assert len(lines) == num_finished >= 1 and all("prompt tokens" in line for line in lines)
+    assert sum(answer.id in line for line in lines) == 1
+    assert not any("two plus three" in line.lower() for line in server.log)
     assert server.process.returncode == 0
 
 

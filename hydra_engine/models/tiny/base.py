@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
+
+from hydra_engine.models.random_weights import randomise
 
 IMAGE_TOKEN = "<image>"
 SPECIAL_TOKENS = ("<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", IMAGE_TOKEN)
@@ -92,21 +93,6 @@ def _is_centred(text: Any, name: str) -> bool:
     """Norms of this decoder multiply by 1 + weight, but for the one inside a delta net; the tower's are like others."""
     norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return bool(text.model_type == "qwen3_5_text") and norm and "vision" not in name and "merger" not in name
-
-
-def randomise(name: str, tensor: Tensor) -> None:
-    """In place: norms stay near 1, biases near 0; the decoder mixes enough for its text not to fall into a loop."""
-    if name == "model.norm.weight" or name.endswith("language_model.norm.weight"):
-        tensor.normal_(0.5, 0.05)  # the last norm: logits near 1, of which float32 rounding is far below 1e-4
-    elif "norm" in name or "layrnorm" in name or "ln_q" in name:
-        tensor.normal_(1.0 if name.endswith("weight") else 0.0, 0.1)
-    elif tensor.dim() == 1:
-        tensor.normal_(0.0, 0.1)
-    elif "embed" in name and tensor.dim() == 2:
-        tensor.normal_(0.0, 0.5)
-    else:
-        vision = any(part in name for part in ("vision", "visual", "projector", "merger"))
-        tensor.normal_(0.0, (1.0 if vision else 2.0) / tensor[0].numel() ** 0.5)
 
 
 def write_random(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:

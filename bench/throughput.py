@@ -1,7 +1,8 @@
-"""Serving speed of the engine: TTFT, TPOT and tokens per second at several numbers of concurrent requests.
+"""Throughput of the engine: TTFT, TPOT and tokens per second at several numbers of concurrent requests.
 
-Every request brings a picture of its own; all start at once; greedy, end-of-sequence ignored. `python -m bench.serve
---model DIR --concurrency 1,4,8,16 --tokens 64 --threads 1`. The last line of the output is one JSON document.
+Every request brings a picture of its own; all start at once, in the embedded engine; greedy, end-of-sequence ignored.
+`python -m bench.throughput --model DIR --concurrency 1,4,8,16 --tokens 64 --threads 1`. Latency under arrivals over
+HTTP is `bench.serve`. The last line of the output is one JSON document.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> None:
             )
     emit(
         {
-            "bench": "serve",
+            "bench": "throughput",
             "system": "hydra-engine",
             "model": os.path.basename(arguments.model.rstrip("/")),
             "ready_s": round(ready_s, 2),

@@ -1,0 +1,128 @@
+"""The vision lane at the gate: it waits where a language step leaves no room, and always leaves the gate behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.clock import MonotonicClock
+from hydra_engine.core.plans import VisionPlan, VisionResult
+from hydra_engine.core.request import Request
+from hydra_engine.models.inputs import VisionInput
+from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.gate import LaneGate
+from hydra_engine.worker.ports import WorkerRequest
+from hydra_engine.worker.sampler import Recipe
+from hydra_engine.worker.vision_lane import VisionLane
+from tests.worker.fakes import BAD_PIXEL, IMAGE_TOKENS, FakeModel, Rig, make_picture, make_request
+
+NUM_LAYERS = 4
+
+
+@dataclass
+class LayeredModel(FakeModel):
+    """Its tower has layers with a checkpoint before each."""
+
+    layers: list[int] = field(default_factory=list)
+    piece_rows: int = -1
+
+    def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> None:
+        self.piece_rows = inputs.piece_rows
+        for layer in range(NUM_LAYERS):
+            inputs.checkpoint()
+            self.layers.append(layer)
+        super().encode(inputs, image_cache)
+
+
+class Setup:
+    """One picture per fill, all of one request, and a vision lane with a thread of its own."""
+
+    def __init__(self, *fills: int, gated: bool = True, piece_rows: int = 0) -> None:
+        self.model = LayeredModel()
+        self.rig = Rig(self.model)
+        self.gate = LaneGate(MonotonicClock())
+        gate = self.gate if gated else None
+        parts = self.rig.backend, self.rig.image_cache, MonotonicClock(), FaultPoints()
+        self.lane = VisionLane(self.model, *parts, gate, piece_rows)
+        pictures = [make_picture(f"{i}", fill, 3 + i * IMAGE_TOKENS) for i, fill in enumerate(fills)]
+        prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]
+        self.request: Request = make_request(1, prompt, images=tuple(image for image, _ in pictures))
+        payloads = {payload.digest: payload for _, payload in pictures}
+        self.record = WorkerRequest(self.request, Recipe.of(self.request), payloads, 0)
+        self.results: list[VisionResult] = []
+
+    def run(self) -> None:
+        items = tuple(self.rig.item(self.request, index) for index in range(len(self.request.images)))
+        self.results.append(self.lane.run(VisionPlan(self.rig.next_step(), items), [self.record] * len(items)))
+
+    def close(self) -> None:
+        self.rig.worker.close()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0)
+
+
+def test_a_vision_step_advances_a_layer_per_language_step_that_leaves_no_room() -> None:
+    setup = Setup(10, 20)
+    setup.gate.begin(0.0)
+    thread = threading.Thread(target=setup.run)
+    thread.start()
+    for layers in range(NUM_LAYERS + 1):  # at the entry, then before every layer
+        wait_until(lambda: setup.gate.waiting)
+        assert setup.model.layers == list(range(max(layers - 1, 0)))
+        assert setup.results == []
+        held_s = time.monotonic()
+        setup.gate.end()
+        setup.gate.begin(0.0)
+        wait_until(lambda done=layers: len(setup.model.layers) == done)
+    thread.join(60)
+    setup.gate.end()
+    (result,) = setup.results
+    assert [outcome.error for outcome in result.outcomes] == [None, None]
+    assert result.started_s < held_s < result.ended_s, "the step's times include its waits"
+    setup.close()
+
+
+def test_a_picture_that_makes_the_tower_raise_leaves_the_gate_behind() -> None:
+    """The step is repeated picture by picture inside one passage through the gate."""
+    setup = Setup(10, BAD_PIXEL, 30)
+    setup.run()
+    assert [outcome.error is None for outcome in setup.results[0].outcomes] == [True, False, True]
+    assert setup.model.layers == list(range(NUM_LAYERS)) * 4
+    setup.gate.enter()  # an error if the lane were still inside
+    setup.gate.leave()
+    setup.close()
+
+
+def test_a_lane_that_dies_leaves_the_gate_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(10)
+    monkeypatch.setattr(LayeredModel, "encode", lambda *_: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        setup.run()
+    setup.gate.begin(0.0)
+    assert setup.gate.end() == 0.0
+    setup.gate.enter()
+    setup.gate.leave()
+    setup.close()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt  # nothing that a lane takes for a request's fault
+
+
+def test_the_size_of_pieces_reaches_the_model() -> None:
+    for gated, expected in ((True, 64), (False, 0)):
+        setup = Setup(10, gated=gated, piece_rows=64)
+        setup.run()
+        assert setup.model.piece_rows == expected
+        assert setup.results[0].outcomes[0].error is None
+        setup.close()
