@@ -46,23 +46,21 @@ TOKEN = 7
 
 @dataclass(frozen=True)
 class Scenario:
-    """`running` requests decode while `waiting` more wait for a seat, or with `short` for KV blocks. `output`: tokens
-    after which each request is replaced by a new one, so that most steps hold prefill too; 0: nobody ends."""
+    """`running` requests decode while `waiting` more wait for a seat. `output`: how many tokens a request gives in the
+    mean before a new one comes in its place, so that most steps hold whole prompts too; 0: nobody ends."""
 
     running: int
     waiting: int = 0
     output: int = 0
-    short: bool = False
 
     @property
     def name(self) -> str:
         how = f", {self.output} tokens each" if self.output else ""
-        return f"{self.running} running, {self.waiting} waiting{' for blocks' if self.short else ''}{how}"
+        return f"{self.running} running, {self.waiting} waiting{how}"
 
 
 SCENARIOS = (
     *(Scenario(256, waiting) for waiting in (0, 64, 512, 4096)),
-    *(Scenario(256, waiting, short=True) for waiting in (64, 4096)),
     *(Scenario(256, waiting, output=128) for waiting in (0, 64)),
     *(Scenario(running) for running in (1, 64)),
 )
@@ -135,11 +133,10 @@ class Bench:
         self._random = np.random.default_rng(0)
         self._max_new = scenario.output or 2 * steps + 1000
         blocks = scenario.running * -(-(PROMPT + self._max_new) // BLOCK_SIZE)
-        seats = scenario.running + scenario.waiting if scenario.short else scenario.running
         config = SchedulerConfig(
             token_budget=2 * scenario.running + 4 * PROMPT,
             image_budget=1,
-            max_num_seqs=seats,
+            max_num_seqs=scenario.running,
             max_queue=1 << 20,
             look_ahead=False,
         )
@@ -156,10 +153,9 @@ class Bench:
             wake=threading.Event(),
             clock=self._clock,
         )
-        self._kv = kv
         self._ops = create_backend("cpu", torch.float32, threads=1).ops
-        self._seats = Seats(seats)
-        self._added = 0
+        self._seats = Seats(scenario.running)
+        self._added = self._replaced = 0
         self._add(scenario.running)
         self._settle()
 
@@ -184,16 +180,17 @@ class Bench:
     def _settle(self) -> None:
         """Until as many run as shall, all in different places of their blocks; then come those that wait."""
         self._instance.turn()
-        while self._scheduler.stats().num_running < self._scenario.running:
+        while self._scheduler.stats().num_waiting:
             self._step()
-        for _ in range(8):
+        for _ in range(max(8, self._scenario.output)):
             self._step()
-        if self._scenario.short:
-            assert self._kv.grow(RequestId(-1), self._kv.num_free * BLOCK_SIZE, max_tokens=1 << 24)
         self._add(self._scenario.waiting)
 
     def _step(self) -> float:
         """Seconds of the turn that takes a step back and plans the next one."""
+        if self._scenario.output:
+            self._add(self._worker.num_ended - self._replaced)
+            self._replaced = self._worker.num_ended
         now = self._clock.now()
         self._worker.finish(now, self._clock.advance(STEP_S))
         started = perf_counter()
@@ -203,7 +200,6 @@ class Bench:
     def run(self, steps: int) -> dict[str, float]:
         """Medians in microseconds."""
         found: dict[str, list[float]] = defaultdict(list)
-        ended = self._worker.num_ended
         for _ in range(steps):
             turn = self._step()
             seconds = self._scheduler.seconds
@@ -212,9 +208,6 @@ class Bench:
                 found[name].append(value)
             found["metadata"].append(self._metadata())
             found["exposed"].append(found["turn"][-1] + found["metadata"][-1])
-            if self._scenario.output:
-                self._add(self._worker.num_ended - ended)
-                ended = self._worker.num_ended
         return {name: median(values) * 1e6 for name, values in found.items()}
 
     def _metadata(self) -> float:

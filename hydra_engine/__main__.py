@@ -1,6 +1,7 @@
-"""The command line: `hydra-engine serve | generate | chat | demo | bench | doctor`, also `python -m hydra_engine`.
+"""The command line: `hydra-engine serve | generate | chat | demo | bench | profile | doctor`.
 
-Each command lives in `cli/` and is imported only when it runs. Known errors end with one line and their exit code.
+Also `python -m hydra_engine`. Each command lives in `cli/` and is imported only when it runs. Known errors end with one
+line and their exit code.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     ("chat", "talk to a running server in the terminal"),
     ("demo", "three pictures and a text question through the shipped model, with their timelines"),
     ("bench", "measure this machine: ops, stages, serving"),
+    ("profile", "measure what steps cost on this machine, save it, and print what a latency limit allows"),
     ("doctor", "print what was found here and which implementation each operation takes"),
 )
 

@@ -3,7 +3,7 @@
 `resolve()` (in `instance/build.py`, where the model is known) turns "auto" into values in a new object; nothing
 mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`,
 `kind` ("seconds": flags and files take 40ms, 1.5s or 2m too).
-Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY.
+Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY, XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class SchedulerConfig:
         True, "pause the vision model between layers where a language step would be late (to compare with off)"
     )
     look_ahead: bool = _opt(True, "plan the next language step while one runs (to compare with off)")
+
+    @property
+    def slices_layers(self) -> bool:
+        """Encodes can pause inside layers and not only between them, which costs something."""
+        return self.vision_slicing and self.tpot_slo is not None
 
     def __post_init__(self) -> None:
         """Durations may come as text; here they become seconds."""
@@ -136,6 +141,9 @@ class EngineConfig:
     backend: str = _opt("auto", "auto, native, torch or reference: which CPU implementation of the ops to take")
     seed: int = _opt(0, "seeds the draws of requests that bring no seed of their own")
     chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
+    profile_dir: str | None = _opt(
+        None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder"
+    )
     log_level: str = _opt("warning", "debug, info, warning or error")
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -176,6 +184,18 @@ class EngineConfig:
             min_pixels=self.media.min_pixels,
             max_pixels=self.media.max_pixels,
         )
+
+    @property
+    def profile_folder(self) -> Path:
+        """Where measured step times are kept. Raises ConfigError where the user has no folder for such things."""
+        if self.profile_dir is not None:
+            return Path(self.profile_dir)
+        cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not cache.is_absolute():
+            cache = Path(os.path.expanduser("~/.cache"))
+        if not cache.is_absolute():
+            raise ConfigError("this user has no home directory; set profile_dir", param="profile_dir")
+        return cache / "hydra-engine" / "profiles"
 
     @property
     def model_name(self) -> str:

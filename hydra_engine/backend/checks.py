@@ -206,18 +206,17 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
             "cu_q, num_context, block_tables: expected [B + 1], [B] and [B, max_blocks], "
             f"got {list(cu_q.shape)}, {list(num_context.shape)} and {list(block_tables.shape)}"
         )
-    bounds, context = cu_q.tolist(), num_context.tolist()
-    max_q = 0
+    bounds, context = cu_q.numpy(), num_context.numpy()
     if bounds[0] != 0:
         raise ValueError(f"cu_q: expected to start with 0, got {bounds[0]}")
-    for row in range(batch):
-        num_q = bounds[row + 1] - bounds[row]
-        if num_q < 0 or context[row] < num_q:
-            raise ValueError(
-                f"num_context: row {row} has {num_q} queries, expected 0 to num_context of them, got {context[row]}"
-            )
-        max_q = max(max_q, num_q)
-    return max_q, max(context, default=0)
+    num_q = bounds[1:] - bounds[:-1]
+    wrong = (num_q < 0) | (context < num_q)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"num_context: row {row} has {num_q[row]} queries, expected 0 to num_context of them, got {context[row]}"
+        )
+    return int(num_q.max(initial=0)), int(context.max(initial=0))
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:

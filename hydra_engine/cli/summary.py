@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hydra_engine import __version__
 from hydra_engine.core.messages import InstanceSummary, LimitSummary
 
@@ -31,28 +33,26 @@ def summary_lines(summary: InstanceSummary) -> list[str]:
 
 def limit_lines(limits: LimitSummary) -> list[str]:
     """The latency limits, what a step may hold beside 1, some and the most decodes, and what cannot be kept."""
-    wanted = [
-        (limits.tpot_limit_s, limits.best_tpot_s, "between tokens"),
-        (limits.ttft_limit_s, limits.best_ttft_s, "to the first token"),
-    ]
-    wanted = [entry for entry in wanted if entry[0]]
-    if not wanted:
+    wanted = [(limits.tpot_limit_s, "between tokens"), (limits.ttft_limit_s, "to the first token")]
+    shown = [f"{seconds(limit)} {what}" for limit, what in wanted if limit]
+    if not shown:
         return []
     source = f"; costs: {limits.source}" if limits.source else ""
-    lines = [f"  latency      {', '.join(f'{seconds(limit)} {what}' for limit, _, what in wanted)}{source}"]
+    lines = [f"  latency      {', '.join(shown)}{source}"]
     title = "budgets"
     for budget in limits.budgets:
         decodes = f"{budget.num_decodes} decode{'s' if budget.num_decodes != 1 else ''}"
-        patches = "" if budget.image_budget is None else f", {budget.image_budget} patches"
         alone = seconds(budget.step_s)
-        lines.append(f"  {title:12} beside {decodes} ({alone} alone): {budget.token_budget} prefill tokens{patches}")
+        tokens = f"{budget.token_budget} prefill tokens{_vision(budget.vision_s)}"
+        lines.append(f"  {title:12} beside {decodes} ({alone} alone): {tokens}")
         title = ""
-    for limit, best, what in wanted:
-        if best > limit:
-            lines.append(
-                f"  note         {seconds(limit)} {what} cannot be met here: one request alone takes {seconds(best)}"
-            )
-    return lines
+    return lines + [f"  note         {warning}" for warning in limits.warnings]
+
+
+def _vision(vision_s: float | None) -> str:
+    if vision_s is None:
+        return ""
+    return ", or vision all along" if math.isinf(vision_s) else f", or {seconds(vision_s)} of vision"
 
 
 def seconds(value: float) -> str:

@@ -1,9 +1,9 @@
 """What steps cost on one machine: a small fitted model of measured seconds, alone and with both lanes busy.
 
-A language step costs a monotone piecewise linear function of its rows, plus a price per key that its decodes read,
-per (query, key) pair of its chunks and per chunk. A vision step costs the same kind of function of its patches, plus a
-price per pair of patches that see each other. While both lanes run, each is slowed by a factor. Measured by
-`planner/calibrate.py`, evaluated by `scheduler/budget.py`. Does not know requests, limits or the clock.
+A language step costs a monotone piecewise linear function of its rows, plus a price per decode, per key that its
+decodes read, per (query, key) pair of its chunks and per chunk. A vision step costs the same kind of function of its
+patches, plus a price per pair of patches that see each other. While both lanes run, each is slowed by a factor.
+Measured by `planner/calibrate.py`, evaluated by `scheduler/budget.py`. Does not know requests, limits or the clock.
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ class CostSurface:
     language_error: float = 0.0
     vision_error: float = 0.0
     corun_error: float = 0.0
+    per_decode_s: float = 0.0  # what a decode costs more than a token of a chunk: its logits and its sampling
 
     def language_s(self, load: LanguageLoad) -> float:
         """A step that has the machine to itself."""
         keys_s = self.per_key_s * load.decode_context + self.per_pair_s * load.prefill_pairs
-        return self.rows.at(load.num_rows) + keys_s + self.per_chunk_s * load.num_chunks
+        samples_s = self.per_decode_s * load.num_decodes + self.per_chunk_s * load.num_chunks
+        return self.rows.at(load.num_rows) + keys_s + samples_s
 
     def vision_s(self, load: VisionLoad) -> float:
         return self.patches.at(load.num_patches) + self.per_patch_pair_s * load.pairs

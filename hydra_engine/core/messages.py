@@ -61,24 +61,24 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class StepBudget(msgspec.Struct, frozen=True):
-    """What the TPOT limit leaves beside a number of decodes, as predicted from the cost surface."""
+class LimitBudget(msgspec.Struct, frozen=True):
+    """What the TPOT limit leaves beside a number of decodes, as predicted from the cost surface: prefill tokens or
+    seconds of vision, or some of both."""
 
     num_decodes: int
     step_s: float  # a step of these decodes alone
-    token_budget: int  # prefill tokens that a step may take on beside them
-    image_budget: int | None = None  # patches of a vision step that may run beside them; None: no vision lane
+    token_budget: int
+    vision_s: float | None = None  # infinite: vision may run all along; None: no vision lane
 
 
 class LimitSummary(msgspec.Struct, frozen=True):
-    """The latency limits of an instance and what they lead to here. Seconds; 0: no such limit, or nothing known."""
+    """The latency limits of an instance and what they lead to here. Seconds; 0: no such limit."""
 
     tpot_limit_s: float = 0.0
     ttft_limit_s: float = 0.0
-    best_tpot_s: float = 0.0  # predicted for one request that has the machine to itself
-    best_ttft_s: float = 0.0
     source: str = ""  # where the costs come from, for example "measured just now in 9.1 s" or "saved profile"
-    budgets: tuple[StepBudget, ...] = ()  # ascending in num_decodes
+    budgets: tuple[LimitBudget, ...] = ()  # ascending in num_decodes
+    warnings: tuple[str, ...] = ()  # limits that cannot be kept here, each with the best there is
 
 
 class InstanceSummary(msgspec.Struct, frozen=True):

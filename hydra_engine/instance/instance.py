@@ -156,9 +156,12 @@ class Instance:
     # ---- what goes to the lanes
 
     def _feed_lanes(self) -> None:
-        feeds = [self._feed_language, self._feed_vision]
-        for feed in reversed(feeds) if self._scheduler.vision_first else feeds:
-            feed()
+        """Vision comes last in any case: a request that is considered for its start may find that it needs an encode
+        after all."""
+        if self._scheduler.vision_first:
+            self._feed_vision()
+        self._feed_language()
+        self._feed_vision()
 
     def _feed_vision(self) -> None:
         if not self._vision_in_flight and (plan := self._scheduler.plan_vision(self._clock.now())) is not None:

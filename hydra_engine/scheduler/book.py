@@ -106,11 +106,11 @@ class RequestBook:
                 queue.discard(state)
         if belongs is not None and request_id not in belongs:
             belongs.push(state)
+            if belongs is self.encoding:
+                state.starts_seen = None  # nobody overtakes who waits for images
         state.decodes = state.ending is None and belongs is self.decoding
         if belongs is self.waiting and state.starts_seen is None:
             state.starts_seen = self._started.younger_than(state.order)
-        elif belongs is self.encoding:
-            state.starts_seen = None
         if state.decodes and not self.decodes.is_member(self.seats.of(request_id)):
             self.join_decodes(state, unread=0)
         if state.ending is not None or ImageProgress.WAITING not in state.images:
@@ -182,7 +182,7 @@ class RequestBook:
     def overtaken(self, state: RequestState) -> int:
         """How many younger requests have started since this one began to wait for its start."""
         now = self._started.younger_than(state.order)
-        if state.starts_seen is None:  # it waits for images and is passed for the first time
+        if state.starts_seen is None:  # it waits for images, and could start for the first time
             state.starts_seen = now
         return now - state.starts_seen
 

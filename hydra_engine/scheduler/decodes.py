@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -138,8 +137,8 @@ class DecodeTable:
         few = sorted(stop_ids) if len(stop_ids) <= MAX_STOP_COLUMNS else []
         if len(few) < len(stop_ids):
             self._many_stops[seat] = stop_ids
-        for column, stop_id in zip_longest(self._stops, few, fillvalue=_NO_STOP):
-            column[seat] = stop_id
+        for index, column in enumerate(self._stops):
+            column[seat] = few[index] if index < len(few) else _NO_STOP
         self._num_stops = max(self._num_stops, len(few))
 
     def leave(self, seat: int) -> None:
@@ -266,6 +265,7 @@ class DecodeTable:
             token_ids = token_ids[live]
         else:
             live = None
+        assert not len(token_ids) or token_ids.min() >= 0, "a row came back without a token"
         self._last_tokens[seats] = token_ids
         token_list, generated = token_ids.tolist(), self._generated
         for seat, token_id in zip(seats.tolist(), token_list, strict=True):

@@ -53,7 +53,7 @@ class _Step:
         self._context = demand.prefill_context
         self._num_chunks = demand.num_prefills
         self._chunk_share = demand.num_prefills / max(1, demand.prefill_tokens)
-        self._keys_s = surface.per_key_s * demand.decode_context
+        self._keys_s = surface.per_key_s * demand.decode_context + surface.per_decode_s * demand.num_decodes
         self.base = surface.rows.at(demand.num_decodes) + self._keys_s  # decodes only
 
     def alone(self, tokens: int) -> float:

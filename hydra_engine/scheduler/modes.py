@@ -19,7 +19,7 @@ class Mode:
 
     @property
     def vision_first(self) -> bool:
-        """Whether vision is asked for a step before language is; the other one follows in any case."""
+        """Whether vision is asked for a step before language is, and not only behind it."""
         if self.whole_requests:
             return True
         return not self._lanes and not self._last_was_vision

@@ -114,7 +114,8 @@ class StageScheduler:
 
     @property
     def vision_first(self) -> bool:
-        """Which lane is to be asked first for a step; matters only where one may have to wait for the other."""
+        """Whether the vision lane is to be asked for a step before the language lane, and not only behind it. Matters
+        where one may have to wait for the other."""
         return self._mode.vision_first
 
     def plan_vision(self, now: float) -> VisionPlan | None:
@@ -156,8 +157,9 @@ class StageScheduler:
         return step.plan
 
     def _num_served_next(self) -> int:
-        """Requests that find a seat beside those that have one or need nothing else for it."""
-        return max(1, self._book.seats.num_free - len(self._book.waiting))
+        """Requests with images that have a seat, or find one beside those that wait for nothing else."""
+        running = sum(state.waits_for_images for state in self._book.prefilling)
+        return running + max(0, self._book.seats.num_free - len(self._book.waiting))
 
     def tidy(self) -> None:
         """Does what can be done while the lanes compute, so that it takes no time between two steps."""

@@ -22,8 +22,9 @@ from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.batches import language_input
 from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
+from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.parts import Samples, part_of, request_ids_of, seats_of
-from hydra_engine.worker.ports import Gate, ServedModel, WorkerRequest
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
 from hydra_engine.worker.seats import Asked, Seats
@@ -43,7 +44,7 @@ class LanguageLane:
         *,
         num_seats: int,
         multimodal_rope: bool = False,
-        gate: Gate | None = None,
+        gate: LaneGate | None = None,
     ) -> None:
         self._model = model
         self._ops = backend.ops

@@ -23,24 +23,17 @@ from hydra_engine.worker.sampler import Recipe
 class ServedModel(Protocol):
     """Both calls write only the slots that their input names, a slot of -1 not at all; so a call may be repeated."""
 
+    @property
+    def num_slices(self) -> int:
+        """Pieces that an encode with whole layers is computed in, between which it can wait."""
+        ...
+
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> object:
         """Features of every image into its slots; what it returns is not looked at."""
         ...
 
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
         """Logits [B', V] float32 of the rows in `inputs.logit_rows`."""
-        ...
-
-
-class Gate(Protocol):
-    """What lets the vision lane run beside a language step for a while only. Called by the language lane."""
-
-    def begin(self, allowance_s: float) -> None:
-        """A language step starts: from now the vision lane may run for so many seconds."""
-        ...
-
-    def end(self) -> float:
-        """The step has ended and the vision lane may run on; seconds for which it ran beside the step."""
         ...
 
 

@@ -26,12 +26,15 @@ from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.language_lane import LanguageLane
-from hydra_engine.worker.ports import Gate, ServedModel, WorkerRequest
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Recipe
 from hydra_engine.worker.vision_lane import VisionLane
 from hydra_engine.worker.warm_up import warm_language, warm_vision
+
+PIECE_ROWS = 64  # rows of a layer between two places where an encode can pause; whole layers without a limit
 
 
 class Worker:
@@ -51,7 +54,7 @@ class Worker:
         role: Role = EPD,
         faults: FaultPoints | None = None,
         states: StateCache | None = None,
-        gate: Gate | None = None,
+        gate: LaneGate | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -59,6 +62,7 @@ class Worker:
         self._kv_cache = kv_cache
         self._image_cache = image_cache
         self._states = states
+        self._slicing = config.scheduler.vision_slicing
         self._max_model_len = config.max_model_len or spec.max_model_len
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
@@ -67,9 +71,15 @@ class Worker:
         self.faults = faults if faults is not None else FaultPoints()
         self._vision: tuple[Lane, VisionLane] | None = None
         self._language: tuple[Lane, LanguageLane] | None = None
+        encodes = role.needs_vision and spec.vision is not None and image_cache is not None
+        if gate is None and encodes and role.needs_language:
+            gate = LaneGate(clock, slicing=config.scheduler.vision_slicing)
+        self._gate = gate
+        self._piece_rows = PIECE_ROWS if config.scheduler.slices_layers and gate is not None else 0
         device = backend.device
-        if role.needs_vision and spec.vision is not None and image_cache is not None:
-            self._vision = device.lane("vision"), VisionLane(model, backend, image_cache, clock, self.faults)
+        if encodes and image_cache is not None:
+            encoder = VisionLane(model, backend, image_cache, clock, self.faults, gate, self._piece_rows)
+            self._vision = device.lane("vision"), encoder
         if role.needs_language and kv_cache is not None:
             runner = LanguageLane(
                 model,
@@ -107,6 +117,15 @@ class Worker:
     @property
     def pixel_bytes(self) -> int:
         return self._pixel_bytes
+
+    @property
+    def num_slices(self) -> int:
+        """About how many pieces the largest encode is computed in, between which it can wait; 0: it cannot wait."""
+        vision = self._spec.vision
+        if self._gate is None or vision is None or not self._slicing:
+            return 0
+        pieces = vision.max_patches_per_image // self._piece_rows if self._piece_rows else 1
+        return self._model.num_slices * max(1, pieces)
 
     # ---- steps
 
@@ -154,6 +173,8 @@ class Worker:
 
     def close(self) -> None:
         """Waits for the steps that were submitted; their results can still be polled."""
+        if self._gate is not None:
+            self._gate.close()
         for track in (self._vision, self._language):
             if track is not None:
                 track[0].close()

@@ -33,20 +33,22 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | {"core", "config", "specs", "backend"},
     "worker": BASE | {"core", "config", "specs", "backend", "models"},
     "intake": BASE | {"core", "config", "specs"},
-    "instance": BASE | {"core", "config", "specs", "cache", "observe", "scheduler", "backend", "models", "worker"},
+    "planner": BASE | {"core", "config", "specs"},
+    "instance": BASE
+    | {"core", "config", "specs", "cache", "observe", "scheduler", "backend", "models", "worker", "planner"},
     "cluster": BASE | {"core", "config", "observe", "instance"},
     "front": BASE | {"core", "config", "specs", "observe", "intake", "cluster"},
     "engine": BASE | {"core", "config", "specs", "observe", "intake", "front"},
     "server": BASE | {"core", "config", "observe", "engine"},
     "demo": {"specs"},
-    "cli": BASE | {"core", "config", "observe", "engine", "server", "instance", "backend", "demo"},
+    "cli": BASE | {"core", "config", "observe", "engine", "server", "planner", "instance", "backend", "demo"},
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
 }
 # Rooms that must run without torch. Only these files of other rooms may assemble what computes.
 TORCH_FREE = {
     *("errors", "clock", "log", "core", "config", "specs", "cache", "observe", "scheduler", "intake", "cluster"),
-    *("front", "engine", "server", "cli"),
+    *("front", "engine", "server", "cli", "planner"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py"}
 # Besides the backend, only this file calls the extension: for pictures, which are no devices' business.

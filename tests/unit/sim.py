@@ -352,7 +352,7 @@ class Simulator:
 
     def _feed(self) -> None:
         plans = [self._plan_language, self._plan_vision]
-        for plan in reversed(plans) if self.scheduler.vision_first else plans:
+        for plan in [self._plan_vision, *plans] if self.scheduler.vision_first else plans:
             plan()
             self.check()
 

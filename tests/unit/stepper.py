@@ -72,7 +72,7 @@ class Stepper:
     def plan_language(self) -> LanguagePlan | None:
         plan = self.scheduler.plan_language(self.now)
         self.scheduler.check()
-        if plan is not None:
+        if plan is not None and self.config.schedule == "stage":
             check_chunks(plan, self.requests, self.config.token_budget)
         self.oracle.look()
         return plan

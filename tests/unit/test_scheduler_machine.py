@@ -7,12 +7,15 @@ is asked for is there already, or has just been evicted.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hydra_engine.core.request import Slo
 from hydra_engine.core.stages import LEGAL_MOVES
-from tests.unit.sim import Img, next_turn, rows_of
+from tests.unit.sim import Img, make_request, next_turn, rows_of
 from tests.unit.stepper import Stepper
 
 KV_SIZE = 4
@@ -30,11 +33,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_bypass=st.integers(1, 3),
         reuse=st.sampled_from([True, True, True, False]),
+        look_ahead=st.booleans(),
+        ttft_slo=st.sampled_from([None, 0.05]),
+        tpot_slo=st.sampled_from([None, 0.015]),
+        schedule=st.sampled_from(["stage", "stage", "stage", "request"]),
+        lanes=st.sampled_from([True, True, True, False]),
     )
     def start(self, **sizes) -> None:
         self.stepper = Stepper(image_budget=32, **sizes)
         self.count = 0
-        self.language = None
+        self.languages = []  # in flight, the first one runs
+        self.most = 2 if sizes["look_ahead"] else 1
         self.vision = None
         self.stages = {}
 
@@ -44,10 +53,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.integers(0, 100),
         source=st.sampled_from([None, 0, 0, 1]),
         salt=st.sampled_from(["", "", "", "s"]),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        tpot_s=st.sampled_from([None, None, 0.005]),
     )
-    def add(self, parts, max_new: int, eos: int, source: int | None, salt: str) -> None:
+    def add(
+        self, parts, max_new: int, eos: int, source: int | None, salt: str, priority: int, tpot_s: float | None
+    ) -> None:
         self.count += 1
-        self.stepper.add(self.count, *parts, 1, max_new=max_new, eos=range(eos), source=source, salt=salt)
+        request = make_request(self.count, *parts, 1, max_new=max_new, eos=range(eos), source=source, salt=salt)
+        self.stepper.submit(replace(request, priority=priority, slo=Slo(tpot_s=tpot_s)))
 
     @precondition(lambda self: self.stepper.finished)
     @rule(data=st.data(), more=st.integers(1, 6), max_new=st.integers(1, 8))
@@ -63,21 +77,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data) -> None:
         self.stepper.abort(data.draw(st.integers(1, self.count)))
 
-    @precondition(lambda self: self.language is None)
+    @precondition(lambda self: len(self.languages) < self.most)
     @rule()
     def plan_language(self) -> None:
+        preempted = self.stepper.scheduler.stats().num_preemptions
         live = [s for s in self.stepper.scheduler._book.states.values() if s.ending is None]
         oldest = min(live, key=lambda s: s.order, default=None)
         before = oldest.num_preemptions if oldest else 0
-        self.language = self.stepper.plan_language()
+        plan = self.stepper.plan_language()
+        if self.languages:
+            assert self.stepper.scheduler.stats().num_preemptions == preempted, "preempted while a step runs"
+        if plan is not None:
+            self.languages.append(plan)
         assert oldest is None or oldest.num_preemptions == before, "the oldest request was preempted"
 
-    @precondition(lambda self: self.language is not None)
+    @precondition(lambda self: self.languages)
     @rule(data=st.data())
     def end_language(self, data) -> None:
-        ids = [row.request_id for row in rows_of(self.language)]
+        plan = self.languages.pop(0)
+        ids = [row.request_id for row in rows_of(plan)]
         bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
-        plan, self.language = self.language, None
         self.stepper.end_language(plan, bad=bad, took_s=0.01)
 
     @precondition(lambda self: self.vision is None)
@@ -113,8 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "stepper"):
             return
-        if self.language is not None:
-            self.stepper.end_language(self.language)
+        for plan in self.languages:
+            self.stepper.end_language(plan)
         if self.vision is not None:
             self.stepper.end_vision(self.vision)
         self.stepper.finish_all()

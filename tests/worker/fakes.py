@@ -49,7 +49,7 @@ from hydra_engine.specs.base import (
 )
 from hydra_engine.specs.geometry import no_videos
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.ports import Gate
+from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.worker import Worker
 
 VOCABULARY = 97
@@ -122,6 +122,7 @@ class FakeModel:
     batch_sizes: list[int] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)  # of forwards
     broken_forwards: set[int] = field(default_factory=set)  # numbers; with two rows or more they raise late
+    num_slices: int = 1
 
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> None:
         self.encode_threads.add(threading.current_thread().name)
@@ -298,7 +299,7 @@ class Rig:
         caches: tuple[PagedCache, PagedCache] | None = None,
         states: StateCache | None = None,
         faults: FaultPoints | None = None,
-        gate: Gate | None = None,
+        gate: LaneGate | None = None,
     ) -> None:
         self.model = model or FakeModel()
         self.spec = spec or fake_spec()

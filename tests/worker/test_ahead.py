@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from hydra_engine.clock import VirtualClock
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.sampler import Recipe, sample_row
 from tests.worker.fakes import (
     NAN_TOKEN,
@@ -269,14 +271,15 @@ def test_multimodal_decodes_count_on_from_their_requests_own_delta() -> None:
 # ---- the vision lane beside a step
 
 
-class RecordingGate:
+class RecordingGate(LaneGate):
     """One second of vision beside every forward."""
 
     def __init__(self) -> None:
+        super().__init__(VirtualClock())
         self.begun: list[float] = []
         self.running = False
 
-    def begin(self, allowance_s: float) -> None:
+    def begin(self, allowance_s: float = math.inf) -> None:
         assert not self.running
         self.begun.append(allowance_s)
         self.running = True

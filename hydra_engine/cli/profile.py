@@ -1,0 +1,73 @@
+"""`hydra-engine profile MODEL`: measures what steps cost on this machine, saves it for the next start, and prints it.
+
+Assembles an instance in this process without serving. The same measuring runs at the start of `serve` when a limit
+between tokens is given and nothing valid is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hydra_engine import log
+from hydra_engine.cli.options import add_engine_options, engine_config_from
+from hydra_engine.config import DEMO_MODEL
+from hydra_engine.errors import ConfigError
+
+# As where instances run: an idle OpenMP team that spins would take the cores from the other lane.
+_OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="Hugging Face model directory, or `demo`")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile here too, as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it as a PNG (needs hydra-engine[bench])")
+    parser.add_argument("--cached", action="store_true", help="show what is saved if it still holds, do not measure")
+    parser.add_argument(
+        "--seconds", type=float, help="most time to measure; less where every step was measured often enough before"
+    )
+    add_engine_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: only this command needs them.
+    from hydra_engine.planner.picture import draw
+    from hydra_engine.planner.report import profile_lines
+    from hydra_engine.planner.store import save
+
+    config = engine_config_from(arguments, arguments.model)
+    log.configure(config.log_level)
+    if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
+        raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
+    os.environ.setdefault(*_OPENMP_IDLE)
+    parts: Any = import_module("hydra_engine.instance.parts")  # loads torch
+    found = parts.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
+    limit_s = config.scheduler.tpot_slo
+    sys.stdout.write("\n".join(profile_lines(found.profile, limit_s)) + "\n\n")
+    sys.stdout.write(f"{found.source}; {'kept' if found.file.exists() else 'could not be kept'} in {found.file}\n")
+    if arguments.output is not None:
+        try:
+            save(found.profile, arguments.output)
+        except OSError as error:
+            raise ConfigError(f"the profile cannot be written: {error.strerror}", param="output") from error
+    if arguments.picture is not None:
+        draw(found.profile, arguments.picture, Path(config.model_name).name, limit_s)
+        sys.stdout.write(f"picture in {arguments.picture}\n")
+    return 0
+
+
+def _progress() -> Any:
+    """A counting line on a terminal, nothing elsewhere."""
+    shown = sys.stderr.isatty()
+
+    def report(what: str, done: int, total: int) -> None:
+        if shown:
+            end = "\r\x1b[K" if done >= total else ""
+            sys.stderr.write(f"\r{what} {100 * done // max(total, 1):3d} %{end}")
+            sys.stderr.flush()
+
+    return report

@@ -1,0 +1,348 @@
+"""Measures steps on an instance's own lanes, which do not serve yet: each lane alone, then both side by side.
+
+Points of the grid take turns, round after round, so that a busy moment of the machine does not spoil one of them; the
+first round is ordered so that a fit is possible wherever the time runs out. Time of a step is what its lane says.
+Drives the lanes as the instance's loop does, through the same calls; does not know tensors, nor what the times mean.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from hydra_engine.clock import Clock
+from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.request import Request
+from hydra_engine.errors import BackendError
+from hydra_engine.planner.grid import CorunPoint, Grid, LanguagePoint, Point, Sizes, VisionPoint, make_grid
+from hydra_engine.planner.samples import CorunTimes, LanguageTimes, Samples, VisionTimes
+from hydra_engine.planner.synthetic import PlanMaker, load_of, picture_request, text_request
+from hydra_engine.specs.base import VisionSpec
+
+ROUNDS = 7
+DEADLINE_S = 40.0
+_BURST = 3  # steps of one visit, if all of them together take no longer than
+_BURST_S = 0.05
+_GUESS = 1.5  # what is not known yet may take so much longer than what is
+_LONG_S = 1.0
+_LOST_S = 600.0  # a step that takes longer will not come back
+_COVERED = 0.95  # of a step's time that the other lane must have been busy
+_CORUN_STEPS = 3  # of the language lane, and 1 of the vision lane
+_CORUN_PATIENCE = 8.0  # times what the steps take alone
+_CORUN_ROUNDS = 3
+_CORUN_KEPT = 64  # steps of one lane and point; short ones come by the hundred
+_SHORT_S = 0.05  # beside steps that take less, the pause between two of them is not negligible
+
+Result = LanguageResult | VisionResult
+
+
+class Lanes(Protocol):
+    """The part of an instance's worker that runs steps, see `instance/ports.py`."""
+
+    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None: ...
+
+    def remove_request(self, request_id: RequestId) -> None: ...
+
+    def submit_vision(self, plan: VisionPlan) -> None: ...
+
+    def submit_language(self, plan: LanguagePlan) -> None: ...
+
+    def poll(self) -> list[VisionResult | LanguageResult]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An instance to measure. `wake` is set by the worker whenever a result has come. `vision` None: it has no tower
+    or its pictures cannot be made here. `stateful`: layers keep a state per seat; a row goes on where its seat is."""
+
+    lanes: Lanes
+    wake: threading.Event
+    clock: Clock
+    sizes: Sizes
+    vocab_size: int
+    vision: VisionSpec | None
+    stateful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`submit_s`: from a plan's submission to an idle lane to the start of its step; `collect_s`: from the end of a
+    step until its result is here. `num_left` points of the grid were not measured, for want of time."""
+
+    samples: Samples
+    submit_s: float
+    collect_s: float
+    num_points: int
+    num_left: int
+    seconds: float
+
+
+def calibrate(site: Site, progress: Callable[[int, int], None], deadline_s: float = DEADLINE_S) -> Calibration:
+    """Takes at most about `deadline_s`, less where every point has been measured `ROUNDS` times before. Raises
+    BackendError when the model cannot run a step."""
+    run = _Run(site, deadline_s)
+    try:
+        run.open()
+        run.measure(make_grid(site.sizes, site.vision), progress)
+    finally:
+        run.close()
+    return run.calibration()
+
+
+class _Run:
+    """One calibration: what is registered with the lanes, and what was measured so far."""
+
+    def __init__(self, site: Site, deadline_s: float) -> None:
+        self._site = site
+        self._began = site.clock.now()
+        self._deadline = self._began + deadline_s
+        self._maker = PlanMaker(site.sizes, site.vocab_size, stateful=site.stateful)
+        self._pictures: dict[VisionPoint, Request] = {}
+        self._known: list[RequestId] = []
+        self._wall_s: dict[Point, float] = {}  # of the last visit, of one step where there were several
+        self._language: dict[LanguageLoad, list[float]] = defaultdict(list)
+        self._vision: dict[VisionPoint, list[float]] = defaultdict(list)
+        self._corun: dict[CorunPoint, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        self._submit_s: list[float] = []
+        self._collect_s: list[float] = []
+        self._num_points = 0
+        self._num_left = 0
+
+    def open(self) -> None:
+        for seat in range(self._site.sizes.max_num_seqs):
+            self._register(text_request(seat, self._site.sizes.max_model_len), ())
+        self._run(self._maker.opening())
+
+    def close(self) -> None:
+        for request_id in self._known:
+            self._site.lanes.remove_request(request_id)
+        self._known.clear()
+
+    def measure(self, grid: Grid, progress: Callable[[int, int], None]) -> None:
+        points = [*grid.coarse, *grid.rest]
+        self._num_points = len(points)
+        total = ROUNDS * len(points)
+        done = 0
+        progress(0, total)
+        for number in range(ROUNDS):
+            if number:
+                random.Random(number).shuffle(points)
+            visited = 0
+            for point in points:
+                if number >= _CORUN_ROUNDS and isinstance(point, CorunPoint):
+                    done += 1
+                    continue
+                if self._affordable(point):
+                    self._visit(point)
+                    visited += 1
+                done += 1
+                progress(min(done, total - 1), total)
+            if not visited:
+                break
+        self._num_left = sum(point not in self._wall_s for point in points)
+        progress(total, total)
+
+    def calibration(self) -> Calibration:
+        language = tuple(LanguageTimes(load, tuple(times)) for load, times in self._language.items())
+        vision = tuple(VisionTimes(point.load, tuple(times)) for point, times in self._vision.items())
+        corun = tuple(
+            CorunTimes(point.language.load, point.vision.load, _thinned(language_s), _thinned(vision_s))
+            for point, (language_s, vision_s) in self._corun.items()
+            if language_s or vision_s
+        )
+        return Calibration(
+            Samples(language, vision, corun),
+            median(self._submit_s),
+            median(self._collect_s),
+            self._num_points,
+            self._num_left,
+            self._site.clock.now() - self._began,
+        )
+
+    # ---- time
+
+    def _affordable(self, point: Point) -> bool:
+        """Whether it ends in time, going by its last visit or by the nearest point of its kind; the first of a kind
+        is tried. The very first point is always measured: without it there is nothing to fit."""
+        expected = self._expected_s(point) or 0.0
+        return not self._wall_s or self._site.clock.now() + expected < self._deadline
+
+    def _expected_s(self, point: Point) -> float | None:
+        if (known := self._wall_s.get(point)) is not None:
+            return known
+        if isinstance(point, CorunPoint):
+            language, vision = self._expected_s(point.language), self._expected_s(point.vision)
+            return None if language is None or vision is None else 2 * (_CORUN_STEPS * language + vision)
+        near = [(other, s) for other, s in self._wall_s.items() if type(other) is type(point)]
+        if not near:
+            return None
+        work = point.work
+        other, seconds = min(near, key=lambda pair: abs(_work(pair[0]) - work))
+        return 2 * _GUESS * seconds * max(1.0, work / _work(other))  # twice: the first visit warms up
+
+    # ---- points
+
+    def _visit(self, point: Point) -> None:
+        began = self._site.clock.now()
+        first = point not in self._wall_s
+        if isinstance(point, CorunPoint):
+            self._beside(point)
+            self._wall_s[point] = self._site.clock.now() - began
+            return
+        if first and self._worth_warming(point):
+            self._alone(point, 1, keep=False)
+        began = self._site.clock.now()
+        known = self._wall_s.get(point)
+        count = _BURST if known is not None and _BURST * known <= _BURST_S else 1
+        self._alone(point, count, keep=True)
+        self._wall_s[point] = (self._site.clock.now() - began) / count
+
+    def _worth_warming(self, point: Point) -> bool:
+        """What its first call costs is nothing beside a long step."""
+        expected = self._expected_s(point)
+        return expected is None or expected <= _LONG_S
+
+    def _alone(self, point: LanguagePoint | VisionPoint, count: int, *, keep: bool) -> None:
+        """`count` steps that follow one another without a pause."""
+        self._prepare(point)
+        loads = []
+        submitted = self._site.clock.now()
+        for _ in range(count):
+            loads.append(self._submit(point))
+        results = self._collect(count)
+        if not keep:
+            return
+        self._submit_s.append(max(0.0, results[0].started_s - submitted))
+        for load, result in zip(loads, results, strict=True):
+            seconds = result.ended_s - result.started_s
+            if isinstance(point, VisionPoint):
+                self._vision[point].append(seconds)
+            elif load is not None:
+                self._language[load].append(seconds)
+
+    def _beside(self, point: CorunPoint) -> None:
+        """Both lanes busy without a pause until enough steps of each have lain within the other's."""
+        clock = self._site.clock
+        language = _Track(point.language, self._expected_s(point.language) or 0.0)
+        vision = _Track(point.vision, self._expected_s(point.vision) or 0.0)
+        alone_s = _CORUN_STEPS * language.step_s + vision.step_s
+        until = min(clock.now() + _CORUN_PATIENCE * max(alone_s, 0.01), self._deadline)
+        self._prepare(point.language)
+        for track in (language, vision):
+            for _ in range(2 if track.step_s < _SHORT_S else 1):  # one runs, one waits
+                self._submit(track.point)
+                track.in_flight += 1
+        while language.in_flight or vision.in_flight:
+            for result in self._collect(1):
+                track = language if isinstance(result, LanguageResult) else vision
+                track.in_flight -= 1
+                track.spans.append((result.started_s, result.ended_s))
+                enough = len(language.within(vision)) >= _CORUN_STEPS and len(vision.within(language)) >= 1
+                if clock.now() < until and not enough:
+                    self._submit(track.point)
+                    track.in_flight += 1
+        language_s, vision_s = self._corun[point]
+        language_s += language.within(vision)
+        vision_s += vision.within(language)
+
+    # ---- the lanes
+
+    def _prepare(self, point: Point) -> None:
+        if isinstance(point, LanguagePoint):
+            self._run(self._maker.preparation(point))
+
+    def _run(self, plans: Sequence[LanguagePlan]) -> None:
+        for plan in plans:
+            self._site.lanes.submit_language(plan)
+            self._collect(1)
+
+    def _submit(self, point: LanguagePoint | VisionPoint) -> LanguageLoad | None:
+        """What a language step really is: rows of seats with a state may have come a little further."""
+        if isinstance(point, LanguagePoint):
+            plan = self._maker.language(point)
+            self._site.lanes.submit_language(plan)
+            return load_of(plan)
+        if point not in self._pictures:
+            request, pixels = picture_request(len(self._pictures), point)
+            self._register(request, pixels)
+            self._pictures[point] = request
+        self._site.lanes.submit_vision(self._maker.vision(self._pictures[point]))
+        return None
+
+    def _collect(self, count: int) -> list[Result]:
+        """The next `count` results, at least; in the order of their lanes."""
+        results: list[Result] = []
+        while len(results) < count:
+            if not self._site.wake.wait(_LOST_S):
+                raise BackendError("a measured step has not come back; the log says what happened in its lane")
+            self._site.wake.clear()
+            new = self._site.lanes.poll()
+            now = self._site.clock.now()
+            for result in new:
+                _check(result)
+                self._collect_s.append(max(0.0, now - result.ended_s))
+            results += new
+        return results
+
+    def _register(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
+        self._site.lanes.add_request(request, pixels)
+        self._known.append(request.id)
+
+
+@dataclass(slots=True)
+class _Track:
+    """One lane while both are measured. `step_s`: of a step alone."""
+
+    point: LanguagePoint | VisionPoint
+    step_s: float
+    in_flight: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)  # (start, end) of the steps that have come back
+
+    def within(self, other: _Track) -> list[float]:
+        """Seconds of the steps during which the other lane was busy; its step in flight has begun where its last one
+        ended, and has not ended."""
+        spans = other.spans
+        if other.in_flight and spans:
+            spans = [*spans, (spans[-1][1], float("inf"))]
+        return covered(self.spans, spans)
+
+
+def covered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[float]:
+    """Seconds of those spans during which the other lane was busy nearly all along. Both ascend without overlap."""
+    found = []
+    first = 0
+    for begin, end in spans:
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        beside, index = 0.0, first
+        while index < len(others) and others[index][0] < end:
+            beside += min(end, others[index][1]) - max(begin, others[index][0])
+            index += 1
+        if end > begin and beside >= _COVERED * (end - begin):
+            found.append(end - begin)
+    return found
+
+
+def _thinned(times: Sequence[float]) -> tuple[float, ...]:
+    return tuple(times[:: -(-len(times) // _CORUN_KEPT)]) if times else ()
+
+
+def _work(point: Point) -> float:
+    return 0.0 if isinstance(point, CorunPoint) else point.work
+
+
+def _check(result: Result) -> None:
+    if isinstance(result, LanguageResult):
+        errors = [error for _, error in result.failures]
+    else:
+        errors = [outcome.error for outcome in result.outcomes if outcome.error is not None]
+    if errors:
+        raise BackendError(f"the model cannot run a step that was to be measured: {errors[0].message}")

@@ -1,0 +1,162 @@
+"""Measured step times -> a cost surface: non-negative least squares in relative error over piecewise linear features.
+
+A curve is a constant and a sum of ramps, one per pair of neighbouring knots, each with a slope that is not negative: so
+it rises everywhere, and what it predicts between knots and beyond the last one is positive. Noise on a shared machine
+only ever adds time, mostly in bursts: repeats count by their lower median, and points that the others contradict by
+Huber's weights. Pure functions of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from statistics import median, median_low
+from typing import NamedTuple
+
+import numpy as np
+
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.planner.nnls import Floats, nnls
+from hydra_engine.planner.samples import CorunTimes, LanguageTimes, Samples, VisionTimes
+
+ERROR_QUANTILE = 0.9
+_LEAST_SHARE = 0.25  # of the fastest step that was measured: no step costs less
+_KNOT_RATIO = 1.25  # between neighbouring knots at least
+_HUBER = 1.345  # of a standard deviation: 95 % efficient where noise is normal
+_LEAST_SPREAD = 0.02  # residuals below it are not told from noise
+_ROUNDS = 8
+_FAR = 10.0  # times too long or too short: no more weight is won or lost beyond
+_BURST = 3.0  # times the spread
+
+
+class _Fitted(NamedTuple):
+    curve: Curve
+    prices: tuple[float, ...]
+
+
+def fit(samples: Samples) -> CostSurface:
+    """The surface that predicts `samples` best. Raises ValueError without a language step; without vision steps vision
+    costs nothing, without steps of both lanes at once nothing slows down."""
+    if not samples.language:
+        raise ValueError("no language step was measured")
+    rows, (per_decode, per_key, per_pair, per_chunk) = _fit_language(samples.language)
+    patches, (per_patch_pair,) = _fit_vision(samples.vision)
+    alone = CostSurface(
+        rows=rows,
+        per_decode_s=per_decode,
+        per_key_s=per_key,
+        per_pair_s=per_pair,
+        per_chunk_s=per_chunk,
+        patches=patches,
+        per_patch_pair_s=per_patch_pair,
+    )
+    return _with_slowdowns(alone, samples)
+
+
+def without_bursts(seconds: Sequence[float]) -> list[float]:
+    """Repeats of one step but for those that something else on the machine delayed: farther above the lower median than
+    the usual spread, which is taken from the repeats below it."""
+    middle = median_low(seconds)
+    spread = max(middle - min(seconds), _LEAST_SPREAD * middle)
+    return [s for s in seconds if s <= middle + _BURST * spread]
+
+
+def _fit_language(times: Sequence[LanguageTimes]) -> _Fitted:
+    loads = [point.load for point in times]
+    plain = [load.num_rows for load in loads if not load.num_decodes or not load.prefill_tokens]
+    knots = _knots(plain or [load.num_rows for load in loads])
+    prices = [[load.num_decodes, load.decode_context, load.prefill_pairs, load.num_chunks] for load in loads]
+    return _fit_curve(knots, [load.num_rows for load in loads], prices, [median_low(p.seconds) for p in times])
+
+
+def _fit_vision(times: Sequence[VisionTimes]) -> _Fitted:
+    if not times:
+        return _Fitted(Curve((0.0,), (0.0,)), (0.0,))
+    amounts = [point.load.num_patches for point in times]
+    prices = [[point.load.pairs] for point in times]
+    return _fit_curve(_knots(amounts), amounts, prices, [median_low(p.seconds) for p in times])
+
+
+def _knots(amounts: Iterable[float]) -> list[float]:
+    """The measured amounts, but for those that lie close above another; the last one always."""
+    ordered = sorted({float(amount) for amount in amounts})
+    knots = [ordered[0]]
+    for amount in ordered[1:]:
+        if amount >= _KNOT_RATIO * knots[-1]:
+            knots.append(amount)
+    if knots[-1] != ordered[-1] and len(knots) > 1:
+        knots[-1] = ordered[-1]
+    return knots
+
+
+def _fit_curve(
+    knots: Sequence[float], amounts: Sequence[float], prices: Sequence[Sequence[float]], seconds: Sequence[float]
+) -> _Fitted:
+    """seconds = curve(amount) + prices times something, each point's error relative to its seconds."""
+    amount = np.asarray(amounts, dtype=np.float64)
+    ramps = [np.clip(amount, low, high) - low for low, high in pairwise(knots)]
+    if ramps:
+        ramps[-1] = np.maximum(amount, knots[-2]) - knots[-2]  # the last slope goes on
+    features = np.column_stack([np.ones_like(amount), *ramps, np.asarray(prices, dtype=np.float64)])
+    x = _huber(features / np.asarray(seconds, dtype=np.float64)[:, None])
+    heights = np.cumsum([x[0], *(x[1 : len(knots)] * np.diff(knots))])
+    least_s = _LEAST_SHARE * min(seconds)
+    curve = Curve(tuple(knots), tuple(max(float(height), least_s) for height in heights))
+    return _Fitted(curve, tuple(float(price) for price in x[len(knots) :]))
+
+
+def _huber(features: Floats) -> Floats:
+    """x >= 0 that brings features @ x, predicted over measured, near 1 at every point.
+
+    The error is relative to the geometric mean of the two, so that half and twice as long are as bad as each other;
+    errors beyond the usual spread count linearly only.
+    """
+    weights = np.ones(len(features))
+    x = np.zeros(features.shape[1])
+    for _ in range(_ROUNDS):
+        roots = np.sqrt(weights)
+        x = nnls(features * roots[:, None], roots)
+        ratios = np.clip(features @ x, 1 / _FAR, _FAR)
+        errors = np.abs(ratios - 1) / np.sqrt(ratios)
+        limit = _HUBER * max(1.4826 * float(np.median(errors)), _LEAST_SPREAD)
+        weights = np.minimum(1.0, limit / np.maximum(errors, 1e-12)) / ratios
+    return x
+
+
+def _with_slowdowns(alone: CostSurface, samples: Samples) -> CostSurface:
+    corun = samples.corun
+    decodes = [point for point in corun if not point.language.prefill_tokens] or corun
+    chunks = [point for point in corun if not point.language.num_decodes] or corun
+    surface = replace(
+        alone,
+        decode_slowdown=_slowdown(decodes, lambda p: alone.language_s(p.language), lambda p: p.language_s),
+        prefill_slowdown=_slowdown(chunks, lambda p: alone.language_s(p.language), lambda p: p.language_s),
+        vision_slowdown=_slowdown(corun, lambda p: alone.vision_s(p.vision), lambda p: p.vision_s),
+    )
+    return replace(
+        surface,
+        language_error=_error((surface.language_s(p.load), without_bursts(p.seconds)) for p in samples.language),
+        vision_error=_error((surface.vision_s(p.load), without_bursts(p.seconds)) for p in samples.vision),
+        corun_error=_error(chain.from_iterable(_corun_pairs(surface, p) for p in corun)),
+    )
+
+
+def _slowdown(
+    points: Iterable[CorunTimes],
+    alone: Callable[[CorunTimes], float],
+    seconds: Callable[[CorunTimes], Sequence[float]],
+) -> float:
+    ratios = [median(measured) / alone(point) for point in points if (measured := seconds(point))]
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
+def _corun_pairs(surface: CostSurface, point: CorunTimes) -> list[tuple[float, Sequence[float]]]:
+    language_s = surface.corun_s(point.language, float("inf"))
+    return [(language_s, point.language_s), (surface.vision_s(point.vision) * surface.vision_slowdown, point.vision_s)]
+
+
+def _error(pairs: Iterable[tuple[float, Sequence[float]]]) -> float:
+    """Bound of `ERROR_QUANTILE` of the single steps' errors, relative to what is predicted."""
+    errors = [abs(measured - predicted) / predicted for predicted, seconds in pairs for measured in seconds]
+    return float(np.quantile(errors, ERROR_QUANTILE)) if errors else 0.0

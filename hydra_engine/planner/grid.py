@@ -1,0 +1,227 @@
+"""Which steps are measured, and in which order: a coarse part that is enough for a fit, then the rest.
+
+Pure: from the sizes of one instance to points. Does not know plans, lanes or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.specs.base import ItemPlan, VisionSpec
+
+SHORT_CONTEXT = 32
+LEAST_CHUNK = 16
+_SHAPE_RATIO = 1.9  # of patches between neighbouring shapes at least
+_SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792, 2688, 3584, 5376, 7168)  # pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What one instance can hold; bounds of what is measured.
+
+    `kv_tokens`: how many cached tokens a measured step may touch, all its rows together. Each row has one of
+    `max_num_seqs` seats.
+    """
+
+    max_num_seqs: int
+    token_budget: int
+    image_budget: int  # patches
+    max_model_len: int
+    kv_tokens: int
+    block_size: int
+    num_image_blocks: int
+    image_block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LanguagePoint:
+    """`num_decodes` decodes with `context` keys each, their own included, and chunks of (tokens, start)."""
+
+    num_decodes: int = 0
+    context: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def load(self) -> LanguageLoad:
+        return LanguageLoad(
+            self.num_decodes,
+            self.num_decodes * self.context,
+            sum(count for count, _ in self.chunks),
+            sum(count * start + count * (count + 1) / 2 for count, start in self.chunks),
+            len(self.chunks),
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Cached tokens of each row behind the step."""
+        return [self.context] * self.num_decodes + [start + count for count, start in self.chunks]
+
+    @property
+    def work(self) -> float:
+        """Grows with its seconds: for steps not seen yet."""
+        return self.load.num_rows + sum(self.lengths) / 256
+
+
+@dataclass(frozen=True, slots=True)
+class VisionPoint:
+    """`count` spans of one shape, cut from pictures of size `source` (width, height)."""
+
+    item: ItemPlan
+    source: tuple[int, int]
+    count: int = 1
+
+    @property
+    def load(self) -> VisionLoad:
+        patches = self.item.num_patches
+        return VisionLoad(self.count * patches, float(self.count * patches**2))
+
+    @property
+    def work(self) -> float:
+        return self.load.num_patches + self.load.pairs / 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CorunPoint:
+    """Steps of both kinds, each over and over, beside each other."""
+
+    language: LanguagePoint
+    vision: VisionPoint
+
+
+Point = LanguagePoint | VisionPoint | CorunPoint
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """`coarse` has the ends of every axis, and decodes and a chunk beside vision."""
+
+    coarse: tuple[Point, ...]
+    rest: tuple[Point, ...]
+
+
+def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
+    """`vision` None: the language lane alone."""
+    decodes, plain, behind = _decodes(sizes), _plain_chunks(sizes), _chunks_behind(sizes)
+    mixed = _mixed(sizes)
+    pictures = [] if vision is None else _pictures(sizes, vision)
+    corun: list[CorunPoint] = []
+    if pictures:
+        single = [point for point in pictures if point.count == 1]
+        middle = single[(len(single) - 1) // 2]
+        beside = [_middle(decodes), _middle(plain), decodes[0], decodes[-1], plain[0], plain[-1], *mixed[::3]]
+        corun = [CorunPoint(point, middle) for point in beside]
+    ends = [decodes[0], _many_short(decodes), decodes[-1], plain[0], plain[-1], *behind[-1:]]
+    coarse: list[Point] = [*ends, *pictures[:1], *corun[:2], *pictures[-1:]]
+    every: list[Point] = [*coarse, *decodes, *plain, *behind, *mixed, *pictures, *corun]
+    first = tuple(dict.fromkeys(coarse))
+    return Grid(first, tuple(dict.fromkeys(every))[len(first) :])
+
+
+def powers(least: int, most: int) -> list[int]:
+    """least, 2 * least, .. and most; ascending. `least` is at most `most`."""
+    amounts = []
+    while least < most:
+        amounts.append(least)
+        least *= 2
+    return [*amounts, most]
+
+
+def _decodes(sizes: Sizes) -> list[LanguagePoint]:
+    """By rows, then by context: short, middle and as long as the cache holds."""
+    points = []
+    for rows in powers(1, sizes.max_num_seqs):
+        blocks = sizes.kv_tokens // rows // sizes.block_size
+        longest = min(sizes.max_model_len, blocks * sizes.block_size)
+        if longest < 1:
+            break
+        short = min(SHORT_CONTEXT, longest)
+        middle = round((short * longest) ** 0.5)
+        points += [LanguagePoint(rows, context) for context in sorted({short, middle, longest})]
+    return points
+
+
+def _plain_chunks(sizes: Sizes) -> list[LanguagePoint]:
+    """From position 0: every amount in one chunk, or as many as it needs, and large amounts in two."""
+    longest = min(sizes.max_model_len, sizes.kv_tokens)
+    least = min(LEAST_CHUNK, sizes.token_budget, longest)
+    amounts = powers(least, sizes.token_budget)
+    points = [LanguagePoint(chunks=_cut(n, longest)) for n in amounts]
+    points += [LanguagePoint(chunks=((n // 2, 0),) * 2) for n in amounts[2::2] if n // 2 <= longest]
+    fitting = [point for point in dict.fromkeys(points) if _fits(point, sizes)]
+    return sorted(fitting, key=lambda point: point.work)
+
+
+def _chunks_behind(sizes: Sizes) -> list[LanguagePoint]:
+    """Some amounts behind a middle and behind the longest context."""
+    points = []
+    for count in powers(min(LEAST_CHUNK, sizes.token_budget), sizes.token_budget)[::2]:
+        last = min(sizes.max_model_len, sizes.kv_tokens) - count
+        points += [LanguagePoint(chunks=((count, start),)) for start in (last // 8, last) if start >= SHORT_CONTEXT]
+    return [point for point in points if _fits(point, sizes)]
+
+
+def _mixed(sizes: Sizes) -> list[LanguagePoint]:
+    """Chunks beside decodes that hold half of the cache."""
+    points = []
+    most = sizes.max_num_seqs - 1
+    for rows in sorted({min(n, most) for n in (1, 8, most)} - {0}):
+        blocks = sizes.kv_tokens // (2 * rows) // sizes.block_size
+        context = min(sizes.max_model_len, blocks * sizes.block_size)
+        room = sizes.token_budget - rows
+        for count in sorted({min(n, room) for n in (64, 256, room)}):
+            if count > 0 and context > 0:
+                points.append(LanguagePoint(rows, context, _cut(count, sizes.max_model_len)))
+    return [point for point in points if _fits(point, sizes)]
+
+
+def _cut(count: int, longest: int) -> tuple[tuple[int, int], ...]:
+    whole, left = divmod(count, longest)
+    return ((longest, 0),) * whole + (((left, 0),) if left else ())
+
+
+def _fits(point: LanguagePoint, sizes: Sizes) -> bool:
+    blocks = sum(-(-length // sizes.block_size) for length in point.lengths)
+    return len(point.lengths) <= sizes.max_num_seqs and blocks * sizes.block_size <= sizes.kv_tokens
+
+
+def _middle(points: list[LanguagePoint]) -> LanguagePoint:
+    return points[len(points) // 2]
+
+
+def _many_short(decodes: list[LanguagePoint]) -> LanguagePoint:
+    """As many decodes as there are, with short contexts."""
+    return next(point for point in decodes if point.num_decodes == decodes[-1].num_decodes)
+
+
+def _pictures(sizes: Sizes, vision: VisionSpec) -> list[VisionPoint]:
+    """One span of every shape, and 2, 4, .. of the smallest and of a middle one; by patches. Every step is one that the
+    image cache holds."""
+    shapes = _shapes(sizes, vision)
+    points = [VisionPoint(item, source) for item, source in shapes]
+    for item, source in dict.fromkeys([*shapes[:1], *shapes[len(shapes) // 2 :][:1]]):
+        held = sizes.num_image_blocks // _image_blocks(item, sizes)
+        most = max(1, min(held, sizes.image_budget // item.num_patches))
+        points += [VisionPoint(item, source, count) for count in powers(1, most)]
+    return sorted(dict.fromkeys(points), key=lambda point: point.load.num_patches)
+
+
+def _shapes(sizes: Sizes, vision: VisionSpec) -> list[tuple[ItemPlan, tuple[int, int]]]:
+    """The spans that square pictures become, by their patches, each well larger than the one before; the largest
+    always."""
+    found: dict[int, tuple[ItemPlan, tuple[int, int]]] = {}
+    for side in _SIDES:
+        for item in vision.plan_image(side, side).items:
+            if _image_blocks(item, sizes) <= sizes.num_image_blocks:
+                found.setdefault(item.num_patches, (item, (side, side)))
+    kept: list[int] = []
+    for patches in sorted(found):
+        if not kept or patches >= _SHAPE_RATIO * kept[-1]:
+            kept.append(patches)
+    if kept and len(kept) > 1:
+        kept[-1] = max(found)
+    return [found[patches] for patches in kept]
+
+
+def _image_blocks(item: ItemPlan, sizes: Sizes) -> int:
+    return -(-item.num_tokens // sizes.image_block_size)

@@ -1,0 +1,206 @@
+"""The cost surface of an instance that is about to serve: a saved one where it still holds, else measured and saved.
+
+Decides whether to measure and says why; the measuring is `calibrate.py`. Does not know tensors, nor what budgets
+follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra_engine import __version__
+from hydra_engine.clock import Clock
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
+from hydra_engine.planner.calibrate import DEADLINE_S, Lanes, Site, calibrate
+from hydra_engine.planner.fit import fit
+from hydra_engine.planner.grid import Sizes
+from hydra_engine.planner.store import Identity, Profile, Reach, Refused, file_name, load, model_identity, save
+from hydra_engine.specs.base import ModelSpec, VisionSpec
+from hydra_engine.specs.generic import GenericVisionSpec
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+_CACHE_SHARE = 0.25  # of the weights' bytes: so many keys and values do measured steps read at most
+_LEAST_CACHE_BYTES = 64 << 20
+_STATE_STEPS = 4  # as many full steps may bring a seat's state to its context
+_EVEN = 2.0  # two lanes that share a device evenly
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An assembled instance that does not serve yet. `fill_cache(n)` writes finite noise into the first n KV blocks:
+    memory that was never written is no memory yet, and reading it costs nothing."""
+
+    lanes: Lanes
+    wake: threading.Event
+    clock: Clock
+    spec: ModelSpec
+    device: str
+    dtype: str
+    backend: str
+    threads: int
+    num_kv_blocks: int
+    num_image_blocks: int
+    kv_token_bytes: int
+    weights_bytes: int
+    fill_cache: Callable[[int], None]
+
+
+class Found(NamedTuple):
+    """`source` says in a few words where the surface comes from; `notes` what a user should know of it."""
+
+    surface: CostSurface
+    notes: tuple[str, ...]
+    source: str
+    profile: Profile
+    file: Path
+
+
+def surface_for(
+    config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
+) -> Found:
+    """`config` has no "auto" left. `fresh`: measured whatever is saved. `deadline_s` None: `DEADLINE_S`.
+
+    Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that
+    cannot be read or written is said in the log and is no reason to fail.
+    """
+    sizes = _sizes(config, subject)
+    identity = _identity(config, subject)
+    reach = Reach(sizes.token_budget, sizes.max_num_seqs, sizes.image_budget)
+    file = config.profile_folder / file_name(config.model_path, identity)
+    saved = None if fresh else _saved(file, identity, reach)
+    if saved is not None:
+        notes = (f"step times: measured on {saved.measured_at[:10]}, {_accuracy(saved.surface)}", *saved.notes)
+        return Found(saved.surface, notes, "saved profile", saved, file)
+    profile = _measured(subject, sizes, identity, reach, progress, DEADLINE_S if deadline_s is None else deadline_s)
+    try:
+        save(profile, file)
+    except OSError as error:
+        logger.warning("the measured step times could not be saved: %s; they hold for this start", error.strerror)
+    source = f"measured just now in {profile.seconds:.1f} s"
+    notes = (f"step times: {source}, {_accuracy(profile.surface)}", *profile.notes)
+    return Found(profile.surface, notes, source, profile, file)
+
+
+def _saved(file: Path, identity: Identity, reach: Reach) -> Profile | None:
+    try:
+        return load(file, identity, reach)
+    except Refused as reason:
+        logger.warning("the saved profile of this model is not used: %s; step times are measured anew", reason)
+        return None
+
+
+def _measured(
+    subject: Subject, sizes: Sizes, identity: Identity, reach: Reach, progress: Progress, deadline_s: float
+) -> Profile:
+    spec = subject.spec
+    vision = spec.vision if subject.num_image_blocks else None
+    generic = isinstance(vision, GenericVisionSpec)
+    subject.fill_cache(sizes.kv_tokens // sizes.block_size)
+    site = Site(
+        lanes=subject.lanes,
+        wake=subject.wake,
+        clock=subject.clock,
+        sizes=sizes,
+        vocab_size=spec.language.vocab_size,
+        vision=None if generic else vision,
+        stateful=spec.language.has_states,
+    )
+    done = calibrate(site, progress, deadline_s)
+    surface = fit(done.samples)
+    notes = []
+    if done.num_left:
+        notes.append(f"{done.num_left} of {done.num_points} kinds of steps were not measured within {deadline_s:g} s")
+    if vision is not None and not done.samples.vision:
+        surface = _with_estimated_vision(surface, spec, vision, reach)
+        why = "this model's pictures cannot be made up here" if generic else "there was no time to measure one"
+        notes.append(f"vision steps are estimated from their FLOPs: {why}")
+    if vision is not None and not done.samples.corun:
+        surface = replace(
+            surface, decode_slowdown=_EVEN, prefill_slowdown=_EVEN, vision_slowdown=_EVEN, corun_error=1.0
+        )
+        notes.append("steps of both lanes at once were not measured; each is taken to run at half its speed")
+    return Profile(
+        identity=identity,
+        reach=reach,
+        surface=surface,
+        samples=done.samples,
+        submit_s=done.submit_s,
+        collect_s=done.collect_s,
+        num_points=done.num_points,
+        num_left=done.num_left,
+        seconds=done.seconds,
+        measured_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        notes=tuple(notes),
+    )
+
+
+def _sizes(config: EngineConfig, subject: Subject) -> Sizes:
+    block_size, token_budget = config.cache.block_size, config.scheduler.token_budget
+    affordable = max(_LEAST_CACHE_BYTES, int(_CACHE_SHARE * subject.weights_bytes)) // max(subject.kv_token_bytes, 1)
+    if subject.spec.language.has_states:
+        affordable = min(affordable, _STATE_STEPS * token_budget)
+    max_model_len = config.max_model_len or subject.spec.max_model_len
+    held = max(min(affordable // block_size, subject.num_kv_blocks), 1)
+    return Sizes(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        token_budget=token_budget,
+        image_budget=config.scheduler.image_budget,
+        max_model_len=max_model_len,
+        kv_tokens=held * block_size,
+        block_size=block_size,
+        num_image_blocks=subject.num_image_blocks,
+        image_block_size=config.cache.image_block_size,
+    )
+
+
+def _identity(config: EngineConfig, subject: Subject) -> Identity:
+    return Identity(
+        model=model_identity(config.model_path),
+        device=subject.device,
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=subject.threads,
+        lane_priority=config.lane_priority,
+        dtype=subject.dtype,
+        backend=subject.backend,
+        deterministic=config.deterministic,
+        sliced=config.scheduler.slices_layers,
+        block_size=config.cache.block_size,
+        engine=__version__,
+    )
+
+
+def _processor() -> str:
+    """As the system calls it; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _with_estimated_vision(surface: CostSurface, spec: ModelSpec, vision: VisionSpec, reach: Reach) -> CostSurface:
+    """At the rate of a full prefill step."""
+    tokens, patches = reach.rows, max(reach.patches, 1)
+    full_s = surface.language_s(LanguageLoad(0, 0, tokens, tokens * (tokens + 1) / 2, 1))
+    rate = tokens * spec.language.flops_per_token(tokens // 2) / full_s
+    seconds = vision.flops(patches) / rate
+    return replace(surface, patches=Curve((0.0, float(patches)), (0.0, seconds)), vision_error=1.0)
+
+
+def _accuracy(surface: CostSurface) -> str:
+    return (
+        f"right within {surface.language_error:.0%} (language), {surface.vision_error:.0%} (vision) and "
+        f"{surface.corun_error:.0%} (both at once) in nine of ten steps"
+    )

@@ -1,0 +1,220 @@
+"""Profiles on disk: what was measured, of which model on which machine, so that the next start need not measure.
+
+A file is used only if it is whole, of this very model and machine, large enough, and makes sense number by number;
+otherwise the reason is given and the caller measures anew. Files are written whole or not at all, for their owner
+alone. Knows numbers and files; does not know what they are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.planner.samples import Samples
+
+SCHEMA = 1
+MAX_BYTES = 4 << 20
+_LONGEST_S = 3600.0
+_MOST = 1e6  # slowdowns and errors
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a profile holds for. `model` covers the configuration and names, sizes and times of the weight files."""
+
+    model: str
+    device: str
+    processor: str
+    cores: int
+    threads: int
+    lane_priority: str
+    dtype: str
+    backend: str
+    deterministic: bool
+    sliced: bool  # encodes can pause inside layers, which costs something
+    block_size: int
+    engine: str
+    schema: int = SCHEMA
+
+
+class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far the grid went."""
+
+    rows: int  # of a language step
+    decodes: int
+    patches: int  # of a vision step
+
+    def covers(self, other: Reach) -> bool:
+        return self.rows >= other.rows and self.decodes >= other.decodes and self.patches >= other.patches
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`submit_s` and `collect_s`: what handing a step over takes, see `calibrate.Calibration`; `measured_at` is UTC."""
+
+    identity: Identity
+    reach: Reach
+    surface: CostSurface
+    samples: Samples
+    submit_s: float
+    collect_s: float
+    num_points: int
+    num_left: int
+    seconds: float
+    measured_at: str
+    notes: tuple[str, ...] = ()
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`digest` is BLAKE2b-256 of the bytes of `profile`, in hex."""
+
+    digest: str
+    profile: msgspec.Raw
+
+
+class Refused(Exception):
+    """A file that is there and is not used; the message says why."""
+
+
+def model_identity(directory: Path) -> str:
+    """Hex digest of config.json and of names, sizes and modification times of the weight files."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _WEIGHTS:
+            facts = path.stat()
+            digest.update(f"\n{path.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def file_name(directory: Path, identity: Identity) -> str:
+    """One per model directory and setting: another version of the model or the engine takes the same name, so that an
+    outdated profile is noticed and replaced."""
+    lasting = msgspec.structs.replace(identity, model=str(directory.resolve()), engine="", schema=0)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name)[:40]
+    return f"{name}-{hashlib.blake2b(msgspec.json.encode(lasting), digest_size=8).hexdigest()}.json"
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Atomic, mode 0600. Raises OSError."""
+    body = msgspec.json.encode(profile)
+    content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path, identity: Identity, reach: Reach) -> Profile | None:
+    """None where there is no file. Raises Refused with the reason where there is one that cannot be used."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Refused(f"it cannot be read: {error.strerror}") from error
+    profile = _decoded(content)
+    if profile.identity != identity:
+        raise Refused(_difference(profile.identity, identity))
+    if not profile.reach.covers(reach):
+        raise Refused("larger steps are allowed now than were measured then")
+    if (problem := problem_of(profile)) is not None:
+        raise Refused(f"its numbers make no sense: {problem}")
+    return profile
+
+
+def problem_of(profile: Profile) -> str | None:
+    """What no measurement can have given, or None."""
+    surface = profile.surface
+    checks = [
+        *_curve_problems("rows", surface.rows, least_s=1e-9),
+        *_curve_problems("patches", surface.patches, least_s=0.0),
+    ]
+    for name in ("per_key_s", "per_pair_s", "per_chunk_s", "per_decode_s", "per_patch_pair_s"):
+        checks.append(_out_of(name, [getattr(surface, name)], 0.0, _LONGEST_S))
+    for name in ("decode_slowdown", "prefill_slowdown", "vision_slowdown"):
+        checks.append(_out_of(name, [getattr(surface, name)], 1.0, _MOST))
+    for name in ("language_error", "vision_error", "corun_error"):
+        checks.append(_out_of(name, [getattr(surface, name)], 0.0, _MOST))
+    checks.append(_out_of("times", _times(profile), 0.0, _LONGEST_S))
+    checks.append(_out_of("loads", _loads(profile.samples), 0.0, 1e18))
+    return next((check for check in checks if check is not None), None)
+
+
+def _decoded(content: bytes) -> Profile:
+    if len(content) > MAX_BYTES:
+        raise Refused(f"it has more than {MAX_BYTES >> 20} MiB")
+    try:
+        outer = msgspec.json.decode(content, type=_File, strict=True)
+        body = bytes(outer.profile)
+        if _digest(body) != outer.digest:
+            raise Refused("it is damaged")
+        return msgspec.json.decode(body, type=Profile, strict=True)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused("it is damaged, or of another version of the engine") from error
+
+
+def _difference(then: Identity, now: Identity) -> str:
+    names = [name for name in Identity.__struct_fields__ if getattr(then, name) != getattr(now, name)]
+    if names == ["model"]:
+        return "the model's files have changed"
+    return "it was measured with " + ", ".join(
+        "another state of the model's files" if name == "model" else f"{name} {str(getattr(then, name))[:60]}"
+        for name in names
+    )
+
+
+def _curve_problems(name: str, curve: Curve, least_s: float) -> Iterator[str | None]:
+    if not curve.knots or len(curve.knots) != len(curve.seconds):
+        yield f"{name} has {len(curve.knots)} knots and {len(curve.seconds)} values"
+    yield _out_of(f"knots of {name}", curve.knots, 0.0, 1e12)
+    yield _out_of(f"seconds of {name}", curve.seconds, least_s, _LONGEST_S)
+    if any(high <= low for low, high in pairwise(curve.knots)):
+        yield f"knots of {name} do not ascend"
+    if any(high < low for low, high in pairwise(curve.seconds)):
+        yield f"{name} falls somewhere"
+
+
+def _out_of(name: str, values: Iterable[float], least: float, most: float) -> str | None:
+    wrong = [value for value in values if not (math.isfinite(value) and least <= value <= most)]
+    return f"{name} has {wrong[0]:g}" if wrong else None
+
+
+def _times(profile: Profile) -> Iterator[float]:
+    yield from (profile.submit_s, profile.collect_s, profile.seconds)
+    for step in profile.samples.language:
+        yield from step.seconds
+    for encode in profile.samples.vision:
+        yield from encode.seconds
+    for corun in profile.samples.corun:
+        yield from (*corun.language_s, *corun.vision_s)
+
+
+def _loads(samples: Samples) -> Iterator[float]:
+    language: list[LanguageLoad] = [p.load for p in samples.language] + [p.language for p in samples.corun]
+    vision: list[VisionLoad] = [p.load for p in samples.vision] + [p.vision for p in samples.corun]
+    for step in language:
+        yield from (step.num_decodes, step.decode_context, step.prefill_tokens, step.prefill_pairs, step.num_chunks)
+    for encode in vision:
+        yield from (encode.num_patches, encode.pairs)
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=32).hexdigest()

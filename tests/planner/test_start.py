@@ -1,0 +1,160 @@
+"""Where the surface of a start comes from: measured once, then taken from the file while it holds."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from hydra_engine.core.cost import VisionLoad
+from hydra_engine.planner.start import Found, Subject, surface_for
+from hydra_engine.specs.base import ModelSpec, PreprocessSpec
+from hydra_engine.specs.decoder import LanguageSpec
+from hydra_engine.specs.generic import GenericVisionSpec, PictureFacts
+from tests.planner.fakes import FakeLanes, SquareVision, decodes
+
+LANGUAGE = LanguageSpec(2, 64, 4, 2, 16, 128, 500, 1e-5, 1e4, 2048, True)
+FACTS = PictureFacts("m", "<image>", 5, 6, False, (), 64, 256, 14, 1000, "m")
+GENERIC = GenericVisionSpec(FACTS, 64, PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "m"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return EngineConfig(
+        model=str(tmp_path / "model"),
+        max_model_len=2048,
+        profile_dir=str(tmp_path / "profiles"),
+        scheduler=SchedulerConfig(max_num_seqs=8, token_budget=128, image_budget=256),
+        cache=CacheConfig(image_block_size=64),
+    )
+
+
+def subject(**changes: object) -> Subject:
+    lanes = FakeLanes()
+    spec = ModelSpec("f", "F", LANGUAGE, SquareVision(), 6, 1, 0, (2,), "bfloat16")
+    made = Subject(
+        lanes=lanes,
+        wake=lanes.wake,
+        clock=lanes.clock,
+        spec=spec,
+        device="cpu",
+        dtype="bfloat16",
+        backend="native",
+        threads=2,
+        num_kv_blocks=512,
+        num_image_blocks=32,
+        kv_token_bytes=256,
+        weights_bytes=1 << 20,
+        fill_cache=lambda num_blocks: None,
+    )
+    return replace(made, **changes)
+
+
+def steps(which: Subject) -> int:
+    assert isinstance(which.lanes, FakeLanes)
+    return len(which.lanes.language_plans)
+
+
+def found(config: EngineConfig, which: Subject, *, fresh: bool = False) -> Found:
+    return surface_for(config, which, lambda done, total: None, fresh=fresh, deadline_s=30.0)
+
+
+def test_measured_once_and_reused_at_the_next_start(config: EngineConfig) -> None:
+    first, second = subject(), subject()
+    measured = found(config, first)
+    again = found(config, second)
+    assert steps(first) > 100 and steps(second) == 0
+    assert again.surface == measured.surface and again.file == measured.file
+    assert measured.source.startswith("measured just now in ") and again.source == "saved profile"
+    assert "nine of ten" in measured.notes[0] and "measured on 20" in again.notes[0]
+
+
+def test_fresh_measures_whatever_is_saved(config: EngineConfig) -> None:
+    found(config, subject())
+    again = subject()
+    assert found(config, again, fresh=True).source.startswith("measured") and steps(again)
+
+
+def test_a_damaged_file_is_measured_anew_and_said(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    file = found(config, subject()).file
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"0.0", b"9.0", 1))
+    again = subject()
+    with caplog.at_level(logging.WARNING):
+        found(config, again)
+    assert steps(again) and "it is damaged; step times are measured anew" in caplog.text
+    assert found(config, subject()).source == "saved profile", "the damaged file was replaced"
+
+
+def test_another_model_in_the_same_place_is_measured_anew(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    found(config, subject())
+    (config.model_path / "config.json").write_text('{"changed": 1}')
+    again = subject()
+    found(config, again)
+    assert steps(again) and "the model's files have changed" in caplog.text
+
+
+def test_larger_steps_are_measured_anew_and_smaller_ones_are_not(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    found(config, subject())
+    smaller = replace(config, scheduler=replace(config.scheduler, token_budget=64))
+    assert found(smaller, subject()).source == "saved profile"
+    larger = replace(config, scheduler=replace(config.scheduler, max_num_seqs=16))
+    assert found(larger, subject()).source.startswith("measured") and "larger steps" in caplog.text
+
+
+def test_another_setting_has_a_file_of_its_own(config: EngineConfig) -> None:
+    one, two = found(config, subject()), found(config, subject(threads=1))
+    assert one.file != two.file and one.file.exists() and two.file.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_no_reason_to_fail(
+    config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = replace(config, profile_dir=str(tmp_path / "file"))
+    result = found(blocked, subject())
+    assert result.source.startswith("measured") and "could not be saved" in caplog.text
+
+
+def test_the_cache_is_filled_as_far_as_steps_read_it(config: EngineConfig) -> None:
+    filled: list[int] = []
+    which = subject(fill_cache=filled.append, num_kv_blocks=100)
+    found(config, which)
+    assert isinstance(which.lanes, FakeLanes)
+    highest = max(int(plan.decodes.block_tables.max(initial=0)) for plan in which.lanes.language_plans)
+    assert filled == [100] and highest < 100
+
+
+def test_a_model_whose_pictures_cannot_be_made_up_has_estimated_vision(config: EngineConfig) -> None:
+    spec = ModelSpec("f", "F", LANGUAGE, GENERIC, 6, 1, 0, (2,), "bfloat16")
+    which = subject(spec=spec)
+    result = found(config, which)
+    assert isinstance(which.lanes, FakeLanes) and not which.lanes.vision_plans
+    assert any("estimated from their FLOPs" in note for note in result.notes)
+    surface = result.surface
+    assert 0 < surface.vision_s(VisionLoad(64, 4096.0)) < surface.vision_s(VisionLoad(128, 8192.0))
+    assert surface.vision_error == 1.0 and surface.decode_slowdown == 2.0
+    assert found(config, subject(spec=spec)).source == "saved profile"
+
+
+def test_a_cut_is_said_and_lanes_not_seen_together_are_assumed_to_share(config: EngineConfig) -> None:
+    result = surface_for(config, subject(), lambda done, total: None, deadline_s=0.01)
+    assert any("were not measured within 0.01 s" in note for note in result.notes)
+    assert any("half its speed" in note for note in result.notes) and result.surface.vision_slowdown == 2.0
+    assert any("there was no time" in note for note in result.notes) and result.surface.vision_s(VisionLoad(1, 1.0)) > 0
+
+
+def test_a_text_model_has_no_vision(config: EngineConfig) -> None:
+    spec = ModelSpec("f", "F", LANGUAGE, None, None, 1, 0, (2,), "bfloat16")
+    result = found(config, subject(spec=spec, num_image_blocks=0))
+    assert result.surface.vision_s(VisionLoad(10, 100.0)) == 0.0 and len(result.notes) == 1
+    assert result.surface.language_s(decodes(2, 64)) > 0

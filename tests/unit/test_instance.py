@@ -1,0 +1,274 @@
+"""The loop of an instance over the fake lanes: what it sends, and when it plans ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hydra_engine.cache.manager import CacheManager
+from hydra_engine.clock import VirtualClock
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.messages import (
+    Abort,
+    Delta,
+    Finished,
+    QueryLedger,
+    SetFault,
+    Shutdown,
+    Status,
+    Submit,
+    ToFront,
+    ToInstance,
+    Tokens,
+)
+from hydra_engine.core.plans import EncodeOutcome, LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
+from hydra_engine.core.request import Request, Slo
+from hydra_engine.core.roles import EPD
+from hydra_engine.instance.instance import LEAD_S, STATUS_PERIOD_S, Instance
+from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.unit.sim import FakeLanes, Img, config, expected_tokens, make_request, rows_of
+
+
+class FakeWorker:
+    """Runs a step when a test says so; both ends of the channel are lists."""
+
+    pixel_bytes = 0
+
+    def __init__(self, kv: CacheManager, images: CacheManager, clock: VirtualClock) -> None:
+        self.language: list[LanguagePlan] = []
+        self.vision: list[VisionPlan] = []
+        self.live: set[RequestId] = set()
+        self.inbox: list[ToInstance] = []
+        self.sent: list[ToFront] = []
+        self.wants_logprobs: set[int] = set()
+        self._lanes = FakeLanes(kv, images)
+        self._clock = clock
+        self._results: list[VisionResult | LanguageResult] = []
+
+    def add_request(self, request: Request, pixels: Sequence[object]) -> None:
+        self.live.add(request.id)
+
+    def remove_request(self, request_id: RequestId) -> None:
+        self.live.remove(request_id)
+
+    def submit_vision(self, plan: VisionPlan) -> None:
+        self.vision.append(plan)
+
+    def submit_language(self, plan: LanguagePlan) -> None:
+        self.language.append(plan)
+
+    def poll(self) -> list[VisionResult | LanguageResult]:
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> None: ...
+
+    def end_language(self, started_s: float) -> None:
+        """The first step in flight has ended now."""
+        plan = self.language.pop(0)
+        result = self._lanes.compute(plan, started_s, self._clock.now(), lambda row: False)
+        found = [
+            (index, TokenLogprobs(int(result.token_ids[index]), -0.5, 1))
+            for index, row in enumerate(rows_of(plan))
+            if row.request_id in self.wants_logprobs
+        ]
+        self._results.append(replace(result, logprobs=tuple(found)))
+
+    def end_vision(self, started_s: float) -> None:
+        plan = self.vision.pop(0)
+        self._lanes.encode(plan)
+        outcomes = tuple(EncodeOutcome(item.request_id, item.image_index) for item in plan.items)
+        self._results.append(VisionResult(plan.step_id, started_s, self._clock.now(), outcomes))
+
+    def drain(self) -> list[ToInstance]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, messages: Sequence[ToFront]) -> None:
+        self.sent += messages
+
+
+class Rig:
+    def __init__(self, *, look_ahead: bool = True, **changes) -> None:
+        kv, images = CacheManager(64, 4), CacheManager(64, 4)
+        self.clock = VirtualClock(100.0)
+        self.worker = FakeWorker(kv, images, self.clock)
+        settings = config(look_ahead=look_ahead, token_budget=32, **changes)
+        self.scheduler = StageScheduler(EPD, kv, images, settings, instance="test")
+        self.instance = Instance(
+            scheduler=self.scheduler,
+            worker=self.worker,
+            inbox=self.worker,
+            outbox=self.worker,
+            wake=threading.Event(),
+            clock=self.clock,
+            look_ahead=look_ahead,
+        )
+
+    def submit(self, request: Request) -> None:
+        self.worker.inbox.append(Submit(request))
+
+    def turn(self) -> None:
+        self.instance.turn()
+        self.scheduler.check()
+
+    def step(self, took_s: float) -> None:
+        """The running step takes so long, and the loop notices its end at once."""
+        started_s = self.clock.now()
+        self.clock.advance(took_s)
+        self.worker.end_language(started_s)
+        self.turn()
+
+    def tokens(self) -> dict[int, list[int]]:
+        """Of each request, from both forms of messages; positions are checked."""
+        found: dict[int, list[int]] = {}
+        for message in self.worker.sent:
+            if isinstance(message, Tokens):
+                columns = zip(message.request_ids, message.positions, message.token_ids, strict=True)
+            elif isinstance(message, Delta):
+                columns = [(message.request_id, message.position, message.token_ids[0])]
+            else:
+                continue
+            for number, position, token_id in columns:
+                assert position == len(found.setdefault(number, []))
+                found[number].append(token_id)
+        return found
+
+    def of(self, kind: type) -> list:
+        return [message for message in self.worker.sent if isinstance(message, kind)]
+
+
+# ---- what is sent
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_one_message_has_all_tokens_of_a_step_and_those_with_log_probabilities_travel_alone(look_ahead: bool) -> None:
+    rig = Rig(look_ahead=look_ahead)
+    requests = [make_request(number, 5, max_new=4) for number in range(3)]
+    rig.worker.wants_logprobs = {1}
+    for request in requests:
+        rig.submit(request)
+    rig.turn()
+    while rig.worker.language:
+        rig.step(0.01)
+    assert rig.tokens() == {request.id: expected_tokens(request) for request in requests}
+    assert [message.request_ids for message in rig.of(Tokens)] == [[0, 2]] * 4
+    assert [(message.request_id, message.logprobs[0].logprob) for message in rig.of(Delta)] == [(1, -0.5)] * 4
+    assert {message.request_id for message in rig.of(Finished)} == {0, 1, 2} and not rig.worker.live
+
+
+def test_the_last_message_counts_late_gaps() -> None:
+    rig = Rig(look_ahead=False)
+    rig.submit(replace(make_request(1, 4, max_new=5), slo=Slo(tpot_s=0.02)))
+    rig.turn()
+    for took_s in (0.5, 0.01, 0.03, 0.01, 0.05):
+        rig.step(took_s)
+    (finished,) = rig.of(Finished)
+    assert (finished.late_gaps, finished.num_gaps, finished.num_generated) == (2, 4, 5)
+    assert [span.stage for span in finished.spans].count("decode_wait") == 2
+
+
+def test_the_status_says_what_budgets_allow() -> None:
+    rig = Rig()
+    rig.submit(make_request(1, 5, max_new=4))
+    rig.turn()
+    (status,) = rig.of(Status)
+    assert status.budget == rig.scheduler.budget() and status.budget.token_budget == 32
+
+
+def test_requests_that_are_refused_aborted_or_asked_about() -> None:
+    rig = Rig()
+    rig.submit(make_request(1, 500, max_new=4))
+    rig.submit(make_request(2, 5, max_new=4))
+    rig.worker.inbox += [Abort(RequestId(2)), QueryLedger(7), SetFault("eng.before_step", "raise"), Shutdown()]
+    rig.turn()
+    first, second = rig.of(Finished)
+    assert (first.request_id, first.error.code) == (1, "request_too_large_for_deployment")
+    assert (second.request_id, second.reason) == (2, "abort")
+    assert rig.worker.sent[2].query_id == 7 and rig.worker.sent[2].at_rest
+
+
+@pytest.mark.parametrize(("schedule", "lanes"), [("stage", True), ("stage", False), ("request", True)])
+def test_pictures_and_text_in_every_mode(schedule: str, lanes: bool) -> None:
+    rig = Rig(schedule=schedule, lanes=lanes)
+    requests = [make_request(n, 3, Img(6), 2, max_new=3) if n % 2 else make_request(n, 7, max_new=3) for n in range(6)]
+    for request in requests:
+        rig.submit(request)
+    rig.turn()
+    while rig.worker.language or rig.worker.vision:
+        assert lanes or len(rig.worker.language) + len(rig.worker.vision) == 1
+        if rig.worker.vision:
+            rig.worker.end_vision(rig.clock.now())
+            rig.turn()
+        if rig.worker.language:
+            rig.step(0.01)
+    assert rig.tokens() == {request.id: expected_tokens(request) for request in requests}
+
+
+# ---- looking ahead
+
+
+def running(took_s: float = 0.03) -> Rig:
+    """A decode runs, whose steps have always taken as long; its step has just begun."""
+    rig = Rig()
+    rig.submit(make_request(1, 4, max_new=50))
+    rig.turn()
+    for _ in range(4):
+        rig.step(took_s)
+    assert len(rig.worker.language) == 1
+    return rig
+
+
+@pytest.mark.parametrize(("took_s", "lead_s"), [(0.03, LEAD_S), (0.003, 0.001)])
+def test_the_next_step_is_planned_shortly_before_the_running_one_is_expected_to_end(
+    took_s: float, lead_s: float
+) -> None:
+    rig = running(took_s)
+    assert rig.instance.wait_s() == pytest.approx(took_s - lead_s)
+    rig.turn()
+    assert len(rig.worker.language) == 1, "it is not time yet"
+    rig.clock.advance(took_s - lead_s)
+    rig.submit(make_request(2, 4, max_new=2))
+    rig.turn()
+    assert len(rig.worker.language) == 2
+    assert [row.request_id for row in rows_of(rig.worker.language[1])] == [1, 2], "what has arrived meanwhile is in it"
+    assert rig.instance.wait_s() == STATUS_PERIOD_S
+    rig.clock.advance(lead_s)
+    rig.worker.end_language(rig.clock.now() - took_s)
+    rig.turn()
+    assert len(rig.worker.language) == 1 and 0 < rig.instance.wait_s() < took_s, "the second one has just begun"
+
+
+def test_a_result_that_comes_before_it_is_expected_is_followed_by_a_plan_as_before() -> None:
+    rig = running()
+    rig.step(0.01)
+    assert len(rig.worker.language) == 1 and rig.instance.wait_s() > 0
+
+
+def test_what_cannot_be_planned_ahead_is_tried_once_and_then_after_the_result() -> None:
+    rig = running()
+    rig.clock.advance(0.0285)
+    asked = []
+    plan_language = rig.scheduler.plan_language
+    rig.scheduler.plan_language = lambda now: asked.append(now)
+    rig.turn()
+    rig.turn()
+    assert len(asked) == 1 and rig.instance.wait_s() == STATUS_PERIOD_S
+    rig.scheduler.plan_language = plan_language
+    rig.step(0.0015)
+    assert len(rig.worker.language) == 1
+
+
+def test_nothing_is_planned_ahead_before_a_step_has_been_seen_or_if_it_is_off() -> None:
+    rig = Rig()
+    rig.submit(make_request(1, 4, max_new=50))
+    rig.turn()
+    assert rig.instance.wait_s() == STATUS_PERIOD_S
+    rig = Rig(look_ahead=False)
+    rig.submit(make_request(1, 4, max_new=50))
+    rig.turn()
+    rig.step(0.03)
+    assert rig.instance.wait_s() == STATUS_PERIOD_S

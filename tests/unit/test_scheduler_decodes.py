@@ -1,0 +1,171 @@
+"""The table of decodes against plain lists: stop tokens, ends, gaps, spans, block tables and what is told of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.plans import LanguageResult, TokenLogprobs
+from hydra_engine.core.request import Slo
+from hydra_engine.scheduler.decodes import MAX_STOP_COLUMNS
+from hydra_engine.scheduler.events import FinishEvent, TokenEvent, TokensEvent
+from hydra_engine.scheduler.timeline import MIN_GAP_S
+from tests.unit.sim import Simulator, config, expected_tokens, make_request, rows_of
+from tests.unit.stepper import Stepper
+
+# ---- ends
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_STOP_COLUMNS, MAX_STOP_COLUMNS + 1, 60])
+def test_any_number_of_stop_tokens_ends_a_request_beside_others(count: int) -> None:
+    s = Stepper(token_budget=32)
+    stop = expected_tokens(make_request(1, 6, max_new=10))[4]
+    others = [1001 + n for n in range(count - 1)]  # no token of the model
+    s.add(1, 6, max_new=10, stop_token_ids=(*others[: count // 2], stop, *others[count // 2 :]))
+    s.add(2, 6, max_new=10)
+    s.add(3, 6, max_new=10, eos=(2001, 2002, 2003))
+    s.finish_all()
+    assert (s.finished[1].stop_token_id, len(s.tokens[1])) == (stop, 5)
+    assert [s.finished[n].reason for n in (2, 3)] == [FinishReason.LENGTH] * 2
+
+
+def test_stop_tokens_of_whoever_sat_in_a_seat_before_are_forgotten() -> None:
+    s = Stepper(max_num_seqs=1)
+    said = expected_tokens(make_request(2, 6, max_new=6))
+    s.add(1, 6, max_new=2, stop_token_ids=tuple(said))
+    s.add(2, 6, max_new=6)
+    s.finish_all()
+    assert s.tokens[2] == said
+
+
+def test_a_request_with_many_stop_tokens_leaves_them_behind_too() -> None:
+    s = Stepper(max_num_seqs=1)
+    said = expected_tokens(make_request(2, 6, max_new=6))
+    s.add(1, 6, max_new=2, stop_token_ids=(*said, *range(3000, 3020)))
+    s.add(2, 6, max_new=6)
+    s.finish_all()
+    assert s.tokens[2] == said
+
+
+# ---- gaps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.001, 0.2), st.floats(0, 0.2)), min_size=12, max_size=30),
+    st.lists(st.sampled_from([None, 0.01, 0.05, 0.1]), min_size=1, max_size=4),
+    st.sampled_from([None, 0.08]),
+    st.booleans(),
+)
+def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, engine_s, tight) -> None:
+    """Steps and pauses of any length, also with few blocks, so that requests give way in the middle."""
+    s = Stepper(tpot_slo=engine_s, kv_blocks=9 if tight else 64, token_budget=32)
+    for number, limit_s in enumerate(limits):
+        s.submit(replace(make_request(number, 4, max_new=10), slo=Slo(tpot_s=limit_s)))
+    times: dict[int, list[float]] = {number: [] for number in range(len(limits))}
+    for took_s, pause_s in steps * 3:
+        before = {number: len(s.tokens[number]) for number in times}
+        s.language(took_s=took_s)
+        for number in times:
+            times[number] += [s.now] * (len(s.tokens[number]) - before[number])
+        s.now += pause_s
+    s.finish_all()
+    for number, limit_s in enumerate(limits):
+        if len(times[number]) < 10:
+            continue  # it needed more steps than were timed
+        gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
+        limit_s = limit_s if limit_s is not None else engine_s
+        late = [gap for gap in gaps if limit_s is not None and gap > limit_s]
+        assert (s.finished[number].num_gaps, s.finished[number].late_gaps) == (9, len(late))
+
+
+def test_a_limit_says_which_gaps_the_timeline_shows_and_what_they_went_to() -> None:
+    s = Stepper(tpot_slo=0.02, token_budget=64)
+    s.add(1, 4, max_new=20)
+    for _ in range(8):
+        s.language(took_s=0.01)
+    s.add(2, 30, max_new=1)
+    s.language(took_s=0.04)
+    s.finish_all()
+    (wait,) = [span for span in s.finished[1].spans if span.stage == "decode_wait"]
+    assert wait.cause == "prefill of request 2 (30 tokens)" and wait.end_s - wait.start_s < MIN_GAP_S
+    (blame, *_) = wait.blame
+    assert (blame.kind, blame.request, blame.amount) == ("prefill", 2, 30)
+    assert (s.finished[1].late_gaps, s.finished[1].num_gaps) == (1, 19)
+
+
+def test_the_spans_of_a_decode_hold_all_its_tokens_and_the_rows_beside_it() -> None:
+    s = Stepper(token_budget=64)
+    s.add(1, 4, max_new=11)
+    s.add(2, 4, max_new=6)
+    s.finish_all()
+    spans = {n: [x for x in s.finished[n].spans if x.stage == "decode"] for n in (1, 2)}
+    assert [(x.tokens, x.batch) for x in spans[1]] == [(10, 2)], "five steps of two rows, five of one"
+    assert [(x.tokens, x.batch) for x in spans[2]] == [(5, 2)]
+
+
+# ---- block tables
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_contexts_of_many_blocks_keep_their_tables_whole(look_ahead: bool) -> None:
+    """More blocks than the table has columns at first; a short request sits beside the long one."""
+    sim = Simulator(config(token_budget=64, look_ahead=look_ahead), kv_blocks=200)
+    sim.submit(make_request(1, 250, max_new=280))
+    sim.submit(make_request(2, 5, max_new=40), 0.05)
+    sim.run()
+    sim.assert_all_right()
+    widest = max(plan.decodes.block_tables.shape[1] for _, plan in sim.language_plans)
+    assert widest == -(-529 // 4)
+
+
+def test_a_plan_keeps_its_arrays_whatever_happens_behind_it() -> None:
+    s = Stepper(look_ahead=True)
+    s.add(1, 4, max_new=9)
+    s.language()
+    first = s.plan_language()
+    seen = [column.copy() for column in (first.decodes.starts, first.decodes.token_ids, first.decodes.block_tables)]
+    s.plan_language()
+    s.end_language(first)
+    s.plan_language()
+    now = (first.decodes.starts, first.decodes.token_ids, first.decodes.block_tables)
+    assert all((a == b).all() for a, b in zip(seen, now, strict=True))
+
+
+# ---- what is told
+
+
+def test_tokens_with_log_probabilities_travel_alone_and_all_others_together() -> None:
+    s = Stepper(token_budget=32)
+    for number in range(4):
+        s.add(number, 4, max_new=2)
+    s.language()
+    s.add(9, 4, max_new=1)
+    s.add(10, 4, max_new=1)
+    plan = s.plan_language()
+    rows = [int(row.request_id) for row in rows_of(plan)]
+    asked = {rows.index(number): TokenLogprobs(number, -1.0, 1) for number in (2, 10)}
+    result = s.lanes.compute(plan, 0.0, 0.0, lambda row: False)
+    tokens, *rest = s.scheduler.on_language(
+        LanguageResult(plan.step_id, 0.0, 0.0, result.token_ids, tuple(asked.items())), 0.0
+    )
+    assert isinstance(tokens, TokensEvent) and tokens.request_ids == [0, 1, 3, 9]
+    assert tokens.positions == [1, 1, 1, 0]
+    assert tokens.token_ids == [int(result.token_ids[rows.index(number)]) for number in tokens.request_ids]
+    alone = [event for event in rest if isinstance(event, TokenEvent)]
+    assert [(e.request_id, e.position, e.logprobs.token_id) for e in alone] == [(2, 1, 2), (10, 0, 10)]
+    assert [e.request_id for e in rest[2:] if isinstance(e, FinishEvent)] == [0, 1, 2, 3, 9, 10]
+
+
+def test_a_row_without_a_token_and_without_an_error_is_noticed() -> None:
+    s = Stepper()
+    s.add(1, 4, max_new=5)
+    s.language()
+    plan = s.plan_language()
+    with pytest.raises(AssertionError, match="without a token"):
+        s.scheduler.on_language(LanguageResult(plan.step_id, 0.0, 0.0, np.array([-1])), 0.0)
