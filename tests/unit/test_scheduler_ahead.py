@@ -228,7 +228,7 @@ def test_a_seat_is_given_to_nobody_while_a_plan_names_it() -> None:
 # ---- nobody can tell
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     workloads(),
     st.integers(1, 5),
@@ -258,7 +258,7 @@ def test_with_look_ahead_and_late_results_everything_finishes_with_the_same_toke
     sim.assert_all_right()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workloads(), st.data())
 def test_aborts_and_errors_between_two_plans_in_flight_leave_nothing_behind(work, data):
     kv_blocks, image_blocks = minimum_pools(work)

@@ -100,7 +100,7 @@ def test_steps_of_the_two_models_never_overlap_and_alternate_while_both_have_wor
 # ---- all of them
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     workloads(),
     st.sampled_from(["stage", "request"]),
