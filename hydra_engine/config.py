@@ -118,10 +118,11 @@ class EngineConfig:
     max_model_len: int | None = _opt(None, "longest prompt plus output; default: what the model allows")
     threads: int | None = _opt(None, "CPU threads per lane; default: all cores that this process may use")
     lane_priority: str = _opt(
-        "throughput",
+        "auto",
         "which lane goes first where both compete for cores: throughput lets encodes finish and decodes batch up, "
-        "latency keeps tokens flowing beside encodes, balanced shares evenly",
-        choices=("throughput", "balanced", "latency"),
+        "latency keeps tokens flowing beside encodes, balanced shares evenly; auto: balanced with a TPOT limit, whose "
+        "budgets say how long encodes run beside tokens, else throughput",
+        choices=("auto", "throughput", "balanced", "latency"),
     )
     deterministic: bool = _opt(True, "batch-invariant ops: a request's tokens do not depend on its neighbours")
     model_impl: str = _opt(
@@ -196,6 +197,13 @@ class EngineConfig:
         if not cache.is_absolute():
             raise ConfigError("this user has no home directory; set profile_dir", param="profile_dir")
         return cache / "hydra-engine" / "profiles"
+
+    @property
+    def lane_order(self) -> str:
+        """`lane_priority` without "auto"."""
+        if self.lane_priority != "auto":
+            return self.lane_priority
+        return "balanced" if self.scheduler.tpot_slo is not None else "throughput"
 
     @property
     def model_name(self) -> str:

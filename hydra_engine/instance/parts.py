@@ -65,7 +65,7 @@ def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress
         backend=config.backend,
         deterministic=config.deterministic,
         threads=config.threads,
-        lane_priority=config.lane_priority,
+        lane_priority=config.lane_order,
     )
     free_bytes, _ = backend.device.memory()
     plan = plan_memory(spec, EPD, config, dtype, free_bytes)

@@ -171,7 +171,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)),
         threads=subject.threads,
-        lane_priority=config.lane_priority,
+        lane_priority=config.lane_order,
         dtype=subject.dtype,
         backend=subject.backend,
         deterministic=config.deterministic,

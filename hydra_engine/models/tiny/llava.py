@@ -1,4 +1,4 @@
-"""Random LLaVA-1.5 checkpoints: a miniature, and one of about 0.5 billion parameters for benchmarks."""
+"""Random LLaVA-1.5 checkpoints: a miniature, and two for benchmarks."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ _BENCH_VISION = {
     "patch_size": 14,
     "projection_dim": 768,
 }
+_SMALL_TEXT = {
+    **_BENCH_TEXT,
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+_SMALL_VISION = {
+    **_BENCH_VISION,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "image_size": 224,
+    "projection_dim": 384,
+}
+_BENCH_SIZES = {"0.5b": (_BENCH_TEXT, _BENCH_VISION), "50m": (_SMALL_TEXT, _SMALL_VISION)}
+BENCH_SIZES = tuple(_BENCH_SIZES)
 _SAVED_NAMES = (  # in memory -> on disk
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
@@ -91,12 +111,13 @@ def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
 LLAVA = TinyFamily(_build_config, _save_processor)
 
 
-def make_bench_checkpoint(directory: Path, *, seed: int = 0) -> int:
-    """LLaVA of about 0.5 billion parameters in bfloat16: a CLIP-L/336 tower over a decoder of 0.2; returns the number.
+def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b") -> int:
+    """LLaVA in bfloat16; returns the number of parameters. Of about 0.5 billion: a CLIP-L/336 tower over a decoder of
+    0.2. Of about 50 million: a CLIP-S/224 tower over one of 27, for loads of many requests on a few cores.
 
     Written tensor by tensor: the model is described on the meta device and never exists in memory.
     """
-    config = _build_config(_BENCH_TEXT, _BENCH_VISION, {})
+    config = _build_config(*_BENCH_SIZES[size], {})
     with torch.device("meta"):
         described = transformers.LlavaForConditionalGeneration(config)
     shapes = {_saved_name(name): tuple(tensor.shape) for name, tensor in described.named_parameters()}
