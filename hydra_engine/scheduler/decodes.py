@@ -87,7 +87,8 @@ class DecodeTable:
         self._limits = np.full(num_seats, math.inf)
         self._num_limited = 0
         self._first_s = np.zeros(num_seats)
-        self._last_s = np.zeros(num_seats)
+        self._last_s = np.zeros(num_seats)  # end of the latest step
+        self._waited_s: dict[int, float] = {}  # from the latest token to that, where they are not the same
         self._late_gaps = _zeros(num_seats)
         self._num_steps = self._num_rows = 0  # of all steps with decodes so far
         self._latest_batch = 0
@@ -111,7 +112,7 @@ class DecodeTable:
         self._chunk_in_flight[seat] = unread
         if not unread:
             self._last_tokens[seat] = state.generated[-1]
-            self._open_span(seat, state, timeline.last_s)
+            self._waited_s[seat] = timeline.last_s - timeline.last_token_s
         shown = -(-int(self._starts[seat]) // self._block_size)
         self._granted[seat] = blocks.num_slots
         self._rooms[seat] = shown * self._block_size
@@ -155,6 +156,8 @@ class DecodeTable:
             self._num_stops = 0
         self._close_span(seat, state, timeline, float(self._last_s[seat]))
         timeline.first_token_s, timeline.last_s = float(self._first_s[seat]), float(self._last_s[seat])
+        if self._waited_s.pop(seat, None) is None and not self._chunk_in_flight[seat]:
+            timeline.last_token_s = timeline.last_s
         timeline.late_gaps = int(self._late_gaps[seat])
         self.states[seat] = self._timelines[seat] = self._block_tables[seat] = None
         self._generated[seat] = []
@@ -242,12 +245,12 @@ class DecodeTable:
         """The token of a member's last chunk, which has been appended already."""
         self._chunk_in_flight[seat] = 0
         self._last_tokens[seat] = token_id
-        state = self.states[seat]
-        assert state is not None
+        state, timeline = self.states[seat], self._timelines[seat]
+        assert state is not None and timeline is not None
         if state.num_generated == 1:
             self._first_s[seat] = ended_s
         else:
-            self._late_gaps[seat] += bool(ended_s - self._last_s[seat] > self._limits[seat])
+            self._late_gaps[seat] += bool(ended_s - timeline.last_token_s > self._limits[seat])
         self._last_s[seat] = ended_s
         self._open_span(seat, state, ended_s)
 
@@ -287,9 +290,10 @@ class DecodeTable:
         gaps_s = ended_s - before_s
         self._last_s[seats] = ended_s
         shown_s: Seconds | float = gap_s
+        waited_s = self._waits(seats)
         if self._num_limited:
             limits = self._limits[seats]
-            self._late_gaps[seats] += gaps_s > limits
+            self._late_gaps[seats] += gaps_s + waited_s > limits
             shown_s = np.where(limits < math.inf, limits, gap_s)
         late = (gaps_s > shown_s).nonzero()[0]
         found: list[tuple[int, float]] = list(zip(seats[late].tolist(), before_s[late].tolist(), strict=True))
@@ -301,6 +305,13 @@ class DecodeTable:
         self._num_rows += batch
         self._latest_batch = batch
         return found
+
+    def _waits(self, seats: Ints) -> Seconds | float:
+        """What belongs to the gaps and lies before the latest step: a request that had given way came back with all
+        but its last token prefilled."""
+        if not self._waited_s:
+            return 0.0
+        return np.array([self._waited_s.pop(seat, 0.0) for seat in seats.tolist()])
 
     def resume(self, seat: int, resumed_s: float) -> None:
         """The gap that `take_back` has named ends here; what follows, its token included, is decoding again."""

@@ -24,7 +24,7 @@ class PrefixReuse:
         self._block_size = kv.block_size
         self.enabled = enabled
         self._shares_features = shares_features
-        self._owing: list[RequestState] = []  # have full blocks to lend, in the order in which these were proved
+        self._owing: list[tuple[RequestState, int]] = []  # (request, its full blocks) in the order of their proofs
 
     def find(self, state: RequestState) -> list[int]:
         """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
@@ -51,17 +51,16 @@ class PrefixReuse:
         logits are the proof that all KV before them is sound. Blocks of a row that fails are never found by anybody.
         """
         if self.enabled:
-            self._owing.append(state)
+            self._owing.append((state, state.num_computed // self._block_size))
 
     def settle(self) -> None:
         """Lends what is owed. To be called before blocks are looked for or freed; while a step runs it costs least."""
         if self._owing:
-            for state in self._owing:
-                self._lend(state)
+            for state, full in self._owing:
+                self._lend(state, full)
             self._owing.clear()
 
-    def _lend(self, state: RequestState) -> None:
-        full = state.num_computed // self._block_size
+    def _lend(self, state: RequestState, full: int) -> None:
         if full <= state.num_named:
             return
         hashes = self._hashes(state, full)

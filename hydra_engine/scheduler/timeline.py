@@ -58,8 +58,8 @@ class StepTimes:
 class Timeline:
     """`cause` says what the request waits for on the language lane; the planner sets it, the next chunk clears it.
 
-    `last_s` is the end of its latest language step; it, the time of the first token and the number of gaps between its
-    tokens that were longer than its limit are kept in the table of decodes while it is there.
+    `last_s` is the end of its latest language step; it, the times of the first and the latest token and the number of
+    gaps between its tokens that were longer than its limit are kept in the table of decodes while it is there.
     """
 
     __slots__ = (
@@ -71,6 +71,7 @@ class Timeline:
         "cause",
         "first_token_s",
         "last_s",
+        "last_token_s",
         "late_gaps",
     )
 
@@ -83,6 +84,7 @@ class Timeline:
         self.cause = "images" if has_images else "queue"
         self.first_token_s = 0.0
         self.last_s = now
+        self.last_token_s = 0.0
         self.late_gaps = 0
 
     def encode_waits(self, now: float) -> None:

@@ -135,6 +135,20 @@ def test_whoever_holds_blocks_has_a_seat_and_states_are_counted_by_seats() -> No
     assert (snapshot.state_slots_held, snapshot.state_slots_total) == (1, 300)
 
 
+def test_holders_are_given_one_block_each_or_none_at_all() -> None:
+    manager: CacheManager[int] = CacheManager(6, 4)
+    for holder in (1, 2):
+        manager.grow(holder, 4, max_tokens=12)
+    assert manager.extend([2, 1]) == [2, 3]
+    assert [manager.tables[holder].blocks() for holder in (1, 2)] == [[0, 3], [1, 2]]
+    assert manager.tables[1].num_slots == 8
+    assert manager.extend([1, 2]) == [4, 5] and manager.extend([1]) == [] and manager.extend([]) == []
+    manager.check()
+    manager.free(1)
+    with pytest.raises(AssertionError, match="beyond the maximum"):
+        manager.extend([2])
+
+
 # ---- shared blocks
 
 

@@ -61,14 +61,15 @@ def test_a_request_with_many_stop_tokens_leaves_them_behind_too() -> None:
     st.lists(st.sampled_from([None, 0.01, 0.05, 0.1]), min_size=1, max_size=4),
     st.sampled_from([None, 0.08]),
     st.booleans(),
+    st.sampled_from([3, 4, 5, 32]),
 )
-def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, engine_s, tight) -> None:
+def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, engine_s, tight, budget) -> None:
     """Steps and pauses of any length, also with few blocks, so that requests give way in the middle."""
-    s = Stepper(tpot_slo=engine_s, kv_blocks=9 if tight else 64, token_budget=32)
+    s = Stepper(tpot_slo=engine_s, kv_blocks=9 if tight else 64, reuse=not tight, token_budget=budget)
     for number, limit_s in enumerate(limits):
         s.submit(replace(make_request(number, 4, max_new=10), slo=Slo(tpot_s=limit_s)))
     times: dict[int, list[float]] = {number: [] for number in range(len(limits))}
-    for took_s, pause_s in steps * 3:
+    for took_s, pause_s in steps * 12:
         before = {number: len(s.tokens[number]) for number in times}
         s.language(took_s=took_s)
         for number in times:
@@ -76,12 +77,26 @@ def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, en
         s.now += pause_s
     s.finish_all()
     for number, limit_s in enumerate(limits):
-        if len(times[number]) < 10:
-            continue  # it needed more steps than were timed
+        assert len(times[number]) == 10
         gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
         limit_s = limit_s if limit_s is not None else engine_s
         late = [gap for gap in gaps if limit_s is not None and gap > limit_s]
         assert (s.finished[number].num_gaps, s.finished[number].late_gaps) == (9, len(late))
+
+
+@pytest.mark.parametrize("said", [1, 2, 3, 5])
+def test_the_gap_of_a_request_that_gave_way_reaches_from_its_last_token_over_all_its_chunks(said: int) -> None:
+    """Chunks of four tokens; after one and five tokens the last one is not a chunk but a decode."""
+    s = Stepper(token_budget=4, reuse=False, tpot_slo=0.05)
+    s.add(1, 8, max_new=9)
+    while len(s.tokens[1]) < said:
+        s.language(took_s=0.01)
+    s.scheduler._book.preempt(s.state(1), s.now)
+    s.now += 0.045
+    while len(s.tokens[1]) == said:
+        s.language(took_s=0.01)
+    s.finish_all()
+    assert (s.finished[1].late_gaps, s.finished[1].num_gaps) == (1, 8)
 
 
 def test_a_limit_says_which_gaps_the_timeline_shows_and_what_they_went_to() -> None:

@@ -153,6 +153,25 @@ def test_eviction_shortens_what_is_found_from_its_end(taken: int) -> None:
     s.finish_all()
 
 
+@pytest.mark.parametrize("tidied", range(8))
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_of_two_requests_with_the_same_content_the_first_to_prove_a_block_lends_it(behind: int, tidied: int) -> None:
+    """Whenever lending is put off; which of two equal blocks is found is checked against the oracle."""
+    s = Stepper(token_budget=64, kv_blocks=40)
+    first = s.add(1, 6, source=0, max_new=24)
+    for _ in range(behind):
+        s.language()
+    s.add(2, 6, source=0, max_new=24)
+    for step in range(9):
+        s.language()
+        if step == tidied:
+            s.scheduler.tidy()
+    s.submit(next_turn(3, first, s.tokens[1], more=5))
+    s.language()
+    assert s.state(3).cached_tokens == (6 + len(s.tokens[1]) - 2) // 4 * 4
+    s.finish_all()
+
+
 # ---- preemption
 
 
