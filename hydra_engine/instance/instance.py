@@ -174,6 +174,8 @@ class Instance:
             if now < self._ahead_due_s:
                 return
             self._ahead_due_s = math.inf  # one attempt; if it fails, the result is waited for
+            if not self._scheduler.settled:
+                return
         plan = self._scheduler.plan_language(now)
         if plan is None:
             return

@@ -118,6 +118,12 @@ class StageScheduler:
         where one may have to wait for the other."""
         return self._mode.vision_first
 
+    @property
+    def settled(self) -> bool:
+        """Whether no image waits for its features or gets them now. While one does, a language step planned before the
+        running one has ended would keep out a request that is about to be ready."""
+        return not (self._book.encoding or self._vision_plans)
+
     def plan_vision(self, now: float) -> VisionPlan | None:
         """The next vision step, or None when there is nothing to encode, no room, or one in flight."""
         runs = bool(self._vision_plans), bool(self._language_steps)

@@ -248,6 +248,20 @@ def test_a_result_that_comes_before_it_is_expected_is_followed_by_a_plan_as_befo
     assert len(rig.worker.language) == 1 and rig.instance.wait_s() > 0
 
 
+def test_while_a_picture_is_encoded_steps_are_planned_when_the_one_before_has_ended() -> None:
+    rig = running()
+    rig.submit(make_request(2, Img(4), 3, max_new=3))
+    rig.turn()
+    assert rig.worker.vision and not rig.scheduler.settled
+    rig.clock.advance(0.0285)
+    rig.turn()
+    assert len(rig.worker.language) == 1, "the picture may be ready before this step has ended"
+    rig.worker.end_vision(rig.clock.now())
+    rig.step(0.0015)
+    assert rig.scheduler.settled
+    assert [row.request_id for row in rows_of(rig.worker.language[0])] == [1, 2]
+
+
 def test_what_cannot_be_planned_ahead_is_tried_once_and_then_after_the_result() -> None:
     rig = running()
     rig.clock.advance(0.0285)
