@@ -139,6 +139,8 @@ class Front:
     async def submit(self, number: RequestId, handle: Handle, call: Call) -> None:
         """Intake, then the instance's queue. Raises RequestError before anything is queued."""
         self._check_open()
+        if handle.cancelled:
+            raise RequestAborted("the request was cancelled")
         arrival_s = self._clock.now()
         assert self._intake is not None
         self._admitting += 1

@@ -24,6 +24,7 @@ class Handle:
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
         self.id = request_id
         self.prompt_usage: Usage | None = None  # counts of the prompt, once the request is admitted
+        self.cancelled = False  # perhaps before the front has begun with the request
         self._cancel = cancel
         self._condition = threading.Condition()
         self._pieces: deque[Piece] = deque()
@@ -63,6 +64,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Stops the request at the next step boundary; idempotent, from any thread. Readers get RequestAborted."""
+        self.cancelled = True
         self._cancel()
 
     def result(self, timeout_s: float | None = None) -> Result:

@@ -42,6 +42,18 @@ def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, 
     assert_at_rest(engine)
 
 
+def test_a_cancel_that_overtakes_its_request_is_not_lost(make_engine: EngineFactory) -> None:
+    """Both reach the engine's loop while it is busy with something else."""
+    engine = make_engine()
+    assert engine._loop is not None
+    engine._loop.call_soon_threadsafe(time.sleep, 0.2)
+    doomed = engine.submit("doomed", **LONG)
+    doomed.cancel()
+    with pytest.raises(RequestAborted):
+        doomed.result(30)
+    assert_at_rest(engine)
+
+
 def test_a_storm_of_cancels_leaves_nothing_behind(make_engine: EngineFactory) -> None:
     engine = make_engine(num_kv_blocks=96, max_model_len=300)
     rng = random.Random(5)
