@@ -285,6 +285,11 @@ class Metrics(Collector):
         for name, help, count in (
             ("hydra:decode_steps", "Language steps with decodes.", budget.decode_steps),
             ("hydra:late_steps", "Steps with decodes that took longer than the TPOT limit.", budget.late_steps),
+            (
+                "hydra:stretched_steps",
+                "Steps made longer than the limit for a first token that was nearly due.",
+                budget.stretched_steps,
+            ),
             ("hydra:full_steps", "Steps with decodes that were filled up to their budget.", budget.full_steps),
         ):
             yield self._counter(name, help, count)

@@ -120,7 +120,7 @@ class LatencyBudgets:
         self._image_budget = self._best_image_budget()
         self._overruns = Window(OVERRUNS)
         self._overruns.add(self._vision_s(self._image_budget) / max(1, num_slices))
-        self._decode_steps = self._late_steps = self._full_steps = 0
+        self._decode_steps = self._late_steps = self._stretched_steps = self._full_steps = 0
         self._used: deque[float] = deque(maxlen=RECENT_STEPS)
 
     # ---- before a step
@@ -270,6 +270,7 @@ class LatencyBudgets:
         if load.num_decodes:
             self._decode_steps += 1
             self._late_steps += gap_s > limit
+            self._stretched_steps += budget.target_s > limit
             if used_up and budget.target_s == limit < math.inf:
                 self._full_steps += 1
                 self._used.append(gap_s / limit)
@@ -291,6 +292,7 @@ class LatencyBudgets:
             correction=self._correction.high(self._kind),
             decode_steps=self._decode_steps,
             late_steps=self._late_steps,
+            stretched_steps=self._stretched_steps,
             full_steps=self._full_steps,
             limit_used=sum(self._used) / len(self._used) if self._used else 0.0,
         )

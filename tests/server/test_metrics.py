@@ -58,6 +58,7 @@ NAMES = [
     "hydra:decode_steps_total",
     "hydra:late_steps_total",
     "hydra:full_steps_total",
+    "hydra:stretched_steps_total",
     "hydra:slo_requests_total",
     "hydra:limited_requests_total",
     "hydra:goodput_requests_total",
@@ -152,7 +153,9 @@ def test_budgets_follow_the_status() -> None:
     metrics = Metrics("m")
     page = samples(metrics.text(example_status()))
     assert value(page, "hydra:tpot_limit_seconds") == 0 and value(page, "hydra:budget_correction_ratio") == 1
-    budget = BudgetReport(0.04, 96, 2304, 0.012, 1.25, decode_steps=500, late_steps=3, full_steps=80, limit_used=0.96)
+    budget = BudgetReport(
+        0.04, 96, 2304, 0.012, 1.25, decode_steps=500, late_steps=3, stretched_steps=2, full_steps=80, limit_used=0.96
+    )
     page = samples(metrics.text(example_status(budget=budget)))
     assert value(page, "hydra:tpot_limit_seconds", model_name="m") == 0.04
     assert value(page, "hydra:token_budget") == 96
@@ -162,7 +165,7 @@ def test_budgets_follow_the_status() -> None:
     assert value(page, "hydra:limit_used_ratio") == 0.96
     assert value(page, "hydra:decode_steps_total") == 500
     assert value(page, "hydra:late_steps_total") == 3
-    assert value(page, "hydra:full_steps_total") == 80
+    assert value(page, "hydra:full_steps_total") == 80 and value(page, "hydra:stretched_steps_total") == 2
     page = samples(metrics.text(example_status(budget=BudgetReport(0.04, vision_s=-1))))
     assert value(page, "hydra:vision_allowance_seconds") == math.inf
 

@@ -254,6 +254,10 @@ class TestFirstTokenAtRisk:
         unstretched = make_budgets(surface).language(demand)
         stretched = make_budgets(surface).language(replace(demand, stretch_s=0.1))
         assert normal.tokens < unstretched.tokens < stretched.tokens
+        budgets, load = make_budgets(surface), LanguageLoad(num_decodes=demand.num_decodes)
+        for budget in (unstretched, stretched):
+            budgets.on_language(load, budget, duration_s=0.01, gap_s=0.01, vision_s=0.0)
+        assert budgets.report().stretched_steps == 1
         assert unstretched.vision_s == pytest.approx(0.05 * LIMIT, rel=0.1)
         assert (unstretched.target_s, stretched.target_s) == (LIMIT, 0.1)
         assert surface.corun_s(load_of(demand, stretched.tokens), stretched.vision_s) == pytest.approx(0.1, rel=0.01)
