@@ -19,6 +19,7 @@ from typing import Any
 from hydra_engine import __version__
 from hydra_engine.config import DEMO_MODEL, EngineConfig
 from hydra_engine.errors import HydraError
+from hydra_engine.planner.start import processor_name
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av", "aiohttp", "msgspec"),
@@ -70,20 +71,12 @@ def _versions() -> list[tuple[str, str]]:
 def _machine(cpu: dict[str, Any]) -> list[tuple[str, str]]:
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return [
-        ("processor", _processor_name()),
+        ("processor", processor_name() or platform.processor() or "unknown"),
         ("usable cores", str(cpu["cores"])),
         ("memory", f"{page * pages / 2**30:.1f} GiB"),
         ("instructions", ", ".join(cpu["features"]) or "unknown: the extension is missing"),
         ("level taken", cpu["isa"] or "none"),
     ]
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:

@@ -168,7 +168,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
     return Identity(
         model=model_identity(config.model_path),
         device=subject.device,
-        processor=_processor(),
+        processor=processor_name(),
         cores=len(os.sched_getaffinity(0)),
         threads=subject.threads,
         lane_priority=config.lane_order,
@@ -181,7 +181,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
     )
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """As the system calls it; empty where it does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
