@@ -57,7 +57,9 @@ class SchedulerConfig:
     vision_slicing: bool = _opt(
         True, "pause the vision model between layers where a language step would be late (to compare with off)"
     )
-    look_ahead: bool = _opt(True, "plan the next language step while one runs (to compare with off)")
+    look_ahead: bool = _opt(
+        False, "plan the next language step while one runs; on a CPU it gains little and costs goodput under mixed load"
+    )
 
     @property
     def slices_layers(self) -> bool:

@@ -18,6 +18,7 @@ from bench.serve.slo import Goodput, goodput
 
 EVERYTHING = "everything on"
 AGAIN = "everything on, again"
+ALL_ON = "--look-ahead"  # the only switch that is off by default
 SWITCHES: Mapping[str, str] = {
     "stage schedule": "--schedule request",
     "lanes": "--no-lanes",
@@ -39,7 +40,7 @@ def run(harness: Harness) -> dict[str, Any]:
     start = harness.goodput or harness.idle_rate
     for _ in range(settings.rounds):
         for name, flags in configurations.items():
-            server = ours(label(name), settings.model, f"{settings.server_flags} {flags}")
+            server = ours(label(name), settings.model, f"{settings.server_flags} {ALL_ON} {flags}")
             measured = find_goodput(harness, harness.serving(server), start)
             points[name] += measured
             found[name].append(goodput(measured))

@@ -67,6 +67,7 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
         {"image_budget": 1},
         {"max_num_seqs": 2},
         {"processes": True},
+        {"look_ahead": True},
     ],
     ids=str,
 )
