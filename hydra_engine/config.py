@@ -110,6 +110,27 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """How several instances work together and what happens when one of them fails. Seconds."""
+
+    router: str = _opt(
+        "least-loaded",
+        "least-loaded: where the least work is; affinity: where a prompt or picture was before, unless that is much "
+        "busier; round-robin",
+        choices=("least-loaded", "affinity", "round-robin"),
+    )
+    lease_s: float = _opt(10.0, "blocks offered to another instance are taken back when it is silent for this long")
+    suspect_s: float = _opt(2.0, "an instance that is silent for this long gets no work; its requests go elsewhere")
+    fence_s: float = _opt(10.0, "an instance that is silent for this long is killed and started again")
+    recovery_s: float = _opt(5.0, "how long a request waits for an instance that can go on with it, then it fails")
+    max_attempts: int = _opt(3, "a request is tried again when its instance dies, at most so often in all")
+    steal_decodes: bool = _opt(
+        True, "instances that encode and decode take decodes over from busy ones while they have nothing to encode"
+    )
+    check_transfers: bool = _opt(False, "compare checksums of all blocks that move between instances (slow)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that makes an engine. `model` is a Hugging Face directory or the word `demo`."""
 
@@ -151,6 +172,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         Topology.parse(self.topology)
@@ -160,6 +182,9 @@ class EngineConfig:
         _positive(self.cache, "block_size", "image_block_size")
         _positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
         _positive(self.media, "max_video_bytes", "max_video_frames", "max_video_pixels")
+        _positive(self.cluster, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
+        if self.cluster.router not in (routers := _choices(ClusterConfig, "router")):
+            raise ConfigError(f"router must be {', '.join(routers)}", param="router")
         low, high = self.media.min_pixels, self.media.max_pixels
         if (low is not None and low < 1) or (high is not None and high < (low or 1)):
             raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
@@ -239,8 +264,9 @@ def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
         scheduler=left.pop("scheduler", SchedulerConfig()),
         cache=left.pop("cache", CacheConfig()),
         media=left.pop("media", MediaConfig(local_files=True)),
+        cluster=left.pop("cluster", ClusterConfig()),
     )
-    for part in ("", "scheduler", "cache", "media"):
+    for part in ("", "scheduler", "cache", "media", "cluster"):
         target = getattr(config, part) if part else config
         chosen = {f.name: left.pop(f.name) for f in fields(target) if f.name in left}
         if chosen:

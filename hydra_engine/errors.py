@@ -184,6 +184,12 @@ class BackendError(HydraError):
     exit_code = 5
 
 
+class TransferError(HydraError):
+    """Two instances cannot exchange blocks; inside the node only."""
+
+    default_code = "internal_error"
+
+
 class EngineClosed(HydraError):
     status = 503
     default_code = "engine_closed"

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig, ServerConfig
+from hydra_engine.config import CacheConfig, ClusterConfig, EngineConfig, MediaConfig, SchedulerConfig, ServerConfig
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import ConfigError
 
@@ -23,6 +23,7 @@ _ENGINE_GROUPS: tuple[tuple[str, str, type], ...] = (
     ("scheduler", "scheduler", SchedulerConfig),
     ("caches", "cache", CacheConfig),
     ("images", "media", MediaConfig),
+    ("instances", "cluster", ClusterConfig),
 )
 # Set by the command itself, never by a flag.
 _HIDDEN = frozenset({"model", "local_files"})

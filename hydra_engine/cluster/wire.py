@@ -25,7 +25,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     version: int
     name: str
     role: str
-    config: EngineConfig
+    config: EngineConfig  # of this instance: its own device
+    incarnation: int = 0
+    shares: int = 1  # instances on the same device, which divide its memory among them
+    has_peers: bool = False  # caches lie in memory that other instances can map
 
 
 class WireError(Exception):

@@ -14,15 +14,54 @@ from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 # ---- front -> instance
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A request, or the part of it that this instance does.
+
+    `part` is the stages done here: "EPD" all of them; with P and without D the KV is offered to instance `target` when
+    it is computed; "D" alone, or `source` given, starts with KV pulled from instance `source`. Images in
+    `remote_images` are encoded elsewhere: the instance says when (`NeedImages`) and pulls what is offered to it.
+    """
+
     request: Request
-    pixels: tuple[PixelPayload, ...] = ()  # one per image, in prompt order
+    pixels: tuple[PixelPayload, ...] = ()  # of the images that may be encoded here, in prompt order
+    part: str = "EPD"
+    remote_images: tuple[int, ...] = ()
+    target: str = ""
+    source: str = ""
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    """Encode images of a request that is at instance `target` and offer the features there.
+
+    `request` has an id of its own, no prompt, and only these images; its image i is image `indices[i]` of request
+    `target_request`. Ends with Finished(reason="moved") when everything has been pulled or refused.
+    """
+
+    request: Request
+    pixels: tuple[PixelPayload, ...]
+    target: str
+    target_request: RequestId
+    indices: tuple[int, ...]
+
+
+class HandOver(msgspec.Struct, frozen=True, tag=True):
+    """A request that decodes here is to go on at instance `target`, which has been told to expect it; ignored unless it
+    decodes here."""
+
+    request_id: RequestId
+    target: str
+
+
+class SetRole(msgspec.Struct, frozen=True, tag=True):
+    """Which stages the instance serves from now on, of those that it was loaded for. Only while it holds nothing."""
+
+    role: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +86,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish nothing more and exit; draining is the front's business (it stops submitting and waits)."""
 
 
-ToInstance = Submit | Abort | QueryLedger | SetFault | Shutdown
+ToInstance = Submit | Encode | Abort | HandOver | SetRole | QueryLedger | SetFault | Shutdown
 
 
 # ---- instance -> front
@@ -104,6 +143,9 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     token_budget: int
     image_budget: int
     load_s: float
+    incarnation: int = 0
+    vision_weights_bytes: int = 0  # of weights_bytes
+    language_weights_bytes: int = 0
     ops: tuple[tuple[str, str, str], ...] = ()  # (op, implementation, reason)
     notes: tuple[str, ...] = ()
     limits: LimitSummary = LimitSummary()
@@ -134,10 +176,10 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last message about a request; its blocks are free when this is sent."""
+    """The last message of this instance about a request; its blocks here are free when this is sent."""
 
     request_id: RequestId
-    reason: str  # a FinishReason value
+    reason: str  # a FinishReason or a Departure
     num_generated: int
     stop_token_id: int | None = None
     error: ErrorInfo | None = None
@@ -147,6 +189,39 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     cached_images: int = 0
     late_gaps: int = 0  # gaps between its tokens longer than its limit
     num_gaps: int = 0
+
+
+class NeedImages(msgspec.Struct, frozen=True, tag=True):
+    """Features of these images of a request are needed and are to be encoded elsewhere: none of the caches here has
+    them. Sent again for an image whose features were lost after they had been pulled."""
+
+    request_id: RequestId
+    indices: tuple[int, ...]
+
+
+class PeerState(msgspec.Struct, frozen=True, tag=True):
+    """Whether blocks can be exchanged with another instance, named with its incarnation."""
+
+    name: str
+    incarnation: int
+    up: bool
+    problem: str = ""
+
+
+class TransferReport(msgspec.Struct, frozen=True):
+    """What an instance has exchanged with others since it started, and what is under way."""
+
+    offers: int = 0  # live: blocks held for others
+    pulls: int = 0  # offers of others that this instance knows and has not fetched
+    offered: int = 0
+    acknowledged: int = 0
+    withdrawn: int = 0  # taken back before they were fetched
+    expired: int = 0  # of these, because the lease was over
+    pulled: int = 0
+    pulled_bytes: int = 0
+    pull_s: float = 0.0
+    invalid: int = 0  # copies that were too late, and were thrown away
+    ignored: int = 0  # messages about offers that nobody knows
 
 
 class BudgetReport(msgspec.Struct, frozen=True):
@@ -185,6 +260,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     images_encoded: int
     progress: int  # grows with every turn of the instance's loop
     budget: BudgetReport = BudgetReport()
+    num_handing_over: int = 0  # computed here, not fetched yet
+    num_arriving: int = 0  # wait for KV of other instances
+    transfer: TransferReport = TransferReport()
 
     @property
     def kv_used(self) -> float:
@@ -210,11 +288,13 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
     problems: tuple[str, ...] = ()
     state_slots_held: int = 0
     state_slots_total: int = 0
+    offers: int = 0
+    pulls: int = 0
 
     @property
     def at_rest(self) -> bool:
         held = self.kv_blocks_held or self.image_blocks_held or self.state_slots_held or self.pixel_bytes
-        return not (self.num_requests or held or self.problems)
+        return not (self.num_requests or held or self.offers or self.pulls or self.problems)
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -224,4 +304,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-ToFront = Loading | Ready | Delta | Tokens | Finished | Status | LedgerReport | Failed
+ToFront = Loading | Ready | Delta | Tokens | Finished | NeedImages | PeerState | Status | LedgerReport | Failed

@@ -13,6 +13,14 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Departure(StrEnum):
+    """Why an instance is done with its part of a request although the request goes on elsewhere, or may."""
+
+    MOVED = "moved"  # what it computed has been pulled and acknowledged
+    RETURNED = "returned"  # it gave way to an older request, and what it needs again is not computed here
+    WITHDRAWN = "withdrawn"  # nobody fetched what was offered: the lease is over, or the other instance is gone
+
+
 @dataclass(frozen=True, slots=True)
 class Blame:
     """What a part of a late token's wait went to.
@@ -32,9 +40,10 @@ class StageSpan:
     """One stretch of a request's life, in seconds since the request arrived.
 
     `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (a moment: KV of `tokens`
-    tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted.
-    `lane` is front, vision or language; `batch` how many requests shared the step (0: not a step); `tokens` how many
-    tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for; `blame` shares
+    tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted; between
+    instances offered (computed, not fetched yet), pull_features and pull_kv.
+    `lane` is front, vision, language or transfer; `batch` how many requests shared the step (0: not a step); `tokens`
+    how many tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for; `blame` shares
     the time of a late token out among what ran instead, largest part first.
     """
 

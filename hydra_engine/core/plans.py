@@ -153,3 +153,59 @@ class LanguageResult:
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, ..) of rows that asked for them
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
     vision_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullPlan:
+    """Copy blocks that another instance has offered into blocks of ours.
+
+    `offer` is the number by which the scheduler was told of it. Block `first_block + i` of the offer goes to
+    `block_ids[i]`. `last`: with it everything is here, if the offer was valid to the end.
+    """
+
+    step_id: StepId
+    offer: int
+    request_id: RequestId
+    image_index: int | None  # None: KV
+    first_block: int
+    block_ids: BlockIds  # [n]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullJob:
+    """A PullPlan as the transfer lane needs it. `word` is what slot `slot` of the peer's control words holds while the
+    offer is valid; it is read after the copy has completed, and decides."""
+
+    step_id: StepId
+    peer: str
+    pool: str  # a `core.pools.PoolKind`
+    source_blocks: BlockIds  # [n]
+    target_blocks: BlockIds  # [n]
+    slot: int
+    word: int
+    checksums: tuple[int, ...] = ()  # of the source blocks, where transfers are checked
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """`valid`: the word was still there after the copy. `problem`: the bytes could not be copied or are not those that
+    were offered."""
+
+    step_id: StepId
+    started_s: float
+    ended_s: float
+    valid: bool
+    num_bytes: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvEnd:
+    """What goes with the last KV of a request that moves on: it continues behind this token, which has no KV yet."""
+
+    num_tokens: int  # whose KV is offered
+    token_id: int
+    token_s: float  # when it was sampled
+    first_token_s: float  # when the request's first one was
+    late_gaps: int = 0

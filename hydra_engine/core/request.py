@@ -116,6 +116,11 @@ class Request:
     `arrival_s` is the front's monotonic stamp. `max_new_tokens` is resolved: never None, prompt plus it fits the
     context. `seed` is resolved too. `rope_delta` is what multimodal rotary positions add to the place of a token behind
     the prompt; 0 elsewhere.
+
+    `id` names one attempt to serve what a user asked for; an attempt that replaces a lost one has an id of its own, so
+    nothing that an old one still sends is taken for the new one's. `age` stays: of two requests on one node the one
+    with the smaller age is older everywhere. `generated_token_ids` are what earlier attempts have sampled; they count
+    among the `max_new_tokens` and are prefilled behind the prompt.
     """
 
     id: RequestId
@@ -130,6 +135,9 @@ class Request:
     cache_salt: str = ""
     rope_delta: int = 0
     priority: int = 0  # the smaller one goes first
+    age: int = 0
+    generated_token_ids: tuple[int, ...] = ()
+    gave_way: bool = False  # an earlier attempt ran out of blocks: this one starts only with room for all it can need
 
     @property
     def num_prompt(self) -> int:

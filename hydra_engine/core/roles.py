@@ -44,6 +44,24 @@ class Role(Flag):
 EPD = Role.E | Role.P | Role.D
 
 
+def sends_features(source: Role, target: Role) -> bool:
+    """Whether features that one instance encodes are ever fetched by the other."""
+    return Role.E in source and Role.P in target
+
+
+def sends_kv(source: Role, target: Role) -> bool:
+    """Whether requests are ever handed over to the other to decode there. What prefills and decodes keeps its requests,
+    but may lend some to an instance that encodes and decodes while that has nothing to encode."""
+    if Role.P not in source or Role.D not in target:
+        return False
+    return Role.D not in source or lends_decodes(source, target)
+
+
+def lends_decodes(source: Role, target: Role) -> bool:
+    """Never in a circle: who may borrow encodes, who lends does not."""
+    return Role.D in source and Role.E not in source and Role.E in target and Role.D in target
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
     role: Role
@@ -58,6 +76,17 @@ class Topology:
     """A multiset of instances, written `EPD`, `EP+D`, `2E+P+D`, `1E3P4D` or `E@cuda:0,P@cuda:0,D@cuda:1`."""
 
     instances: tuple[InstanceSpec, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One for each instance, for example e0, e1, pd0."""
+        counts: dict[str, int] = {}
+        names = []
+        for spec in self.instances:
+            letters = spec.role.letters.lower()
+            names.append(f"{letters}{counts.get(letters, 0)}")
+            counts[letters] = counts.get(letters, 0) + 1
+        return tuple(names)
 
     @classmethod
     def parse(cls, text: str) -> Topology:

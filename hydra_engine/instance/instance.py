@@ -29,7 +29,7 @@ from hydra_engine.core.messages import (
     Tokens,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguageResult, VisionResult
+from hydra_engine.core.plans import LanguageResult, PullResult, VisionResult
 from hydra_engine.errors import ConfigError, RequestError
 from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent, TokensEvent
 
@@ -139,7 +139,7 @@ class Instance:
         else:
             self._worker.add_request(request, message.pixels)
 
-    def _collect(self, result: VisionResult | LanguageResult, outgoing: list[ToFront]) -> None:
+    def _collect(self, result: VisionResult | LanguageResult | PullResult, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
         if isinstance(result, VisionResult):
             self._vision_in_flight = False

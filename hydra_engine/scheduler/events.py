@@ -1,6 +1,8 @@
-"""What a scheduler tells its owner: new tokens, and the end of a request. Every accepted request ends exactly once.
+"""What a scheduler tells its owner: new tokens, the end of a request, and what other instances have to do with it.
 
-The events of one result come in this order: all its tokens, then the requests that have ended.
+Every accepted request ends exactly once. The events of one result come in this order: all its tokens, then the requests
+that have ended. Events about other instances are kept until `StageScheduler.take_events` is called, which has to be
+before the plan made last is submitted: blocks that were offered may be overwritten by it.
 """
 
 from __future__ import annotations
@@ -8,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.outputs import FinishReason, StageSpan
-from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.outputs import Departure, FinishReason, StageSpan
+from hydra_engine.core.plans import KvEnd, TokenLogprobs
 from hydra_engine.errors import ErrorInfo
 
 
@@ -41,7 +43,7 @@ class FinishEvent:
     """
 
     request_id: RequestId
-    reason: FinishReason
+    reason: FinishReason | Departure
     num_generated: int
     stop_token_id: int | None = None
     error: ErrorInfo | None = None
@@ -54,3 +56,59 @@ class FinishEvent:
 
 
 Event = TokensEvent | TokenEvent | FinishEvent
+
+
+# ---- about other instances
+
+
+@dataclass(frozen=True, slots=True)
+class NeedEvent:
+    """These images of a request need an encode, and not here."""
+
+    request_id: RequestId
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesEvent:
+    """Features of an encode job can be fetched from these blocks until `FeaturesGoneEvent` or `release_features`."""
+
+    request_id: RequestId  # of the job
+    image_index: int  # within the job
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesGoneEvent:
+    """An older request takes the blocks, or the job has ended; if not, the image is encoded and offered again."""
+
+    request_id: RequestId
+    image_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """More KV of a request that moves on can be fetched: these blocks follow those of its KvEvents before, until
+    `KvGoneEvent` or `release_kv`. All blocks but the last one of all are full. With `end` nothing more comes."""
+
+    request_id: RequestId
+    block_ids: tuple[int, ...]
+    end: KvEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvGoneEvent:
+    """The request has given way or ended; if it has not ended, it is computed and offered again from its beginning."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class UnneededEvent:
+    """What another instance offers is not needed any more."""
+
+    offer: int
+
+
+OutsideEvent = NeedEvent | FeaturesEvent | FeaturesGoneEvent | KvEvent | KvGoneEvent | UnneededEvent | FinishEvent

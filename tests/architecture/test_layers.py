@@ -29,14 +29,27 @@ ALLOWED: dict[str, set[str]] = {
     "cache": BASE | {"core"},
     "observe": BASE | {"core"},
     "scheduler": BASE | {"core", "config", "cache"},
-    "backend": BASE,
+    "transfer": BASE | {"core"},
+    "backend": BASE | {"core"},
     "models": BASE | {"core", "config", "specs", "backend"},
     "worker": BASE | {"core", "config", "specs", "backend", "models"},
     "intake": BASE | {"core", "config", "specs"},
     "planner": BASE | {"core", "config", "specs"},
     "instance": BASE
-    | {"core", "config", "specs", "cache", "observe", "scheduler", "backend", "models", "worker", "planner"},
-    "cluster": BASE | {"core", "config", "observe", "instance"},
+    | {
+        "core",
+        "config",
+        "specs",
+        "cache",
+        "observe",
+        "scheduler",
+        "transfer",
+        "backend",
+        "models",
+        "worker",
+        "planner",
+    },
+    "cluster": BASE | {"core", "config", "observe", "transfer", "instance"},
     "front": BASE | {"core", "config", "specs", "observe", "intake", "cluster"},
     "engine": BASE | {"core", "config", "specs", "observe", "intake", "front"},
     "server": BASE | {"core", "config", "observe", "engine"},
@@ -48,9 +61,9 @@ ALLOWED: dict[str, set[str]] = {
 # Rooms that must run without torch. Only these files of other rooms may assemble what computes.
 TORCH_FREE = {
     *("errors", "clock", "log", "core", "config", "specs", "cache", "observe", "scheduler", "intake", "cluster"),
-    *("front", "engine", "server", "cli", "planner"),
+    *("front", "engine", "server", "cli", "planner", "transfer"),
 }
-TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py"}
+TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
 # Besides the backend, only this file calls the extension: for pictures, which are no devices' business.
 PICTURES_IN_C = "intake/resize.py"
 MAX_FILE_LINES = 400

@@ -1,0 +1,84 @@
+"""What two instances say to each other. The source offers blocks, the target pulls them and says so.
+
+Every offer is named by its source's incarnation and a sequence number that is never used again; nobody ever names the
+blocks of the other side when it lets something go. Encoded like all frames (`cluster/wire.py`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import KvEnd
+from hydra_engine.core.pools import Exports
+
+TRANSFER_VERSION = 1
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first frame of both sides, with the descriptors that `exports` counts."""
+
+    version: int
+    name: str
+    incarnation: int
+    exports: Exports
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Source to target: blocks may be read, as long as word `slot` of the source holds `word`.
+
+    `image_index` of `request_id` (the target's id), or its KV where it is None. `blocks` of the source, in order, as
+    many as are ready; KV grows by `More`. `total_tokens`: what will be offered in the end, as far as it is known.
+    """
+
+    incarnation: int
+    sequence: int
+    request_id: RequestId
+    image_index: int | None
+    slot: int
+    word: int
+    blocks: tuple[int, ...]
+    total_tokens: int
+    end: KvEnd | None = None  # KV: nothing more comes
+    checksums: tuple[int, ...] = ()
+
+
+class More(msgspec.Struct, frozen=True, tag=True):
+    """Source to target: these blocks follow those already offered. With `end` they are the last ones."""
+
+    incarnation: int
+    sequence: int
+    blocks: tuple[int, ...]
+    end: KvEnd | None = None
+    checksums: tuple[int, ...] = ()
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """Source to target: the offer is gone. The blocks may be somebody else's already."""
+
+    incarnation: int
+    sequence: int
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """Target to source, every few seconds: these offers are still wanted."""
+
+    incarnation: int
+    sequences: tuple[int, ...]
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """Target to source: everything has been copied and was valid; the source may forget the offer."""
+
+    incarnation: int
+    sequence: int
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """Target to source: not wanted (found in a cache, or its request is gone). As good as an acknowledgement."""
+
+    incarnation: int
+    sequence: int
+
+
+TransferMessage = Offer | More | Withdraw | Renew | Ack | Refuse
