@@ -43,8 +43,8 @@ class StageSpan:
     tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted; between
     instances offered (computed, not fetched yet), pull_features and pull_kv.
     `lane` is front, vision, language or transfer; `batch` how many requests shared the step (0: not a step); `tokens`
-    how many tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for; `blame` shares
-    the time of a late token out among what ran instead, largest part first.
+    how many tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for;
+    `blame` shares the time of a late token out among what ran instead, largest part first.
     """
 
     stage: str
