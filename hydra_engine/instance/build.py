@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,13 @@ import torch
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, LimitSummary, Loading, Ready
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.pools import Exports
 from hydra_engine.errors import HydraError
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.limits import limit_summary
+from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.parts import Parts, build_worker, step_times
-from hydra_engine.instance.ports import Inbox, Outbox
+from hydra_engine.instance.ports import Inbox, Outbox, PeerPort, Place
 from hydra_engine.scheduler.blame import StepLog
 from hydra_engine.scheduler.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.scheduler import StageScheduler
@@ -35,12 +37,23 @@ class Assembled:
     summary: InstanceSummary
 
 
-def run_instance(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake: threading.Event) -> int:
+Connect = Callable[[Exports, tuple[int, ...]], PeerPort]  # lets other instances in, which may map what is exported
+
+
+def run_instance(
+    config: EngineConfig,
+    name: str,
+    inbox: Inbox,
+    outbox: Outbox,
+    wake: threading.Event,
+    place: Place = Place(),
+    connect: Connect | None = None,
+) -> int:
     """Builds, announces readiness, serves until told to stop. Returns the exit code; start-up errors are reported to
     the front as data, anything else is a bug and propagates."""
     with torch.inference_mode():
         try:
-            assembled = assemble(config, name, inbox, outbox, wake)
+            assembled = assemble(config, name, inbox, outbox, wake, place, connect)
         except HydraError as error:
             outbox.send([Failed(error.info(), error.exit_code)])
             return error.exit_code
@@ -52,20 +65,29 @@ def run_instance(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, 
     return 0
 
 
-def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake: threading.Event) -> Assembled:
+def assemble(
+    config: EngineConfig,
+    name: str,
+    inbox: Inbox,
+    outbox: Outbox,
+    wake: threading.Event,
+    place: Place,
+    connect: Connect | None,
+) -> Assembled:
     began = time.monotonic()
     progress = _Progress(outbox).report
-    parts = build_worker(config, wake, progress)
+    parts = build_worker(config, wake, progress, place)
     resolved, plan, notes = parts.config, parts.plan, parts.notes
     budgets, surface, limits = None, None, LimitSummary()
-    if resolved.scheduler.tpot_slo is not None or resolved.scheduler.ttft_slo is not None:
+    limited = resolved.scheduler.tpot_slo is not None or resolved.scheduler.ttft_slo is not None
+    if limited and place.role.needs_language:
         found = step_times(parts, wake, progress)
         surface, notes = found.surface, (*notes, *found.notes)
         limits = limit_summary(resolved.scheduler, found, parts.spec.vision)
         if resolved.scheduler.schedule == "stage":
             budgets = LatencyBudgets(surface, resolved.scheduler, num_slices=parts.worker.num_slices)
     scheduler = StageScheduler(
-        EPD,
+        place.role,
         CacheManager(plan.num_kv_blocks, resolved.cache.block_size),
         CacheManager(plan.num_image_blocks, resolved.cache.image_block_size),
         resolved.scheduler,
@@ -83,17 +105,34 @@ def assemble(config: EngineConfig, name: str, inbox: Inbox, outbox: Outbox, wake
         wake=wake,
         clock=parts.clock,
         look_ahead=resolved.scheduler.look_ahead,
+        migration=None if connect is None else _migration(parts, scheduler, place, connect),
         arm_fault=parts.faults.arm if parts.faults.enabled else None,
     )
-    summary = _summary(name, parts, limits, notes, time.monotonic() - began)
+    summary = _summary(name, place, parts, limits, notes, time.monotonic() - began)
     return Assembled(instance, parts.worker, summary)
 
 
-def _summary(name: str, parts: Parts, limits: LimitSummary, notes: tuple[str, ...], load_s: float) -> InstanceSummary:
+def _migration(parts: Parts, scheduler: StageScheduler, place: Place, connect: Connect) -> Migration:
+    exports, descriptors = parts.worker.exports()
+    return Migration(
+        incarnation=place.incarnation,
+        scheduler=scheduler,
+        worker=parts.worker,
+        peers=connect(exports, descriptors),
+        num_slots=exports.num_words,
+        config=parts.config.cluster,
+        hit=parts.faults.hit,
+    )
+
+
+def _summary(
+    name: str, place: Place, parts: Parts, limits: LimitSummary, notes: tuple[str, ...], load_s: float
+) -> InstanceSummary:
     config, backend, model, plan = parts.config, parts.backend, parts.model, parts.plan
     return InstanceSummary(
         name=name,
-        role=EPD.letters,
+        role=place.role.letters,
+        incarnation=place.incarnation,
         model=config.model_name,
         family=parts.spec.family,
         device=backend.device.name,

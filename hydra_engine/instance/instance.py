@@ -1,10 +1,10 @@
-"""One engine instance: the loop that joins a scheduler, a worker and a channel.
+"""One engine instance: the loop that joins a scheduler, a worker, a channel and connections to other instances.
 
-The loop waits for one event (a message or a lane's result), then takes a turn: drain the inbox, collect results, plan
-what idle lanes can do, send what happened. The two lanes are fed separately; nothing waits for both. The next language
-step is planned shortly before the running one is expected to end, so that the lane goes on at once and requests that
-arrive meanwhile are in it; if the step ends sooner, planning follows its result. Does not import torch, does not know
-where its worker computes or who is at the other end of the channel.
+The loop waits for one event (a message or a lane's result), then takes a turn: drain what has come, collect results,
+plan what idle lanes can do, send what happened. The lanes are fed separately; nothing waits for all. With look-ahead
+the next language step is planned shortly before the running one is expected to end, so that the lane goes on at once
+and requests that arrive meanwhile are in it; if the step ends sooner, planning follows its result. Does not import
+torch, does not know where its worker computes or who is at the other end of a channel.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from typing import TYPE_CHECKING
 from hydra_engine.core.messages import (
     Abort,
     Delta,
+    Encode,
     Finished,
+    HandOver,
     LedgerReport,
+    NeedImages,
     QueryLedger,
     SetFault,
+    SetRole,
     Shutdown,
     Status,
     Submit,
     ToFront,
     ToInstance,
     Tokens,
+    TransferReport,
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguageResult, PullResult, VisionResult
-from hydra_engine.errors import ConfigError, RequestError
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent, TokensEvent
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import ConfigError, ErrorInfo, RequestError, RequestFailed
+from hydra_engine.scheduler.events import Event, FinishEvent, NeedEvent, TokenEvent, TokensEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hydra_engine.clock import Clock
+    from hydra_engine.core.ids import RequestId
     from hydra_engine.core.plans import LanguagePlan
+    from hydra_engine.core.request import Request
+    from hydra_engine.instance.migration import Migration
     from hydra_engine.instance.ports import Inbox, Outbox, WorkerPort
     from hydra_engine.scheduler.scheduler import StageScheduler
 
@@ -60,6 +69,7 @@ class Instance:
         wake: threading.Event,
         clock: Clock,
         look_ahead: bool = False,
+        migration: Migration | None = None,
         arm_fault: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -70,6 +80,7 @@ class Instance:
         self._clock = clock
         self._arm_fault = arm_fault
         self._look_ahead = look_ahead
+        self._migration = migration
         self._vision_in_flight = False
         self._language_in_flight: list[LanguagePlan] = []  # the first one runs
         self._ahead_due_s = math.inf  # when to plan the step behind it
@@ -77,6 +88,7 @@ class Instance:
         self._language_busy_s = 0.0
         self._steps = {"vision": 0, "language": 0}
         self._progress = 0
+        self._requests: dict[RequestId, Request] = {}
         self._stopping = False
         self._last_status_s = float("-inf")
         self._idle_reported = False
@@ -89,7 +101,10 @@ class Instance:
 
     def wait_s(self) -> float:
         """How long nothing is to be done unless something happens."""
-        return min(STATUS_PERIOD_S, max(0.0, self._ahead_due_s - self._clock.now()))
+        due_s = self._ahead_due_s
+        if self._migration is not None:
+            due_s = min(due_s, self._migration.next_deadline_s)
+        return min(STATUS_PERIOD_S, max(0.0, due_s - self._clock.now()))
 
     def turn(self) -> None:
         """One pass of the loop; separate so that tests and the simulator can step it."""
@@ -98,7 +113,9 @@ class Instance:
             self._receive(message, outgoing)
         for result in self._worker.poll():
             self._collect(result, outgoing)
-        self._feed_lanes()
+        if self._migration is not None:
+            self._emit(self._migration.drain(self._clock.now(), outgoing), outgoing)
+        self._feed_lanes(outgoing)
         self._progress += 1
         self._append_status(outgoing)
         if outgoing:
@@ -111,6 +128,12 @@ class Instance:
         match message:
             case Submit():
                 self._submit(message, outgoing)
+            case Encode():
+                self._encode(message, outgoing)
+            case HandOver():
+                self._hand_over(message.request_id, message.target)
+            case SetRole():
+                self._scheduler.set_role(Role.parse(message.role))
             case Abort():
                 self._emit(self._scheduler.abort(message.request_id, self._clock.now()), outgoing)
             case QueryLedger():
@@ -130,14 +153,51 @@ class Instance:
             logger.error("fault point refused: %s", error.message)
 
     def _submit(self, message: Submit, outgoing: list[ToFront]) -> None:
-        request = message.request
+        request, now = message.request, self._clock.now()
+        elsewhere = bool(message.target or message.source or message.remote_images)
+        if elsewhere and self._migration is None:
+            error = RequestFailed("this instance has no connection to others").info()
+            outgoing.append(_refused(request, error))
+            return
         try:
-            self._scheduler.add(request, self._clock.now())
+            self._scheduler.add(
+                request,
+                now,
+                part=Role.parse(message.part),
+                remote_images=frozenset(message.remote_images),
+                pulls_kv=bool(message.source),
+            )
         except RequestError as error:
-            finished = Finished(request.id, FinishReason.ERROR.value, num_generated=0, error=error.info())
-            outgoing.append(finished)
-        else:
-            self._worker.add_request(request, message.pixels)
+            outgoing.append(_refused(request, error.info()))
+            return
+        self._worker.add_request(request, message.pixels)
+        self._requests[request.id] = request
+        if self._migration is not None:
+            self._migration.take(message)
+            self._migration.expect(message, now)
+        self._look_outside(outgoing)
+
+    def _encode(self, message: Encode, outgoing: list[ToFront]) -> None:
+        request = message.request
+        if self._migration is None:
+            outgoing.append(_refused(request, RequestFailed("this instance has no connection to others").info()))
+            return
+        try:
+            self._scheduler.add(request, self._clock.now(), part=Role.E)
+        except RequestError as error:
+            outgoing.append(_refused(request, error.info()))
+            return
+        self._worker.add_request(request, message.pixels)
+        self._requests[request.id] = request
+        self._migration.take_job(message)
+        self._look_outside(outgoing)
+
+    def _hand_over(self, request_id: RequestId, target: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None or self._migration is None:
+            return
+        if self._scheduler.hand_over(request_id, self._clock.now()):
+            self._migration.hand_over(request, target)
 
     def _collect(self, result: VisionResult | LanguageResult | PullResult, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
@@ -146,6 +206,9 @@ class Instance:
             self._steps["vision"] += 1
             self._vision_busy_s += result.ended_s - result.started_s
             self._emit(self._scheduler.on_vision(result, now), outgoing)
+        elif isinstance(result, PullResult):
+            assert self._migration is not None
+            self._emit(self._migration.on_pull(result, now), outgoing)
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
@@ -155,20 +218,32 @@ class Instance:
 
     # ---- what goes to the lanes
 
-    def _feed_lanes(self) -> None:
+    def _feed_lanes(self, outgoing: list[ToFront]) -> None:
         """Vision comes last in any case: a request that is considered for its start may find that it needs an encode
         after all."""
+        self._feed_pulls(outgoing)
         if self._scheduler.vision_first:
-            self._feed_vision()
-        self._feed_language()
-        self._feed_vision()
+            self._feed_vision(outgoing)
+        self._feed_language(outgoing)
+        self._feed_vision(outgoing)
 
-    def _feed_vision(self) -> None:
-        if not self._vision_in_flight and (plan := self._scheduler.plan_vision(self._clock.now())) is not None:
+    def _feed_pulls(self, outgoing: list[ToFront]) -> None:
+        if self._migration is None:
+            return
+        plans = self._scheduler.plan_pulls(self._clock.now())
+        self._look_outside(outgoing)
+        self._migration.submit(plans)
+
+    def _feed_vision(self, outgoing: list[ToFront]) -> None:
+        if self._vision_in_flight:
+            return
+        plan = self._scheduler.plan_vision(self._clock.now())
+        self._look_outside(outgoing)
+        if plan is not None:
             self._vision_in_flight = True
             self._worker.submit_vision(plan)
 
-    def _feed_language(self) -> None:
+    def _feed_language(self, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
         if self._language_in_flight:
             if now < self._ahead_due_s:
@@ -177,12 +252,24 @@ class Instance:
             if not self._scheduler.settled:
                 return
         plan = self._scheduler.plan_language(now)
+        self._look_outside(outgoing)
         if plan is None:
             return
         self._language_in_flight.append(plan)
         self._worker.submit_language(plan)
         if len(self._language_in_flight) == 1:
             self._expect_end(now)
+
+    def _look_outside(self, outgoing: list[ToFront]) -> None:
+        """What the scheduler's latest decisions mean for other instances. Before a plan is submitted, for it may
+        overwrite blocks that were offered."""
+        for event in self._scheduler.take_events():
+            if isinstance(event, FinishEvent):
+                outgoing.append(self._finish(event))
+            elif isinstance(event, NeedEvent):
+                outgoing.append(NeedImages(event.request_id, event.indices))
+            elif self._migration is not None:
+                self._migration.on_event(event, self._clock.now())
 
     def _expect_end(self, started_s: float) -> None:
         """The first language step in flight has begun; says when to plan the next one."""
@@ -195,6 +282,7 @@ class Instance:
     # ---- what goes out
 
     def _emit(self, events: list[Event], outgoing: list[ToFront]) -> None:
+        self._look_outside(outgoing)  # what a request had to do with others comes before its end
         now = self._clock.now()
         for event in events:
             match event:
@@ -208,6 +296,9 @@ class Instance:
 
     def _finish(self, event: FinishEvent) -> Finished:
         self._worker.remove_request(event.request_id)
+        del self._requests[event.request_id]
+        if self._migration is not None:
+            self._migration.finished(event.request_id)
         return Finished(
             event.request_id,
             event.reason.value,
@@ -257,10 +348,16 @@ class Instance:
             images_encoded=stats.images_encoded,
             progress=self._progress,
             budget=self._scheduler.budget(),
+            num_handing_over=stats.num_handing_over,
+            num_arriving=stats.num_arriving,
+            transfer=self._transfer(),
         )
 
+    def _transfer(self) -> TransferReport:
+        return TransferReport() if self._migration is None else self._migration.report()
+
     def _ledger(self, query_id: int) -> LedgerReport:
-        snapshot = self._scheduler.ledger()
+        snapshot, transfer = self._scheduler.ledger(), self._transfer()
         return LedgerReport(
             query_id=query_id,
             num_requests=snapshot.num_requests,
@@ -273,4 +370,10 @@ class Instance:
             problems=snapshot.problems,
             state_slots_held=snapshot.state_slots_held,
             state_slots_total=snapshot.state_slots_total,
+            offers=transfer.offers,
+            pulls=transfer.pulls,
         )
+
+
+def _refused(request: Request, error: ErrorInfo) -> Finished:
+    return Finished(request.id, FinishReason.ERROR.value, num_generated=0, error=error)

@@ -19,8 +19,9 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend, resolve_dtype
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, fault_points_enabled
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError
+from hydra_engine.instance.ports import Place
 from hydra_engine.models.registry import load_model
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.planner.start import Found, Subject, surface_for
@@ -44,6 +45,7 @@ class Parts:
     """`config` has no "auto" left."""
 
     config: EngineConfig
+    place: Place
     spec: ModelSpec
     backend: Backend
     model: VisionLanguageModel | GenericModel
@@ -55,7 +57,7 @@ class Parts:
     notes: tuple[str, ...]
 
 
-def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress) -> Parts:
+def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress, place: Place = Place()) -> Parts:
     """Loads and warms up. To be called in inference mode; the caller closes the worker."""
     spec = load_spec(config.model_path, config.spec_options)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend)
@@ -68,13 +70,13 @@ def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress
         lane_priority=config.lane_order,
     )
     free_bytes, _ = backend.device.memory()
-    plan = plan_memory(spec, EPD, config, dtype, free_bytes)
-    resolved = _resolve(config, spec, plan)
+    plan = plan_memory(spec, place.role, config, dtype, free_bytes, shares=place.shares)
+    resolved = _resolve(config, spec, plan, place.role)
     model = load_model(
         config.model_path,
         spec,
         backend,
-        EPD,
+        place.role,
         partial(progress, "weights"),
         random_weights=config.load_format == "random",
     )
@@ -98,10 +100,11 @@ def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress
         wake=wake.set,
         faults=faults,
         states=allocate_states(spec, plan, dtype),
+        role=place.role,
     )
     worker.warm_up(partial(progress, "warm-up"))
     notes = (dtype_reason, *plan.reasons)
-    return Parts(resolved, spec, backend, model, plan, kv_cache, worker, clock, faults, notes)
+    return Parts(resolved, place, spec, backend, model, plan, kv_cache, worker, clock, faults, notes)
 
 
 def step_times(
@@ -120,7 +123,8 @@ def step_times(
         backend=backend.ops.name,
         threads=backend.threads,
         num_kv_blocks=parts.plan.num_kv_blocks,
-        num_image_blocks=parts.plan.num_image_blocks,
+        num_image_blocks=parts.plan.num_image_blocks if parts.place.role.needs_vision else 0,
+        role=parts.place.role.letters,
         kv_token_bytes=language.kv_bytes_per_token(backend.dtype.itemsize),
         weights_bytes=parts.model.weights_bytes,
         fill_cache=partial(_fill_with_noise, parts.kv_cache),
@@ -149,9 +153,9 @@ def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
         data[1:] = data[0]
 
 
-def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> EngineConfig:
+def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role) -> EngineConfig:
     """The configuration with every "auto" replaced by a value."""
-    if plan.num_kv_blocks * config.cache.block_size < 2:
+    if role.needs_language and plan.num_kv_blocks * config.cache.block_size < 2:
         raise ConfigError("the KV cache holds no token; raise kv_cache_gib", param="kv_cache_gib")
     image_budget = config.scheduler.image_budget
     if image_budget <= 0 and spec.vision is not None:

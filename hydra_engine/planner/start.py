@@ -54,6 +54,7 @@ class Subject:
     kv_token_bytes: int
     weights_bytes: int
     fill_cache: Callable[[int], None]
+    role: str = "EPD"  # what it computes
 
 
 class Found(NamedTuple):
@@ -178,6 +179,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         sliced=config.scheduler.slices_layers,
         block_size=config.cache.block_size,
         engine=__version__,
+        role=subject.role,
     )
 
 

@@ -43,6 +43,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sliced: bool  # encodes can pause inside layers, which costs something
     block_size: int
     engine: str
+    role: str = "EPD"
     schema: int = SCHEMA
 
 

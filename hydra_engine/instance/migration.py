@@ -1,0 +1,377 @@
+"""Joins one instance's scheduler with other instances: offers what it has computed, pulls what they offer.
+
+Carries out, in the instance's own thread and on the time that it is told: events of the scheduler become offers, offers
+of others become pulls, results of pulls become acknowledgements. The protocol itself is in `transfer/`, who may hold
+which block is the scheduler's business, bytes are the worker's. That thread never computes, so leases end on time
+however long a step takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hydra_engine.core.messages import PeerState, TransferReport
+from hydra_engine.core.outputs import Departure
+from hydra_engine.core.plans import PullJob, PullPlan
+from hydra_engine.core.pools import PoolKind
+from hydra_engine.errors import TransferError
+from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
+from hydra_engine.scheduler.events import (
+    FeaturesEvent,
+    FeaturesGoneEvent,
+    KvEvent,
+    KvGoneEvent,
+    UnneededEvent,
+)
+from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
+from hydra_engine.transfer.offers import Owner, Source
+from hydra_engine.transfer.pulls import Committed, Destination, Extended, Gone, Lost, Offered
+
+if TYPE_CHECKING:
+    from hydra_engine.config import ClusterConfig
+    from hydra_engine.core.ids import RequestId, StepId
+    from hydra_engine.core.messages import Encode, Submit, ToFront
+    from hydra_engine.core.plans import KvEnd, PullResult
+    from hydra_engine.core.request import Request
+    from hydra_engine.instance.ports import PeerPort, WorkerPort
+    from hydra_engine.scheduler.events import Event, OutsideEvent
+    from hydra_engine.scheduler.scheduler import StageScheduler
+
+logger = logging.getLogger(__name__)
+
+AFTER_OFFER = "src.after_offer"
+BEFORE_FREE = "src.before_free"
+AFTER_RESERVE = "dst.after_reserve"
+BEFORE_ACK = "dst.before_ack"
+AFTER_ACK = "dst.after_ack"
+
+RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """What a request that moves on has offered so far, or will when its target is there and a slot is free."""
+
+    peer: str
+    request_id: RequestId  # as the target knows it
+    image_index: int | None
+    total_tokens: int
+    since_s: float
+    blocks: list[int] = field(default_factory=list)
+    end: KvEnd | None = None
+
+
+class Migration:
+    """`hit(point, requests)` is a fault point. All methods are called by the instance's thread."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        scheduler: StageScheduler,
+        worker: WorkerPort,
+        peers: PeerPort,
+        num_slots: int,
+        config: ClusterConfig,
+        hit: Callable[[str, Iterable[Request]], object],
+    ) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._peers = peers
+        self._config = config
+        self._hit = hit
+        self._source = Source(incarnation, num_slots, worker.set_word, config.lease_s)
+        self._destination = Destination(config.lease_s / RENEWALS_PER_LEASE)
+        self._up: dict[str, int] = {}  # peer -> incarnation
+        self._requests: dict[RequestId, Request] = {}
+        self._targets: dict[RequestId, str] = {}  # of requests and encode jobs that go to another instance
+        self._jobs: dict[RequestId, Encode] = {}
+        self._leaving: dict[Owner, _Leaving] = {}
+        self._unsent: dict[
+            Owner, None
+        ] = {}  # of these, those without an offer: no slot, or the target is not there yet
+        self._plans: dict[StepId, PullPlan] = {}
+        self._pulled_bytes = 0
+        self._pull_s = 0.0
+
+    # ---- requests
+
+    def take(self, message: Submit) -> None:
+        """A part of a request that the scheduler has accepted."""
+        request_id = message.request.id
+        self._requests[request_id] = message.request
+        if message.target:
+            self._targets[request_id] = message.target
+
+    def expect(self, message: Submit, now: float) -> None:
+        """Once the scheduler knows the request: what has been offered for it may have come before it."""
+        if message.source or message.remote_images:
+            self._tell(self._destination.expect(message.request.id, message.source or None), now)
+
+    def take_job(self, message: Encode) -> None:
+        job_id = message.request.id
+        self._requests[job_id] = message.request
+        self._jobs[job_id] = message
+        self._targets[job_id] = message.target
+
+    def hand_over(self, request: Request, target: str) -> None:
+        """Before the scheduler gives up a decode that goes on at `target`."""
+        self._requests[request.id] = request
+        self._targets[request.id] = target
+
+    def finished(self, request_id: RequestId) -> None:
+        """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
+        for owner in [owner for owner in self._leaving if owner[0] == request_id]:
+            self._withdraw(owner)
+        for peer, refusal in self._destination.forget(request_id):
+            self._peers.send(peer, [refusal])
+        self._requests.pop(request_id, None)
+        self._targets.pop(request_id, None)
+        self._jobs.pop(request_id, None)
+
+    # ---- what comes in
+
+    def drain(self, now: float, outgoing: list[ToFront]) -> list[Event]:
+        """What peers have said, and leases that are over. Returns events of requests that have ended by that."""
+        events: list[Event] = []
+        for item in self._peers.drain():
+            match item:
+                case PeerUp():
+                    self._peer_up(item, outgoing)
+                case PeerDown():
+                    events += self._peer_down(item, now, outgoing)
+                case FromPeer() if self._up.get(item.name) == item.incarnation:
+                    events += self._receive(item.name, item.message, now)
+        for owner, peer, withdrawal in self._source.expire(now):
+            self._peers.send(peer, [withdrawal])
+            events += self._give_up(owner, now)
+        overdue = now - self._config.lease_s
+        for owner in [owner for owner in self._unsent if self._leaving[owner].since_s < overdue]:
+            events += self._give_up(owner, now)
+        for peer, renewal in self._destination.renewals(now):
+            self._peers.send(peer, [renewal])
+        self._send_unsent(now)
+        return events
+
+    def _peer_up(self, peer: PeerUp, outgoing: list[ToFront]) -> None:
+        problem = ""
+        try:
+            self._worker.open_peer(peer.name, peer.exports, peer.descriptors)
+        except TransferError as error:
+            problem = error.message
+            logger.error("instance %s cannot be used: %s", peer.name, problem)
+        else:
+            self._up[peer.name] = peer.incarnation
+            self._destination.peer_up(peer.name, peer.incarnation)
+        outgoing.append(PeerState(peer.name, peer.incarnation, not problem, problem))
+
+    def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFront]) -> list[Event]:
+        """Everything that was meant for it or came from it is over; copies under way end as invalid."""
+        if self._up.pop(peer.name, None) is None:
+            return []
+        self._worker.close_peer(peer.name)
+        self._source.peer_lost(peer.name)
+        self._tell(self._destination.peer_lost(peer.name), now)
+        events: list[Event] = []
+        for request_id in [request_id for request_id, target in self._targets.items() if target == peer.name]:
+            events += self._scheduler.withdraw(request_id, now, Departure.WITHDRAWN)
+        outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))
+        return events
+
+    def _receive(self, peer: str, message: TransferMessage, now: float) -> list[Event]:
+        match message:
+            case Offer():
+                self._tell(self._destination.on_offer(peer, message, now), now)
+            case More():
+                self._tell(self._destination.on_more(peer, message), now)
+            case Withdraw():
+                self._tell(self._destination.on_withdraw(peer, message), now)
+            case Renew():
+                self._source.on_renew(peer, message, now)
+            case Ack():
+                return self._release(self._source.on_ack(peer, message.incarnation, message.sequence), now)
+            case Refuse():
+                return self._release(self._source.on_refuse(peer, message.incarnation, message.sequence), now)
+        return []
+
+    # ---- what we offer
+
+    def on_event(self, event: OutsideEvent, now: float) -> None:
+        """An event of the scheduler that is about offers; before the plan that was made with it is submitted."""
+        match event:
+            case FeaturesEvent(job_id, index, block_ids, num_tokens):
+                job = self._jobs[job_id]
+                leaving = _Leaving(job.target, job.target_request, job.indices[index], num_tokens, now, list(block_ids))
+                self._leave((job_id, index), leaving, now)
+            case FeaturesGoneEvent(job_id, index):
+                self._withdraw((job_id, index))
+            case KvEvent(request_id, block_ids, end):
+                self._more_kv(request_id, block_ids, end, now)
+            case KvGoneEvent(request_id):
+                self._withdraw((request_id, None))
+            case UnneededEvent(offer):
+                if (refusal := self._destination.refuse(offer)) is not None:
+                    self._peers.send(refusal[0], [refusal[1]])
+
+    def _more_kv(self, request_id: RequestId, block_ids: Sequence[int], end: KvEnd | None, now: float) -> None:
+        owner: Owner = (request_id, None)
+        leaving = self._leaving.get(owner)
+        if leaving is None:
+            request = self._requests[request_id]
+            num_tokens = request.num_prompt + len(request.generated_token_ids)
+            leaving = _Leaving(self._targets[request_id], request_id, None, num_tokens, now, list(block_ids), end)
+            self._leave(owner, leaving, now)
+            return
+        leaving.blocks += block_ids
+        leaving.end = end
+        if owner in self._unsent:
+            return
+        checksums = self._checksums(PoolKind.KV, block_ids)
+        message = self._source.more(owner, block_ids, end=end, checksums=checksums)
+        if message is not None:
+            self._peers.send(leaving.peer, [message])
+
+    def _leave(self, owner: Owner, leaving: _Leaving, now: float) -> None:
+        self._leaving[owner] = leaving
+        self._unsent[owner] = None
+        self._send(owner, now)
+
+    def _send_unsent(self, now: float) -> None:
+        for owner in list(self._unsent):
+            self._send(owner, now)
+
+    def _send(self, owner: Owner, now: float) -> None:
+        leaving = self._leaving[owner]
+        if leaving.peer not in self._up:
+            return
+        kind = PoolKind.KV if leaving.image_index is None else PoolKind.FEATURES
+        offer = self._source.offer(
+            owner,
+            leaving.peer,
+            leaving.request_id,
+            leaving.image_index,
+            tuple(leaving.blocks),
+            total_tokens=leaving.total_tokens,
+            now=now,
+            end=leaving.end,
+            checksums=self._checksums(kind, leaving.blocks),
+        )
+        if offer is not None:
+            del self._unsent[owner]
+            self._peers.send(leaving.peer, [offer])
+            self._hit(AFTER_OFFER, [self._requests[owner[0]]])
+
+    def _withdraw(self, owner: Owner) -> None:
+        """The control word is over when this returns; the blocks may be used for something else."""
+        self._leaving.pop(owner, None)
+        self._unsent.pop(owner, None)
+        withdrawn = self._source.withdraw(owner)
+        if withdrawn is not None:
+            self._peers.send(withdrawn[0], [withdrawn[1]])
+
+    def _release(self, owner: Owner | None, now: float) -> list[Event]:
+        """What was offered is where it should be, or is not wanted there."""
+        if owner is None:
+            return []
+        self._leaving.pop(owner, None)
+        request_id, index = owner
+        self._hit(BEFORE_FREE, [self._requests[request_id]])
+        if index is None:
+            return self._scheduler.release_kv(request_id, now)
+        return self._scheduler.release_features(request_id, index, now)
+
+    def _give_up(self, owner: Owner, now: float) -> list[Event]:
+        """Nobody has fetched what was offered."""
+        self._leaving.pop(owner, None)
+        self._unsent.pop(owner, None)
+        return self._scheduler.withdraw(owner[0], now, Departure.WITHDRAWN)
+
+    def _checksums(self, pool: PoolKind, blocks: Sequence[int]) -> tuple[int, ...]:
+        return self._worker.checksums(pool, blocks) if self._config.check_transfers else ()
+
+    # ---- what we pull
+
+    def _tell(self, events: Iterable[Offered | Extended | Gone], now: float) -> None:
+        scheduler = self._scheduler
+        for event in events:
+            match event:
+                case Offered(handle, request_id, None, num_blocks, _, end):
+                    scheduler.kv_offered(request_id, handle, num_blocks, end, now)
+                case Offered(handle, request_id, int() as index):
+                    scheduler.image_offered(request_id, index, handle, now)
+                case Extended(handle, request_id, num_blocks, end):
+                    scheduler.kv_offered(request_id, handle, num_blocks, end, now)
+                case Gone(handle, _, None):
+                    scheduler.kv_offer_gone(handle, now)
+                case Gone(handle):
+                    scheduler.image_offer_gone(handle, now)
+
+    def submit(self, plans: Iterable[PullPlan]) -> None:
+        """Pulls that the scheduler has planned; what its events ask for has been done before."""
+        for plan in plans:
+            copy = self._destination.begin(plan.offer, plan.first_block, len(plan.block_ids))
+            self._plans[plan.step_id] = plan
+            if (request := self._requests.get(plan.request_id)) is not None:
+                self._hit(AFTER_RESERVE, [request])
+            self._worker.submit_pull(
+                PullJob(
+                    plan.step_id,
+                    copy.peer,
+                    copy.pool,
+                    copy.source_blocks,
+                    plan.block_ids,
+                    copy.slot,
+                    copy.word,
+                    copy.checksums,
+                )
+            )
+
+    def on_pull(self, result: PullResult, now: float) -> list[Event]:
+        plan = self._plans.pop(result.step_id)
+        if result.problem is not None:
+            logger.error("request %d: a pull failed: %s", plan.request_id, result.problem)
+        self._pulled_bytes += result.num_bytes
+        self._pull_s += result.ended_s - result.started_s
+        valid = result.valid and result.problem is None
+        outcome = self._destination.end(plan.offer, valid=valid, last=plan.last)
+        events = self._scheduler.on_pull(
+            result.step_id,
+            now,
+            valid=not isinstance(outcome, Lost),
+            started_s=result.started_s,
+            ended_s=result.ended_s,
+        )
+        if isinstance(outcome, Committed):
+            requests = [request for request in [self._requests.get(plan.request_id)] if request is not None]
+            self._hit(BEFORE_ACK, requests)
+            self._peers.send(outcome.peer, [outcome.ack])
+            self._hit(AFTER_ACK, requests)
+        return events
+
+    # ---- looking
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When something is to be done though nothing happens; infinite if never."""
+        waiting = min((self._leaving[owner].since_s for owner in self._unsent), default=math.inf)
+        return min(self._source.next_deadline(), self._destination.next_deadline(), waiting + self._config.lease_s)
+
+    def report(self) -> TransferReport:
+        source, destination = self._source, self._destination
+        return TransferReport(
+            offers=source.live + len(self._unsent),
+            pulls=destination.live,
+            offered=source.offered,
+            acknowledged=source.acknowledged,
+            withdrawn=source.withdrawn,
+            expired=source.expired,
+            pulled=destination.pulled,
+            pulled_bytes=self._pulled_bytes,
+            pull_s=self._pull_s,
+            invalid=destination.invalid,
+            ignored=source.ignored + destination.ignored,
+        )

@@ -1,0 +1,80 @@
+"""The same 64 requests over every topology give what one instance gives: token for token, from real processes.
+
+Each topology serves the mixture twice, first with empty caches, then with what they hold; long prompts are cut into
+small chunks in some of them and not cut in others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.mixed import Mixed, Outcome, agrees, alone, mixture, together
+from hydra_engine import Engine
+from tests.engine.conftest import EngineFactory, assert_at_rest
+
+REQUESTS = mixture()
+
+
+@pytest.fixture(scope="module")
+def golden(tiny_model: Path) -> list[Outcome]:
+    with Engine(tiny_model, threads=1, block_size=4, num_kv_blocks=2048, token_budget=512) as engine:
+        return alone(engine, REQUESTS)
+
+
+def differences(requests: list[Mixed], found: list[Outcome], expected: list[Outcome]) -> list[str]:
+    rows = zip(requests, found, expected, strict=True)
+    return [
+        f"request {index}: {got.token_ids} instead of {right.token_ids} ({got.reason}, {right.reason})"
+        for index, (request, got, right) in enumerate(rows)
+        if not agrees(request, got, right)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        ("EPD", {"token_budget": 24}),
+        ("EP+D", {"token_budget": 24}),
+        ("EP+D", {"token_budget": 512, "prefix_caching": False}),
+        ("ED+P", {"token_budget": 24}),
+        ("ED+P", {"token_budget": 512}),
+        ("E+PD", {"token_budget": 24}),
+        ("E+PD", {"token_budget": 512}),
+        ("E+P+D", {"token_budget": 24}),
+        ("E+P+D", {"token_budget": 512, "prefix_caching": False}),
+        ("2E+P+2D", {"token_budget": 24}),
+        ("2E+P+2D", {"token_budget": 512}),
+        ("2EPD", {"token_budget": 24}),
+    ],
+    ids=str,
+)
+def test_every_topology_gives_the_tokens_of_one_instance(
+    make_engine: EngineFactory, golden: list[Outcome], topology: str, options: dict[str, Any]
+) -> None:
+    engine = make_engine(topology=topology, **options)
+    for _ in range(2):
+        assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
+    assert_at_rest(engine)
+    moved = sum(status.transfer.pulled for status in engine.statuses().values())
+    assert (moved > 0) == (topology not in ("EPD", "2EPD")), "whether anything went from one instance to another"
+
+
+@pytest.mark.parametrize("topology", ["EP+D", "E+P+D", "ED+P"])
+def test_caches_with_room_for_one_request_of_each_kind(
+    make_engine: EngineFactory, golden: list[Outcome], topology: str
+) -> None:
+    """Everything waits for everything, and all of it ends."""
+    largest = max(len(right.token_ids) for right in golden) + 260
+    blocks = -(-largest // 4)
+    engine = make_engine(topology=topology, num_kv_blocks=blocks, num_image_blocks=4, max_model_len=largest)
+    assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
+    assert_at_rest(engine)
+
+
+def test_blocks_that_move_are_checked_when_asked(make_engine: EngineFactory, golden: list[Outcome]) -> None:
+    engine = make_engine(topology="E+P+D", check_transfers=True)
+    few, right = REQUESTS[:16], golden[:16]
+    assert differences(few, together(engine, few), right) == []
