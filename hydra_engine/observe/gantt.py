@@ -25,6 +25,7 @@ _NUM_LABELS = 6
 _LATE = "#d81b26"
 _STYLES = {  # name in the legend: colour, stages; later ones are drawn over earlier ones
     "intake": ("#b9b4c7", ("fetch", "tokenize", "preprocess")),
+    "wait for another instance": ("#eeeeee", ("pull_wait", "offered")),
     "encode wait": ("#fbe3c0", ("encode_wait",)),
     "prefill wait": ("#d5e4f7", ("prefill_wait",)),
     "preempted": ("#c77fc0", ("preempted",)),
@@ -32,7 +33,10 @@ _STYLES = {  # name in the legend: colour, stages; later ones are drawn over ear
     "decode wait": ("#e6d9d9", ("decode_wait",)),
     "prefill": ("#2f6fc4", ("prefill",)),
     "encode": ("#f08c1e", ("encode",)),
+    "pull features": ("#7a3fa0", ("pull_features",)),
+    "pull KV": ("#b0408a", ("pull_kv",)),
 }
+_LANES = ("vision", "language", "transfer")
 _STEP_BLAME = ("prefill", "encode", "step")  # a token that was late for these was late because of a long step
 _INK = "#333333"
 
@@ -91,14 +95,15 @@ def _window(requests: Requests) -> Requests:
 
 
 def _lanes(requests: Requests) -> dict[str, list[tuple[float, StageSpan]]]:
-    """(arrival, span) of every step of each lane, vision first; instances are named where there are several."""
+    """(arrival, span) of every step of each lane, in the order of `_LANES`; instances are named where there are
+    several."""
     found: dict[tuple[str, str], list[tuple[float, StageSpan]]] = {}
     for _, arrival_s, spans in requests:
         for span in spans:
-            if span.batch or (span.blame and span.blame[0].kind in _STEP_BLAME):
+            if span.batch or span.lane == "transfer" or (span.blame and span.blame[0].kind in _STEP_BLAME):
                 found.setdefault((span.instance, span.lane), []).append((arrival_s, span))
     several = len({instance for instance, _ in found}) > 1
-    order = sorted(found, key=lambda key: (key[0], key[1] != "vision"))
+    order = sorted(found, key=lambda key: (key[0], _LANES.index(key[1]) if key[1] in _LANES else len(_LANES)))
     return {f"{instance} {lane}" if several else f"{lane} lane": found[instance, lane] for instance, lane in order}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hydra_engine.core.outputs import StageSpan
 
-# In the order in which a request meets them. On one instance nothing migrates.
+# In the order in which a request meets them. Within one instance nothing migrates.
 PHASES = (
     *("preprocess", "encode_queue", "encode", "ep_migration", "prefill_queue", "prefill"),
     *("pd_migration", "decode_queue", "decode", "other"),
@@ -21,7 +21,10 @@ PHASES = (
 HAND_OVER_S = 0.005
 
 # What counts where spans overlap, strongest first: what runs before what waits, and what is nearer to the next token.
-_STRENGTH = ("prefill", "decode", "encode", "preprocess", "decode_queue", "prefill_queue", "encode_queue")
+_STRENGTH = (
+    *("prefill", "decode", "encode", "preprocess", "decode_queue", "prefill_queue", "encode_queue"),
+    *("ep_migration", "pd_migration"),
+)
 _PHASE_OF = {
     **dict.fromkeys(("fetch", "tokenize", "preprocess"), "preprocess"),
     "encode_wait": "encode_queue",
@@ -30,6 +33,8 @@ _PHASE_OF = {
     "prefill": "prefill",
     "decode_wait": "decode_queue",
     "decode": "decode",
+    "pull_features": "ep_migration",
+    **dict.fromkeys(("pull_kv", "pull_wait"), "pd_migration"),
 }
 _BEFORE = {"encode": "encode_queue", "prefill": "prefill_queue", "decode": "decode_queue"}
 _WAITS = frozenset(_BEFORE.values())
@@ -40,7 +45,8 @@ def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None 
 
     `timeline` is relative to the arrival. Waiting after the first token is decode_queue, whatever for; a wait for
     images is encode_queue. Time before the scheduler had the request is preprocess; later, time between two spans
-    belongs to the wait for the second one. `other` is time behind the last span beyond `HAND_OVER_S`, or all of it
+    belongs to the wait for the second one. Moving between instances counts as far as nothing else of the request runs or
+    waits meanwhile: what is moved early costs nothing. `other` is time behind the last span beyond `HAND_OVER_S`, or all of it
     without spans. Without `ttft_s` the first token is taken to come with the last prefill before the first decode,
     which is too late for a request that was preempted in between.
     """
@@ -80,6 +86,8 @@ def _edges(spans: Sequence[StageSpan], *marks: float) -> list[tuple[float, int, 
 
 
 def _phase_of(span: StageSpan) -> str:
+    if span.stage == "offered":  # by the instance that has computed it
+        return "ep_migration" if span.cause == "features" else "pd_migration"
     return "encode_queue" if (span.stage, span.cause) == ("prefill_wait", "images") else _PHASE_OF[span.stage]
 
 
@@ -91,8 +99,8 @@ def _first_token_s(spans: Sequence[StageSpan]) -> float:
 
 def intake_s(spans: Sequence[StageSpan]) -> float:
     """When the scheduler got the request; the end of intake if it never did."""
-    intake = [span.end_s for span in spans if _PHASE_OF[span.stage] == "preprocess"]
-    scheduled = [span.start_s for span in spans if _PHASE_OF[span.stage] != "preprocess"]
+    intake = [span.end_s for span in spans if _phase_of(span) == "preprocess"]
+    scheduled = [span.start_s for span in spans if _phase_of(span) != "preprocess"]
     return min(scheduled) if scheduled else max(intake, default=0.0)
 
 
