@@ -19,7 +19,7 @@ from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.limits import limit_summary
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.parts import Parts, build_worker, step_times
-from hydra_engine.instance.ports import Inbox, Outbox, PeerPort, Place
+from hydra_engine.instance.ports import ALONE, Inbox, Outbox, PeerPort, Place
 from hydra_engine.scheduler.blame import StepLog
 from hydra_engine.scheduler.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.scheduler import StageScheduler
@@ -46,7 +46,7 @@ def run_instance(
     inbox: Inbox,
     outbox: Outbox,
     wake: threading.Event,
-    place: Place = Place(),
+    place: Place = ALONE,
     connect: Connect | None = None,
 ) -> int:
     """Builds, announces readiness, serves until told to stop. Returns the exit code; start-up errors are reported to

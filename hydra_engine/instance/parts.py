@@ -21,7 +21,7 @@ from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, fault_points_enabled
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError
-from hydra_engine.instance.ports import Place
+from hydra_engine.instance.ports import ALONE, Place
 from hydra_engine.models.registry import load_model
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.planner.start import Found, Subject, surface_for
@@ -57,7 +57,7 @@ class Parts:
     notes: tuple[str, ...]
 
 
-def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress, place: Place = Place()) -> Parts:
+def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress, place: Place = ALONE) -> Parts:
     """Loads and warms up. To be called in inference mode; the caller closes the worker."""
     spec = load_spec(config.model_path, config.spec_options)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend)

@@ -30,6 +30,9 @@ class Place:
     has_peers: bool = False
 
 
+ALONE = Place()
+
+
 class WorkerPort(Protocol):
     """Two lanes that run plans in order, and a third that copies blocks of other instances. Never blocks the caller;
     never raises because of a request's content: a failed row or image comes back as an outcome with an error, and the

@@ -45,10 +45,10 @@ def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None 
 
     `timeline` is relative to the arrival. Waiting after the first token is decode_queue, whatever for; a wait for
     images is encode_queue. Time before the scheduler had the request is preprocess; later, time between two spans
-    belongs to the wait for the second one. Moving between instances counts as far as nothing else of the request runs or
-    waits meanwhile: what is moved early costs nothing. `other` is time behind the last span beyond `HAND_OVER_S`, or all of it
-    without spans. Without `ttft_s` the first token is taken to come with the last prefill before the first decode,
-    which is too late for a request that was preempted in between.
+    belongs to the wait for the second one. Moving between instances counts as far as nothing else of the request runs
+    or waits meanwhile: what is moved early costs nothing. `other` is time behind the last span beyond `HAND_OVER_S`, or
+    all of it without spans. Without `ttft_s` the first token is taken to come with the last prefill before the first
+    decode, which is too late for a request that was preempted in between.
     """
     found = dict.fromkeys(PHASES, 0.0)
     spans = sorted((span for span in timeline if span.start_s <= e2e_s), key=lambda span: span.start_s)

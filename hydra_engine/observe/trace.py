@@ -17,6 +17,7 @@ from hydra_engine.core.outputs import StageSpan
 
 _RING = 2_000
 _REQUESTS = "requests"
+_MOVING = frozenset({"offered", "pull_wait", "pull_features", "pull_kv"})  # beside whatever else happens
 
 
 class TraceRing:
@@ -38,9 +39,14 @@ class TraceRing:
         events: list[dict[str, Any]] = []
         for request_id, arrival, spans in self._requests:
             for span in spans:
-                row = f"{request_id} images" if span.lane == "vision" else request_id
-                arguments = {"request": request_id, **_arguments(span)}
-                events.append(_event(span, arrival - origin, arguments) | rows.place(_REQUESTS, row))
+                event = _event(span, arrival - origin, {"request": request_id, **_arguments(span)})
+                if span.stage in _MOVING:
+                    place = rows.place_free(
+                        _REQUESTS, f"{request_id} transfer", event["ts"], event["ts"] + event["dur"]
+                    )
+                else:
+                    place = rows.place(_REQUESTS, f"{request_id} images" if span.lane == "vision" else request_id)
+                events.append(event | place)
         for step in _steps(self._requests):
             arguments = {"requests": step.requests, "batch": step.span.batch, "tokens": step.tokens}
             event = _event(step.span, step.arrival_s - origin, arguments)
