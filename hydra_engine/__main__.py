@@ -1,4 +1,4 @@
-"""The command line: `hydra-engine serve | generate | chat | demo | bench | profile | doctor`.
+"""The command line: `hydra-engine serve | generate | chat | demo | bench | profile | memory | doctor`.
 
 Also `python -m hydra_engine`. Each command lives in `cli/` and is imported only when it runs. Known errors end with one
 line and their exit code.
@@ -21,6 +21,7 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     ("demo", "three pictures and a text question through the shipped model, with their timelines"),
     ("bench", "measure this machine: ops, stages, serving"),
     ("profile", "measure what steps cost on this machine, save it, and print what a latency limit allows"),
+    ("memory", "print what each instance of a topology would hold and what its role saves; loads no weights"),
     ("doctor", "print what was found here and which implementation each operation takes"),
 )
 

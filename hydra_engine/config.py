@@ -3,7 +3,8 @@
 `resolve()` (in `instance/build.py`, where the model is known) turns "auto" into values in a new object; nothing
 mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`,
 `kind` ("seconds": flags and files take 40ms, 1.5s or 2m too).
-Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY, XDG_CACHE_HOME.
+Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY, HYDRA_ADMIN_KEY,
+XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -77,8 +78,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    kv_cache_gib: float | None = _opt(None, "memory of the KV cache in GiB; default: room for max_num_seqs, bounded")
-    image_cache_gib: float | None = _opt(None, "memory of the image cache in GiB; default: room for 16 large images")
+    """Sizes hold for each instance that has such a cache."""
+
+    kv_cache_gib: float | None = _opt(
+        None, "memory of each instance's KV cache in GiB; default: room for max_num_seqs, bounded"
+    )
+    image_cache_gib: float | None = _opt(
+        None, "memory of each instance's image cache in GiB; default: room for 16 large images"
+    )
     block_size: int = _opt(16, "tokens per KV block")
     image_block_size: int = _opt(64, "feature rows per image-cache block")
     num_kv_blocks: int | None = _opt(None, "number of KV blocks, instead of kv_cache_gib (tests)")
@@ -137,7 +144,11 @@ class EngineConfig:
     model: str = _opt(DEMO_MODEL, "Hugging Face model directory, or `demo` for the model that ships with the engine")
     device: str = _opt("auto", "auto, cpu or cuda:N")
     dtype: str = _opt("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
-    topology: str = _opt("EPD", "instances and their roles, for example EPD, EP+D, 1E3P4D")
+    topology: str = _opt(
+        "EPD",
+        "instances and the stages that each serves: EPD is one for all; EP+D keeps decodes apart; 1E3P4D is one that "
+        "encodes, three that prefill and four that decode; E@cuda:0+PD@cuda:1 says on which device",
+    )
     max_model_len: int | None = _opt(None, "longest prompt plus output; default: what the model allows")
     threads: int | None = _opt(None, "CPU threads per lane; default: all cores that this process may use")
     lane_priority: str = _opt(
@@ -244,6 +255,9 @@ class ServerConfig:
     port: int = _opt(8000, "port to listen on; 0 takes a free one")
     served_model_name: str | None = _opt(None, "model name that the API shows and accepts; default: MODEL")
     api_key: tuple[str, ...] = _opt((), "accepted API keys (also HYDRA_API_KEY); none: no key is asked for")
+    admin_key: str | None = _opt(
+        None, "the key that opens /admin (also HYDRA_ADMIN_KEY), which an API key does not; none: no /admin"
+    )
     shutdown_timeout_s: float = _opt(30.0, "how long SIGTERM lets running requests finish", flag="shutdown-timeout")
     max_body_bytes: int = _opt(64 << 20, "largest request body")
     body_timeout_s: float = _opt(30.0, "how long a request body may take to arrive")
@@ -294,6 +308,10 @@ def parse_seconds(value: object, name: str, *, param: str | None = None) -> floa
 
 def environment_api_keys() -> tuple[str, ...]:
     return tuple(key for key in os.environ.get("HYDRA_API_KEY", "").split(",") if key)
+
+
+def environment_admin_key() -> str | None:
+    return os.environ.get("HYDRA_ADMIN_KEY") or None
 
 
 def fault_points_enabled() -> bool:

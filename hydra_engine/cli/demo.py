@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, engine_config_from
-from hydra_engine.cli.summary import summary_lines
+from hydra_engine.cli.summary import start_lines
 from hydra_engine.cli.timeline import timeline_lines
 from hydra_engine.config import DEMO_MODEL
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     questions = json.loads((_FOLDER / "questions.json").read_text(encoding="utf-8"))
     wrong = 0
     with Engine.from_config(config) as engine:
-        _print("\n".join(summary_lines(engine.summary)))
+        _print("\n".join(start_lines(engine.summaries)))
         handles = [
             engine.submit(q["question"], _FOLDER / q["picture"] if q["picture"] else None, temperature=0, max_tokens=64)
             for q in questions

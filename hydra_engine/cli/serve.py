@@ -8,7 +8,7 @@ import sys
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_server_options, engine_config_from, server_config_from
-from hydra_engine.cli.summary import summary_lines
+from hydra_engine.cli.summary import start_lines
 from hydra_engine.config import DEMO_MODEL, fault_points_enabled
 
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine = Engine.unstarted(config)
 
     def announce(url: str) -> None:
-        for line in summary_lines(engine.summary):
+        for line in start_lines(engine.summaries):
             sys.stderr.write(line + "\n")
         sys.stderr.write(f"ready on {url}\n")
         sys.stderr.flush()

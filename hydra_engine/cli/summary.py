@@ -1,34 +1,119 @@
-"""The start-up summary: what was loaded, where the memory went, which limits hold. About ten lines, no colours."""
+"""The start-up summary: what was loaded, where the memory went, which limits hold. About ten lines, no colours; for
+several instances a table with a line for each, then what holds for all.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 from hydra_engine import __version__
 from hydra_engine.core.messages import InstanceSummary, LimitSummary
+from hydra_engine.core.roles import InstanceSpec, Role, Topology
+
+
+def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
+    return summary_lines(summaries[0]) if len(summaries) == 1 else topology_lines(summaries)
 
 
 def summary_lines(summary: InstanceSummary) -> list[str]:
     kv_tokens = summary.num_kv_blocks * summary.kv_block_size
     image_rows = summary.num_image_blocks * summary.image_block_size
-    slower = [op for op, implementation, _ in summary.ops if implementation in ("reference", "torch")]
-    mode = "deterministic" if summary.deterministic else "not deterministic"
     lines = [
         f"hydra-engine {__version__}",
         f"  model        {summary.model} ({summary.family}), {summary.dtype}",
-        f"  instance     {summary.name}, role {summary.role}, {summary.device}, "
-        f"{summary.threads} thread{'s' if summary.threads > 1 else ''} per lane, ops {summary.backend}, {mode}",
-        f"  memory       weights {_bytes(summary.weights_bytes)}, KV cache {_bytes(summary.kv_cache_bytes)} "
-        f"({kv_tokens} tokens), image cache {_bytes(summary.image_cache_bytes)} ({image_rows} rows)",
+        f"  instance     {summary.name}, role {summary.role}, {summary.device}, {_how(summary)}",
+        f"  memory       weights {size(summary.weights_bytes)}, KV cache {size(summary.kv_cache_bytes)} "
+        f"({kv_tokens} tokens), image cache {size(summary.image_cache_bytes)} ({image_rows} rows)",
         f"  limits       {summary.max_model_len} tokens a request, {summary.token_budget} tokens a language step, "
         f"{summary.image_budget} patches a vision step",
         *limit_lines(summary.limits),
         f"  loaded in    {summary.load_s:.1f} s",
     ]
-    if slower and summary.backend.startswith("native"):
-        lines.append(f"  in torch     {', '.join(slower)}")
+    lines.extend(_slower([summary]))
     lines.extend(f"  note         {note}" for note in summary.notes if note)
     return lines
+
+
+def topology_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
+    """`summaries` in the topology's order."""
+    first = summaries[0]
+    topology = Topology(tuple(InstanceSpec(Role.parse(s.role), "auto") for s in summaries))
+    # Of those that hold a KV cache: what a request may be, and what a step, is for them to say.
+    serving = [s for s in summaries if s.num_kv_blocks] or list(summaries)
+    encoding = [s for s in summaries if s.image_budget and "E" in s.role] or list(summaries)
+    # Where prompts and decodes meet, if they do.
+    decoding = max(summaries, key=lambda s: 2 * ("D" in s.role) + ("P" in s.role))
+    lines = [
+        f"hydra-engine {__version__}",
+        f"  model        {first.model} ({first.family}), {first.dtype}",
+        f"  topology     {topology}: {len(summaries)} instances, {_how(first)}",
+        *_table(summaries),
+        f"  limits       {min(s.max_model_len for s in serving)} tokens a request, "
+        f"{min(s.token_budget for s in serving)} tokens a language step, "
+        f"{min(s.image_budget for s in encoding)} patches a vision step",
+        *limit_lines(decoding.limits),
+        f"  loaded in    {max(s.load_s for s in summaries):.1f} s",
+        *_slower(summaries),
+    ]
+    others = ((s.name, warning) for s in summaries if s is not decoding for warning in s.limits.warnings)
+    notes = ((s.name, note) for s in summaries for note in s.notes if note)
+    return lines + _shared_notes((*others, *notes), len(summaries))
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Rows of equal length as lines, left-aligned, two spaces between columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
+    vision = max(s.vision_weights_bytes for s in summaries)
+    language = max(s.language_weights_bytes for s in summaries)
+    rows = [("instance", "role", "device", "weights", "KV cache", "image cache")]
+    for s in summaries:
+        lacks = []
+        if language and not s.language_weights_bytes:
+            lacks.append(f"no decoder, saves {size(language)}")
+        if vision and not s.vision_weights_bytes:
+            lacks.append(f"no vision tower, saves {size(vision)}")
+        weights = size(s.weights_bytes) + (f" ({', '.join(lacks)})" if lacks else "")
+        kv = f"{size(s.kv_cache_bytes)} ({s.num_kv_blocks * s.kv_block_size} tokens)" if s.num_kv_blocks else "none"
+        image_rows = s.num_image_blocks * s.image_block_size
+        images = f"{size(s.image_cache_bytes)} ({image_rows} rows)" if image_rows else "none"
+        rows.append((s.name, s.role, s.device, weights, kv, images))
+    return columns(rows, "    ")
+
+
+def _shared_notes(notes: Iterable[tuple[str, str]], num_instances: int) -> list[str]:
+    """Each note once, with the names of those that said it unless all did."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in notes:
+        by_text.setdefault(text, []).append(name)
+    return [
+        f"  note         {text}" if len(names) == num_instances else f"  note         {', '.join(names)}: {text}"
+        for text, names in by_text.items()
+    ]
+
+
+def _how(summary: InstanceSummary) -> str:
+    mode = "deterministic" if summary.deterministic else "not deterministic"
+    threads = f"{summary.threads} thread{'s' if summary.threads > 1 else ''} per lane"
+    return f"{threads}, ops {summary.backend}, {mode}"
+
+
+def _slower(summaries: Sequence[InstanceSummary]) -> list[str]:
+    """Operations without a kernel of ours."""
+    slower = [
+        op
+        for summary in summaries
+        if summary.backend.startswith("native")
+        for op, implementation, _ in summary.ops
+        if implementation in ("reference", "torch")
+    ]
+    return [f"  in torch     {', '.join(dict.fromkeys(slower))}"] if slower else []
 
 
 def limit_lines(limits: LimitSummary) -> list[str]:
@@ -60,7 +145,8 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.4g} s"
 
 
-def _bytes(count: int) -> str:
+def size(count: int) -> str:
+    """Bytes as people write them."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

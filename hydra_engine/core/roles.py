@@ -1,13 +1,16 @@
-"""Roles and topologies: which stages an instance serves, and which instances make up a deployment.
+"""Roles and topologies: which stages an instance serves, which instances make up a deployment, and whether that works.
 
-Does not know which devices exist; `config.resolve()` checks that.
+A topology that is refused comes back with one close to it that would be taken. Does not know models or machines: what
+a model needs and which devices there are is told to the checks.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Flag
+from itertools import groupby
 
 from hydra_engine.errors import ConfigError
 
@@ -68,7 +71,11 @@ class InstanceSpec:
     device: str  # "auto", "cpu", "cuda:0"
 
 
-_PART = re.compile(r"^(?P<count>\d{0,2})(?P<role>[EPD]{1,3})(?:@(?P<device>[a-z]+(?::\d+)?))?$")
+MAX_INSTANCES = 64
+
+_PART = re.compile(r"(?P<count>[0-9]{0,6})(?P<role>[EPD]{1,3})(?:@(?P<device>.*))?")
+_DEVICE = re.compile(r"auto|cpu|cuda:(?:0|[1-9][0-9]{0,2})")
+_MAX_EXAMPLE = 100  # characters of a topology in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +95,173 @@ class Topology:
             counts[letters] = counts.get(letters, 0) + 1
         return tuple(names)
 
+    @property
+    def served(self) -> Role:
+        """All stages that have an instance."""
+        role = Role(0)
+        for spec in self.instances:
+            role |= spec.role
+        return role
+
     @classmethod
     def parse(cls, text: str) -> Topology:
+        """Raises ConfigError for what cannot be read or serves no model; `check_serves` asks for E where there is
+        vision."""
         # "1E3P4D" is short for "1E+3P+4D": every digit opens a new part.
-        spread = re.sub(r"(?<=[EPD])(?=\d+[EPD])", "+", text.strip())
+        spread = re.sub(r"(?<=[EPD])(?=[0-9]+[EPD])", "+", text.strip())
         instances: list[InstanceSpec] = []
         for part in re.split(r"[+,]", spread):
-            match = _PART.match(part.strip())
-            if match is None:
-                raise ConfigError(
-                    f"topology {text[:80]!r}: cannot read the part {part[:20]!r}; write for example EPD, EP+D, "
-                    "1E3P4D or E@cuda:0,P@cuda:0,D@cuda:1",
-                    param="topology",
-                )
-            spec = InstanceSpec(Role.parse(match["role"]), match["device"] or "auto")
-            instances.extend([spec] * int(match["count"] or 1))
-        served = Role(0)
-        for spec in instances:
-            served |= spec.role
-        if served != EPD:
-            missing = "".join(c for c in "EPD" if Role[c] not in served)
-            raise ConfigError(f"topology {text[:80]!r} has no instance for stage {missing}", param="topology")
-        return cls(tuple(instances))
+            count, spec = _part(text, part.strip())
+            if len(instances) + count > MAX_INSTANCES:
+                raise _refused(text, f"there can be at most {MAX_INSTANCES} instances")
+            instances.extend([spec] * count)
+        topology = cls(tuple(instances))
+        _check_stages(topology, Role.P | Role.D)
+        return topology
 
     def __str__(self) -> str:
         parts = []
-        for spec in self.instances:
-            parts.append(spec.role.letters + ("" if spec.device == "auto" else f"@{spec.device}"))
+        for spec, run in groupby(self.instances):
+            count = len(list(run))
+            device = "" if spec.device == "auto" else f"@{spec.device}"
+            parts.append(f"{count if count > 1 else ''}{spec.role.letters}{device}")
         return "+".join(parts)
+
+
+def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise _refused(
+            text,
+            f"cannot read the part {part[:20]!r}; write for example EPD, EP+D, 1E3P4D or E@cuda:0,P@cuda:0,D@cuda:1",
+        )
+    device = match["device"] if match["device"] is not None else "auto"
+    if _DEVICE.fullmatch(device) is None:
+        raise _refused(text, f"there is no device {device[:20]!r}; write cpu or cuda:N, for example E@cuda:0+PD@cuda:1")
+    count = int(match["count"] or 1)
+    if count == 0:
+        raise _refused(text, f"the part {part[:20]!r} stands for no instance; leave it out or write a number above 0")
+    return count, InstanceSpec(Role.parse(match["role"]), device)
+
+
+# ---- checks, each with what would work
+
+
+def check_serves(topology: Topology, has_vision: bool) -> None:
+    """Whether every stage that the model has is served, and every instance has something to do. Raises ConfigError."""
+    _check_stages(topology, EPD if has_vision else Role.P | Role.D)
+    names = [name for name, spec in zip(topology.names, topology.instances, strict=True) if spec.role == Role.E]
+    if names and not has_vision:
+        rest = Topology(tuple(spec for spec in topology.instances if spec.role != Role.E))
+        raise _refused(
+            str(topology),
+            f"this model has no vision tower, so {_listed(names)} would have nothing to do; write {_examples(rest)}",
+        )
+
+
+def check_states(topology: Topology) -> None:
+    """For a model whose decoder keeps recurrent states, which are not handed on: who prefills a request decodes it.
+    Raises ConfigError."""
+    both = Role.P | Role.D
+    split = [spec.role.needs_language and both not in spec.role for spec in topology.instances]
+    if not any(split):
+        return
+    names = [name for name, is_split in zip(topology.names, split, strict=True) if is_split]
+    joined = tuple(
+        replace(spec, role=spec.role | both) if is_split else spec
+        for spec, is_split in zip(topology.instances, split, strict=True)
+    )
+    raise _refused(
+        str(topology),
+        "the decoder of this model keeps a state for each request that cannot be handed on, so what prefills must "
+        f"decode too, but {_listed(names)} would not; write for example {_examples(Topology(joined))}",
+    )
+
+
+def check_devices(topology: Topology, devices: Sequence[str]) -> None:
+    """`devices` are those that there are, for example ("cpu", "cuda:0"); an instance on "auto" goes along with the
+    others. Raises ConfigError."""
+    wanted = list(dict.fromkeys(spec.device for spec in topology.instances if spec.device != "auto"))
+    missing = [device for device in wanted if device not in devices]
+    if missing:
+        others = [device for device in devices if _kind(device) == _kind(missing[0])] or ["cpu"]
+        is_mixed = any(_kind(device) != _kind(others[-1]) for device in wanted)
+        moved = dict.fromkeys(wanted if is_mixed else missing, others[-1])
+        raise _refused(
+            str(topology),
+            f"this machine has no {' and no '.join(missing)}, only {_listed(devices)}; write for example "
+            f"{_examples(_moved(topology, moved))}",
+        )
+    if len({_kind(device) for device in wanted}) > 1:
+        accelerator = next(device for device in wanted if device != "cpu")
+        raise _refused(
+            str(topology),
+            "instances on a CPU and on a GPU cannot read each other's caches; write for example "
+            + _examples(_moved(topology, {"cpu": accelerator}), _moved(topology, dict.fromkeys(wanted, "cpu"))),
+        )
+
+
+def _check_stages(topology: Topology, needed: Role) -> None:
+    missing = needed & ~topology.served
+    if not missing:
+        return
+    stages = ("stage " if len(missing.letters) == 1 else "stages ") + " and ".join(missing.letters)
+    fill = EPD & ~topology.served
+    raise ConfigError(
+        f"topology {_shown(str(topology))} has no instance for {stages}; write "
+        f"for example {_examples(_with_instance(topology, fill), _with_stages(topology, fill))}",
+        param="topology",
+    )
+
+
+def _nearest(topology: Topology) -> int:
+    """The instance that could do more at the least cost: what decodes has the weights to prefill, and the reverse."""
+    for stage in (Role.P, Role.D, Role.E):
+        for index, spec in enumerate(topology.instances):
+            if stage in spec.role:
+                return index
+    raise ValueError("a topology without instances")
+
+
+def _with_stages(topology: Topology, stages: Role) -> Topology:
+    instances = list(topology.instances)
+    index = _nearest(topology)
+    instances[index] = replace(instances[index], role=instances[index].role | stages)
+    return Topology(tuple(instances))
+
+
+def _with_instance(topology: Topology, role: Role) -> Topology:
+    """Those that encode come first, those that only decode last."""
+    instances = list(topology.instances)
+    own = "EPD".index(role.letters[0])
+    later = (i for i, spec in enumerate(instances) if "EPD".index(spec.role.letters[0]) > own)
+    instances.insert(next(later, len(instances)), InstanceSpec(role, instances[_nearest(topology)].device))
+    return Topology(tuple(instances))
+
+
+def _moved(topology: Topology, devices: dict[str, str]) -> Topology:
+    return Topology(tuple(replace(spec, device=devices.get(spec.device, spec.device)) for spec in topology.instances))
+
+
+def _kind(device: str) -> str:
+    return device.split(":")[0]
+
+
+def _examples(*topologies: Topology) -> str:
+    shown = [text for topology in topologies if len(text := str(topology)) <= _MAX_EXAMPLE]
+    return " or ".join(dict.fromkeys(shown)) or "EPD"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """At most four of them."""
+    if len(words) > 4:
+        return f"{', '.join(words[:3])} and {len(words) - 3} others"
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 1] + "…")
+
+
+def _refused(text: str, why: str) -> ConfigError:
+    return ConfigError(f"topology {_shown(text)}: {why}", param="topology")

@@ -1,15 +1,15 @@
 """Counters and histograms as Prometheus text, under vLLM's names for dashboards and under `hydra:` for our own.
 
-Fed once per finished request and once per HTTP answer; gauges are read from the instance's latest status when the
-page is asked for. Labels are the served model's name and words from fixed lists, never anything a client sent.
-Does not know HTTP or the engine.
+Fed once per finished request and once per HTTP answer; gauges are read from the latest status when the page is asked
+for: summed over instances here, for each of them in `instance_metrics.py`. Labels are the served model's name, names
+and roles of instances and words from fixed lists, never anything a client sent. Does not know HTTP or the engine.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -17,8 +17,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import BudgetReport, Status
 from hydra_engine.core.outputs import FinishReason, Result, SloReport, StageSpan
+from hydra_engine.observe.instance_metrics import instance_families
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -80,6 +82,8 @@ class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         self._labels = (model_name, _ENGINE)
         self._status: Status | None = None
+        self._instances: Sequence[InstanceState] = ()
+        self._statuses: Mapping[str, Status] = {}
         self._last_busy: Status | None = None
         self._busy_ratio = {"vision": 0.0, "language": 0.0}
         self._totals = _Totals()
@@ -150,11 +154,17 @@ class Metrics(Collector):
 
     # ---- reading
 
-    def text(self, status: Status | None) -> bytes:
-        """The page, with gauges as of `status`."""
+    def text(
+        self,
+        status: Status | None,
+        instances: Sequence[InstanceState] = (),
+        statuses: Mapping[str, Status] | None = None,
+    ) -> bytes:
+        """The page, with gauges as of `status`, the sum over all instances, and of `statuses`, by their names."""
         if status is not None:
             self._measure_busy(status)
         self._status = status
+        self._instances, self._statuses = instances, statuses or {}
         return generate_latest(self._registry)
 
     def _measure_busy(self, status: Status) -> None:
@@ -177,6 +187,7 @@ class Metrics(Collector):
             yield from self._gauges(self._status)
             yield from self._step_counters(self._status)
             yield from self._budget(self._status.budget)
+        yield from instance_families(_LABELS, self._labels, self._instances, self._statuses)
 
     def _request_counters(self) -> Iterator[Metric]:
         totals = self._totals

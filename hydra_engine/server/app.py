@@ -12,9 +12,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hydra_engine import __version__
-from hydra_engine.config import ServerConfig, environment_api_keys
+from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.observe.metrics import Metrics
-from hydra_engine.server import chat, completions, health, models, tokenize
+from hydra_engine.server import admin, chat, completions, health, models, tokenize
 from hydra_engine.server.auth import auth_middleware
 from hydra_engine.server.context import (
     CONFIG,
@@ -38,17 +38,19 @@ def build_app(
 ) -> web.Application:
     """The engine may still be loading. Once it serves, give `app[METRICS].observe` to its `add_observer`."""
     keys = [key for key in (*config.api_key, *environment_api_keys()) if key]
+    admin_key = config.admin_key or environment_admin_key()
     cors = Cors(config.allow_origins)
     middlewares = [request_middleware, error_middleware, cors.middleware]
-    if keys:
-        middlewares.append(auth_middleware(keys))
+    if keys or admin_key:
+        middlewares.append(auth_middleware(keys, admin_key))
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[ENGINE] = engine
     app[CONFIG] = config
     app[MODEL_NAME] = model_name or config.served_model_name or engine.model_name
     app[METRICS] = Metrics(app[MODEL_NAME])
     app[LIFECYCLE] = Lifecycle()
-    app.add_routes(_routes(debug_endpoints))
+    app[admin.SWITCHES] = set()
+    app.add_routes(_routes(with_admin=bool(admin_key), debug_endpoints=debug_endpoints))
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = f"hydra-engine/{__version__}"
@@ -61,7 +63,7 @@ def build_app(
     return app
 
 
-def _routes(debug_endpoints: bool) -> list[web.RouteDef]:
+def _routes(*, with_admin: bool, debug_endpoints: bool) -> list[web.RouteDef]:
     routes = [
         web.post("/v1/chat/completions", chat.chat_completions),
         web.post("/v1/completions", completions.completions),
@@ -75,6 +77,9 @@ def _routes(debug_endpoints: bool) -> list[web.RouteDef]:
         web.get("/version", health.version),
         web.get("/metrics", health.metrics),
     ]
+    if with_admin:
+        routes.append(web.get("/admin/topology", admin.show_topology))
+        routes.append(web.post("/admin/topology", admin.set_topology))
     if debug_endpoints:
         routes.append(web.get("/debug/ledger", health.ledger))
     return routes

@@ -65,11 +65,15 @@ class Stream(Protocol):
 STREAM = web.RequestKey[Stream]("stream")
 
 
-def error_json(error: HydraError) -> bytes:
+def error_body(error: HydraError) -> ErrorBody:
     message = " ".join(error.message.split())
     if len(message) > _MAX_MESSAGE:
         message = message[: _MAX_MESSAGE - 1] + "…"
-    return msgspec.json.encode(ErrorAnswer(ErrorBody(message, error.error_type, error.param, error.code)))
+    return ErrorBody(message, error.error_type, error.param, error.code)
+
+
+def error_json(error: HydraError) -> bytes:
+    return msgspec.json.encode(ErrorAnswer(error_body(error)))
 
 
 def error_response(error: HydraError, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -1,30 +1,57 @@
 """What operators ask: is the process up, is it serving, which version, how busy, what is held.
 
 GET /livez answers while the front process lives. GET /health and /ready say whether requests are served and make
-progress. Does not know generation.
+progress, and how each instance is; fewer instances that still serve every stage are degraded, not down. Does not know
+generation.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from hydra_engine import __version__
+from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.errors import Unavailable
 from hydra_engine.server.context import ENGINE, LIFECYCLE, METRICS
+from hydra_engine.server.errors import ErrorBody, error_body, error_response
 from hydra_engine.server.generate import json_response
 
 _REASONS = {
     "loading": ("not_ready", "the model is still loading"),
     "draining": ("draining", "the server is shutting down"),
     "hung": ("not_ready", "the engine makes no progress"),
-    "instance_lost": ("instance_lost", "the engine process has ended"),
+    "instance_lost": ("instance_lost", "a stage has no instance that is up"),
 }
+_WANTED = (Condition.STARTING, Condition.SILENT, Condition.FAILED)  # not ready, and not because somebody said so
+_MAX_REASON = 200
 
 
 class Alive(msgspec.Struct, frozen=True):
     status: str = "ok"
+
+
+class Instance(msgspec.Struct, frozen=True):
+    name: str
+    role: str
+    condition: str
+    restarts: int
+    reason: str
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str = "ok"
+    degraded: bool
+    instances: list[Instance]
+
+
+class NotServing(msgspec.Struct, frozen=True, kw_only=True):
+    error: ErrorBody
+    degraded: bool = True
+    instances: list[Instance]
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -35,14 +62,25 @@ async def livez(_request: web.Request) -> web.Response:
     return json_response(Alive())
 
 
+def describe(states: Iterable[InstanceState]) -> list[Instance]:
+    return [
+        Instance(s.name, s.role, s.condition.value, s.restarts, " ".join(s.reason.split())[:_MAX_REASON])
+        for s in states
+    ]
+
+
 async def health(request: web.Request) -> web.Response:
     serving, reason = request.app[ENGINE].health()
+    states = request.app[ENGINE].instances()
     if request.app[LIFECYCLE].draining:
         serving, reason = False, "draining"
-    if not serving:
-        code, message = _REASONS.get(reason, ("not_ready", "the engine is not serving"))
-        raise Unavailable(message, code=code, retry_after_s=2)
-    return json_response(Alive())
+    if serving:
+        return json_response(Health(degraded=any(s.condition in _WANTED for s in states), instances=describe(states)))
+    code, message = _REASONS.get(reason, ("not_ready", "the engine is not serving"))
+    error = Unavailable(message, code=code, retry_after_s=2)
+    response = error_response(error)
+    response.body = msgspec.json.encode(NotServing(error=error_body(error), instances=describe(states)))
+    return response
 
 
 async def version(_request: web.Request) -> web.Response:
@@ -50,7 +88,8 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text = request.app[METRICS].text(request.app[ENGINE].stats())
+    engine = request.app[ENGINE]
+    text = request.app[METRICS].text(engine.stats(), engine.instances(), engine.statuses())
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

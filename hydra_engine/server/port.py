@@ -6,10 +6,11 @@ loop and must not block it. Does not know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hydra_engine.core.messages import LedgerReport, Status
+from hydra_engine.core.instances import InstanceState
+from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
 from hydra_engine.core.request import SamplingParams, Slo
 
@@ -63,12 +64,36 @@ class EnginePort(Protocol):
         cancelling the call gives up everything that it has begun."""
         ...
 
+    @property
+    def summaries(self) -> Sequence[InstanceSummary]:
+        """One for each instance, in the topology's order; empty while the model loads."""
+        ...
+
+    def instances(self) -> tuple[InstanceState, ...]:
+        """In the topology's order; empty before they are started and after the end."""
+        ...
+
+    def statuses(self) -> Mapping[str, Status]:
+        """The latest gauges of each instance that has reported, by its name."""
+        ...
+
     def stats(self) -> Status | None:
-        """The latest gauges; None before the first."""
+        """The latest gauges, summed over instances; None before the first."""
+        ...
+
+    async def aset_topology(self, text: str) -> None:
+        """Returns when the instances serve these roles. Raises ConfigError, with nothing changed, for a topology that
+        cannot be had."""
         ...
 
     def health(self) -> tuple[bool, str]:
-        """(serving and making progress, reason): ok, loading, draining, hung, instance_lost or closed."""
+        """(every stage is served and makes progress, reason): ok, loading, draining, hung, instance_lost or closed.
+        What is lost may be started again; `lost` says when that is over."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Nothing can be served any more, and no instance that could will be started again. The server ends then."""
         ...
 
     async def aledger(self) -> LedgerReport: ...

@@ -158,7 +158,7 @@ async def _run(
     if ready is not None:
         ready(listening.url)
     if not await _until_signal_or_loss(engine, signals):
-        logger.error("the engine process has ended; the server ends too")
+        logger.error("the instances of a stage have ended for good; the server ends too")
         await asyncio.sleep(_CLOSE_S)  # clients are told, and health says it once more
         return 1
     return await _drain(app[LIFECYCLE], config.shutdown_timeout_s, signals)
@@ -196,8 +196,8 @@ async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool
 
 
 async def _until_signal_or_loss(engine: EnginePort, signals: _Signals) -> bool:
-    """False when the engine's process was lost."""
-    while engine.health()[1] not in ("instance_lost", "closed"):
+    """False when the engine can serve no more. One instance that ends is no reason: it is started again."""
+    while not engine.lost and engine.health()[1] != "closed":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.first.wait(), _WATCH_S)
             return True

@@ -71,7 +71,7 @@ def test_bench_lists_its_benchmarks_and_refuses_others() -> None:
     assert hydra("bench", "nonsense").returncode == 2
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "demo", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "demo", "bench", "memory", "doctor"])
 def test_every_command_explains_itself(command: str) -> None:
     done = hydra(command, "--help")
     assert done.returncode == 0 and "usage: hydra-engine" in done.stdout

@@ -1,14 +1,17 @@
-"""What the start-up summary and the line below an answer say about limits."""
+"""What the start-up summary says, of one instance and of several, and the line below an answer about limits."""
 
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 
-from hydra_engine.cli.summary import limit_lines, seconds
+from hydra_engine import __version__
+from hydra_engine.cli.summary import limit_lines, seconds, start_lines, summary_lines
 from hydra_engine.cli.timeline import timeline_lines
-from hydra_engine.core.messages import LimitBudget, LimitSummary
+from hydra_engine.core.messages import InstanceSummary, LimitBudget, LimitSummary
 from hydra_engine.core.outputs import SloReport, StageSpan
 
 BUDGETS = (LimitBudget(1, 0.0123, 480, math.inf), LimitBudget(8, 0.0174, 320, 0.0312), LimitBudget(64, 0.0391, 0, 0.0))
@@ -66,3 +69,98 @@ def test_verdicts_name_only_the_limits_there_were() -> None:
     assert not any(line.startswith("limits") for line in timeline_lines(SPANS, SloReport()))
     (line,) = timeline_lines((), SloReport(tpot_limit_s=0.04))
     assert line == "limits       90 % of gaps within 40 ms: not known"
+
+
+# ---- several instances
+
+GIB = 1 << 30
+
+
+def instance(name: str, role: str, **changes: Any) -> InstanceSummary:
+    """Of a decoder of 13 GiB, a tower of one, and caches where the role has them."""
+    vision = GIB if "E" in role else 0
+    language = 13 * GIB if set(role) & {"P", "D"} else 0
+    kv_blocks = 512 if language else 0
+    image_blocks = 8 if set(role) & {"E", "P"} else 0
+    fields: dict[str, Any] = {
+        "model": "m",
+        "family": "llava",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "backend": "native-amx",
+        "deterministic": True,
+        "threads": 2,
+        "weights_bytes": vision + language,
+        "vision_weights_bytes": vision,
+        "language_weights_bytes": language,
+        "kv_cache_bytes": kv_blocks * (1 << 20),
+        "image_cache_bytes": image_blocks * (1 << 20),
+        "num_kv_blocks": kv_blocks,
+        "num_image_blocks": image_blocks,
+        "kv_block_size": 16,
+        "image_block_size": 64,
+        "max_model_len": 4096,
+        "token_budget": 512,
+        "image_budget": 1152,
+        "load_s": 1.0,
+    }
+    return InstanceSummary(name=name, role=role, **(fields | changes))
+
+
+def test_a_topology_is_a_table_with_what_each_does_without() -> None:
+    summaries = [instance("e0", "E", max_model_len=99), instance("p0", "P", load_s=3.0), instance("d0", "D")]
+    lines = start_lines(summaries)
+    assert lines[:3] == [
+        f"hydra-engine {__version__}",
+        "  model        m (llava), bfloat16",
+        "  topology     E+P+D: 3 instances, 2 threads per lane, ops native-amx, deterministic",
+    ]
+    kv, images = "512.0 MiB (8192 tokens)", "8.0 MiB (512 rows)"
+    assert [re.split("  +", line.strip()) for line in lines[3:7]] == [
+        ["instance", "role", "device", "weights", "KV cache", "image cache"],
+        ["e0", "E", "cpu", "1.0 GiB (no decoder, saves 13.0 GiB)", "none", images],
+        ["p0", "P", "cpu", "13.0 GiB (no vision tower, saves 1.0 GiB)", kv, images],
+        ["d0", "D", "cpu", "13.0 GiB (no vision tower, saves 1.0 GiB)", kv, "none"],
+    ]
+    assert len({line.index(start) for line, start in zip(lines[3:7], ("KV", "none", kv, kv), strict=True)}) == 1
+    assert lines[7:] == [
+        "  limits       4096 tokens a request, 512 tokens a language step, 1152 patches a vision step",
+        "  loaded in    3.0 s",
+    ]
+
+
+def test_a_text_model_lacks_no_tower() -> None:
+    text = "\n".join(start_lines([instance("p0", "P"), instance("d0", "D")]))
+    assert "P+D: 2 instances" in text and "saves" not in text and "vision tower" not in text
+
+
+def test_what_all_say_is_said_once_and_the_rest_with_names() -> None:
+    limits = LimitSummary(0.04, budgets=BUDGETS[:1])
+    late = LimitSummary(0.04, warnings=("tpot_slo 40 ms cannot be kept here",))
+    lines = start_lines(
+        [
+            instance("ep0", "EP", notes=("dtype bfloat16", "KV cache: small"), limits=late),
+            instance("pd0", "PD", notes=("dtype bfloat16", ""), limits=limits),
+            instance("pd1", "PD", notes=("dtype bfloat16", "KV cache: small"), ops=(("rope", "torch", "slow"),)),
+        ]
+    )
+    assert lines[2].startswith("  topology     EP+2PD: 3 instances")
+    assert [line for line in lines if line.startswith(("  latency", "  budgets"))] == [
+        "  latency      40 ms between tokens",
+        "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision all along",
+    ]
+    assert lines[-4:] == [
+        "  in torch     rope",
+        "  note         ep0: tpot_slo 40 ms cannot be kept here",
+        "  note         dtype bfloat16",
+        "  note         ep0, pd1: KV cache: small",
+    ]
+
+
+def test_one_instance_is_told_as_ever() -> None:
+    one = instance("epd0", "EPD", notes=("dtype bfloat16",))
+    assert start_lines([one]) == summary_lines(one)
+    assert summary_lines(one)[2:4] == [
+        "  instance     epd0, role EPD, cpu, 2 threads per lane, ops native-amx, deterministic",
+        "  memory       weights 14.0 GiB, KV cache 512.0 MiB (8192 tokens), image cache 8.0 MiB (512 rows)",
+    ]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra_engine.core.messages import LedgerReport, Status
+from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import (
     Blame,
     FinishReason,
@@ -24,6 +25,7 @@ from hydra_engine.core.outputs import (
     Usage,
 )
 from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.roles import Topology
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
 
 IMAGE_TOKENS = 16
@@ -146,6 +148,15 @@ class StubHandle:
         )
 
 
+def instances_of(topology: str, **changes: Any) -> tuple[InstanceState, ...]:
+    """One for each, `changes` by name: fields of the state."""
+    parsed = Topology.parse(topology)
+    return tuple(
+        replace(InstanceState(name, spec.role.letters, spec.role.letters, Condition.READY, 1), **changes.get(name, {}))
+        for name, spec in zip(parsed.names, parsed.instances, strict=True)
+    )
+
+
 @dataclass
 class StubEngine:
     model_name: str = "stub"
@@ -160,6 +171,12 @@ class StubEngine:
     fail_after: int = -1
     answer: str | None = None  # instead of the echo
     status: Status | None = None
+    lost: bool = False
+    states: tuple[InstanceState, ...] = field(default_factory=lambda: instances_of("EPD"))
+    reports: dict[str, Status] = field(default_factory=dict)
+    summaries: tuple[InstanceSummary, ...] = ()
+    switch_s: float = 0.0
+    switched: list[str] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     intakes_cancelled: int = 0
@@ -206,6 +223,18 @@ class StubEngine:
 
     def stats(self) -> Status | None:
         return self.status
+
+    def instances(self) -> tuple[InstanceState, ...]:
+        return self.states
+
+    def statuses(self) -> dict[str, Status]:
+        return self.reports
+
+    async def aset_topology(self, text: str) -> None:
+        states = instances_of(text)
+        await asyncio.sleep(self.switch_s)
+        self.states = states
+        self.switched.append(text)
 
     def health(self) -> tuple[bool, str]:
         return self.state == "ok", self.state

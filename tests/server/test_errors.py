@@ -258,8 +258,6 @@ async def test_nothing_is_served_while_the_model_loads(served: Served) -> None:
         served.post("/v1/completions", {"prompt": "a"}),
         served.post("/tokenize", {"prompt": "a"}),
         served.get("/v1/models"),
-        served.get("/health"),
-        served.get("/ready"),
     ):
         async with request as response:
             error = await refusal(response)
@@ -269,18 +267,6 @@ async def test_nothing_is_served_while_the_model_loads(served: Served) -> None:
         assert (response.status, await response.json()) == (200, {"status": "ok"})
     async with served.get("/metrics") as response:
         assert response.status == 200
-
-
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [("draining", "draining"), ("hung", "not_ready"), ("instance_lost", "instance_lost"), ("closed", "not_ready")],
-)
-async def test_health_says_why_not(served: Served, state: str, code: str) -> None:
-    async with served.get("/health") as response:
-        assert (response.status, await response.json()) == (200, {"status": "ok"})
-    served.engine.state = state
-    async with served.get("/health") as response:
-        assert (response.status, (await refusal(response))["code"]) == (503, code)
 
 
 # ---- types, sizes, methods, routes

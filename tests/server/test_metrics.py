@@ -10,12 +10,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from hydra_engine.core.messages import BudgetReport
+from hydra_engine.core.instances import Condition
+from hydra_engine.core.messages import BudgetReport, TransferReport
 from hydra_engine.core.outputs import Blame, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
 from hydra_engine.errors import Unavailable
 from hydra_engine.observe.metrics import Metrics
 from tests.server.conftest import Served
-from tests.server.stub import example_status
+from tests.server.stub import example_status, instances_of
 
 NAMES = [
     "vllm:num_requests_running",
@@ -234,3 +235,75 @@ async def test_the_client_s_words_never_become_labels(served: Served) -> None:
         assert response.status == 404
     async with served.get("/metrics") as response:
         assert b"zq9" not in await response.read()
+
+
+# ---- by instance
+
+BUSY = TransferReport(
+    offers=2, pulls=3, offered=40, acknowledged=30, withdrawn=5, expired=1, pulled=29, pulled_bytes=1 << 30, pull_s=2.5,
+    invalid=4, ignored=6,
+)  # fmt: skip
+
+
+def test_every_instance_has_its_series_beside_the_sums() -> None:
+    states = instances_of("E+P+D", d0={"condition": Condition.SILENT, "restarts": 2})
+    busy = example_status(num_handing_over=7, num_arriving=8, transfer=BUSY)
+    page = samples(Metrics("m").text(example_status(), states, {"p0": busy, "d0": example_status()}))
+    own = {"model_name": "m", "instance": "p0", "role": "P"}
+    found = {s.name: s.value for s in page if own.items() <= s.labels.items() and "stream" not in s.labels}
+    assert found == {
+        "hydra:instance_up": 1,
+        "hydra:instance_restarts_total": 0,
+        "hydra:instance_num_requests_running": 3,
+        "hydra:instance_num_requests_waiting": 2,
+        "hydra:instance_num_requests_encoding": 1,
+        "hydra:instance_num_requests_handing_over": 7,
+        "hydra:instance_num_requests_arriving": 8,
+        "hydra:instance_kv_cache_usage_perc": 0.25,
+        "hydra:instance_image_cache_usage_perc": 0.5,
+        "hydra:transfer_live_offers": 2,
+        "hydra:transfer_live_pulls": 3,
+        "hydra:transfer_offered_total": 40,
+        "hydra:transfer_acknowledged_total": 30,
+        "hydra:transfer_withdrawn_total": 5,
+        "hydra:transfer_expired_total": 1,
+        "hydra:transfer_pulled_total": 29,
+        "hydra:transfer_pulled_bytes_total": 1 << 30,
+        "hydra:transfer_pull_seconds_total": 2.5,
+        "hydra:transfer_invalid_total": 4,
+        "hydra:transfer_ignored_total": 6,
+    }
+    busy_s = {
+        s.labels["stream"]: s.value
+        for s in page
+        if s.name == "hydra:instance_busy_seconds_total" and s.labels["instance"] == "p0"
+    }
+    assert busy_s == {"vision": 2.0, "language": 4.0}
+    assert value(page, "vllm:num_requests_running") == 3  # the sum has no label of an instance
+
+
+def test_of_an_instance_that_is_down_only_counters_are_left() -> None:
+    states = instances_of("E+PD", e0={"condition": Condition.STARTING, "restarts": 2})
+    page = samples(Metrics("m").text(None, states, {"e0": example_status(transfer=BUSY)}))
+    names = {s.name for s in page if s.labels.get("instance") == "e0"}
+    assert {"hydra:instance_up", "hydra:instance_restarts_total", "hydra:transfer_pulled_total"} <= names
+    assert not {"hydra:instance_num_requests_running", "hydra:transfer_live_offers"} & names
+    assert value(page, "hydra:instance_up", instance="e0") == 0
+    assert value(page, "hydra:instance_up", instance="pd0") == 1
+    assert value(page, "hydra:instance_restarts_total", instance="e0") == 2
+
+
+def test_series_go_with_their_instances() -> None:
+    metrics = Metrics("m")
+    metrics.text(None, instances_of("64EPD"))
+    page = samples(metrics.text(None, instances_of("EP+D")))
+    assert {s.labels["instance"] for s in page if "instance" in s.labels} == {"ep0", "d0"}
+
+
+async def test_instances_over_http(served: Served) -> None:
+    served.engine.states = instances_of("EP+D")
+    served.engine.reports = {"d0": example_status(num_running=9)}
+    async with served.get("/metrics") as response:
+        page = samples(await response.read())
+    assert value(page, "hydra:instance_num_requests_running", instance="d0", role="D") == 9
+    assert value(page, "hydra:instance_up", instance="ep0", role="EP") == 1

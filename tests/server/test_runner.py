@@ -40,8 +40,9 @@ async def start():
     engine.state = "loading"
     await asyncio.sleep(options.get("load_s", 0))
     engine.state = "ok"
-    if lost_s := options.get("lost_s"):
-        asyncio.get_running_loop().call_later(lost_s, setattr, engine, "state", "instance_lost")
+    for name, values in options.get("later", {}).items():
+        for after_s, value in values:
+            asyncio.get_running_loop().call_later(after_s, setattr, engine, name, value)
 
 async def stop():
     print("stopped", flush=True)
@@ -194,12 +195,22 @@ def test_a_signal_while_loading_ends_at_once(port: int, processes: list[ServerPr
 
 
 def test_the_server_ends_when_its_engine_is_lost(port: int, processes: list[ServerProcess]) -> None:
-    server = ServerProcess(port, lost_s=0.3)
+    server = ServerProcess(port, later={"state": [(0.3, "instance_lost")], "lost": [(0.3, True)]})
     processes.append(server)
     server.wait_until("/health", 200)
     server.wait_until("/health", 503)
     code, output = server.end()
     assert code == 1 and "stopped" in output
+
+
+def test_the_server_waits_for_an_instance_that_is_started_again(port: int, processes: list[ServerProcess]) -> None:
+    server = ServerProcess(port, later={"state": [(0.5, "instance_lost"), (2.0, "ok")]})
+    processes.append(server)
+    server.wait_until("/health", 200)
+    server.wait_until("/health", 503)
+    server.wait_until("/health", 200)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
 
 
 async def test_expiry_reaches_requests_at_every_stage(served: Served) -> None:

@@ -1,0 +1,196 @@
+"""Topologies: what can be read, what serves a model, and that every refusal names a topology that is taken."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.roles import (
+    EPD,
+    MAX_INSTANCES,
+    InstanceSpec,
+    Role,
+    Topology,
+    check_devices,
+    check_serves,
+    check_states,
+    sends_features,
+    sends_kv,
+)
+from hydra_engine.errors import ConfigError
+
+ROLES = [Role.parse(letters) for letters in ("E", "P", "D", "EP", "ED", "PD", "EPD")]
+DEVICES = ("auto", "cpu", "cuda:0", "cuda:11")
+BOTH = Role.P | Role.D
+
+specs = st.builds(InstanceSpec, st.sampled_from(ROLES), st.sampled_from(DEVICES))
+topologies = st.lists(specs, min_size=1, max_size=8).map(lambda found: Topology(tuple(found)))
+
+
+def refusal(call: object, *arguments: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)  # type: ignore[operator]
+    assert caught.value.param == "topology" and "\n" not in caught.value.message and len(caught.value.message) < 500
+    return caught.value.message
+
+
+def suggested(message: str) -> list[Topology]:
+    """What the message says to write."""
+    found = re.search(r"write (?:for example )?([^ ]+(?: or [^ ]+)*)$", message)
+    assert found, message
+    return [Topology.parse(text) for text in found[1].split(" or ")]
+
+
+@pytest.mark.parametrize(
+    ("text", "roles", "again"),
+    [
+        ("EPD", "EPD", "EPD"),
+        ("EP+D", "EP D", "EP+D"),
+        (" E , P+ D ", "E P D", "E+P+D"),
+        ("1E3P4D", "E P P P D D D D", "E+3P+4D"),
+        ("2E+P+D", "E E P D", "2E+P+D"),
+        ("PD+PD", "PD PD", "2PD"),
+        ("PD+P+PD", "PD P PD", "PD+P+PD"),
+        ("E@cuda:0,P@cuda:0,2D@cuda:1", "E P D D", "E@cuda:0+P@cuda:0+2D@cuda:1"),
+        ("DPE@auto", "EPD", "EPD"),
+        ("64EPD", " ".join(["EPD"] * 64), "64EPD"),
+    ],
+)
+def test_texts_and_what_they_mean(text: str, roles: str, again: str) -> None:
+    topology = Topology.parse(text)
+    assert " ".join(spec.role.letters for spec in topology.instances) == roles
+    assert str(topology) == again and Topology.parse(again) == topology
+
+
+def test_names_count_within_a_role() -> None:
+    assert Topology.parse("2E+P+E+DP").names == ("e0", "e1", "p0", "e2", "pd0")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot read the part ''"),
+        ("E+", "cannot read the part ''"),
+        ("E+X", "cannot read the part 'X'"),
+        ("e+p+d", "cannot read the part 'e'; write for example EPD"),
+        ("E+PDX", "cannot read the part 'PDX'"),
+        ("EE+PD", "'EE' is not a combination"),
+        ("1000000EPD", "cannot read the part '1000000EPD'"),
+        ("٢EPD", "cannot read the part"),
+        ("65EPD", "at most 64 instances"),
+        ("40E25PD", "at most 64 instances"),
+        ("0E+PD", "the part '0E' stands for no instance"),
+        ("E@gpu0+PD", "there is no device 'gpu0'; write cpu or cuda:N, for example E@cuda:0+PD@cuda:1"),
+        ("E@+PD", "there is no device ''"),
+        ("E@cuda+PD", "there is no device 'cuda'"),
+        ("E@cuda:01+PD", "there is no device 'cuda:01'"),
+        ("E@CPU+PD", "there is no device 'CPU'"),
+        ("E@cuda:0P@cuda:1", "there is no device"),
+        ("E" * 3000, "cannot read the part"),
+        ("E", "no instance for stages P and D; write for example E+PD or EPD"),
+        ("P", "no instance for stage D; write for example ED+P or EPD"),
+        ("E+P", "no instance for stage D; write for example E+P+D or E+PD"),
+        ("E+2D", "no instance for stage P; write for example E+P+2D or E+PD+D"),
+        ("D@cpu", "no instance for stage P; write for example EP@cpu+D@cpu or EPD@cpu"),
+    ],
+)
+def test_what_cannot_be_read_or_serves_no_model_is_refused_at_once(text: str, words: str) -> None:
+    for make in (Topology.parse, lambda text: EngineConfig(topology=text)):
+        assert words in refusal(make, text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(topologies)
+def test_what_is_written_is_read_again(topology: Topology) -> None:
+    if topology.served & BOTH != BOTH:
+        for better in suggested(refusal(Topology.parse, str(topology))):
+            check_serves(better, has_vision=True)
+    else:
+        assert Topology.parse(str(topology)) == topology
+
+
+@settings(max_examples=300, deadline=None)
+@given(topologies, st.booleans())
+def test_a_topology_serves_a_model_or_one_that_does_is_named(topology: Topology, has_vision: bool) -> None:
+    needed = EPD if has_vision else BOTH
+    idle = not has_vision and any(spec.role == Role.E for spec in topology.instances)
+    if topology.served & needed == needed and not idle:
+        check_serves(topology, has_vision)
+        return
+    for better in suggested(refusal(check_serves, topology, has_vision)):
+        check_serves(better, has_vision=has_vision or topology.served & BOTH != BOTH)
+        # One step away: an instance more, one that does more, or those left out that had nothing to do.
+        assert abs(len(better.instances) - len(topology.instances)) <= max(1, len(topology.instances) - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(topologies.filter(lambda topology: topology.served & BOTH == BOTH))
+def test_states_stay_where_they_are_computed(topology: Topology) -> None:
+    moves = any(spec.role & BOTH not in (BOTH, Role(0)) for spec in topology.instances)
+    if not moves:
+        check_states(topology)
+        return
+    (better,) = suggested(refusal(check_states, topology))
+    check_states(better)
+    assert len(better.instances) == len(topology.instances) and better.served & EPD == topology.served
+    # Nobody prefills for another: what moves KV at all only lends decodes, which such a model has to be kept from.
+    assert all(
+        BOTH in source.role for source in better.instances for target in better.instances
+        if sends_kv(source.role, target.role)
+    )  # fmt: skip
+
+
+def test_sentences_for_models() -> None:
+    assert refusal(check_serves, Topology.parse("P+D"), True) == (
+        "topology 'P+D' has no instance for stage E; write for example E+P+D or EP+D"
+    )
+    assert refusal(check_serves, Topology.parse("E+PD"), False) == (
+        "topology 'E+PD': this model has no vision tower, so e0 would have nothing to do; write PD"
+    )
+    for text in ("PD", "P+D", "EPD", "EP+D"):
+        check_serves(Topology.parse(text), has_vision=False)
+    states = refusal(check_states, Topology.parse("1E3P4D"))
+    assert "p0, p1, p2 and 4 others would not" in states and states.endswith("write for example E+7PD")
+    for text in ("PD", "EPD", "E+2PD"):
+        check_states(Topology.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "words"),
+    [
+        ("E@cuda:9+PD", "cpu", "has no cuda:9, only cpu; write for example E@cpu+PD"),
+        ("E@cuda:0+PD@cuda:1", "cpu", "has no cuda:0 and no cuda:1, only cpu; write for example E@cpu+PD@cpu"),
+        ("E@cuda:9+PD", "cpu cuda:0 cuda:1", "only cpu, cuda:0 and cuda:1; write for example E@cuda:1+PD"),
+        ("E@cuda:9+PD@cpu", "cpu cuda:0", "write for example E@cuda:0+PD@cuda:0"),
+        ("E@cuda:0+PD@cpu", "cpu cuda:0", "caches; write for example E@cuda:0+PD@cuda:0 or E@cpu+PD@cpu"),
+    ],
+)
+def test_devices_that_there_are_not_or_that_cannot_share(text: str, devices: str, words: str) -> None:
+    message = refusal(check_devices, Topology.parse(text), devices.split())
+    assert words in message
+    for better in suggested(message):
+        check_devices(better, devices.split())
+
+
+def test_devices_that_there_are() -> None:
+    for text, devices in (("EPD", "cpu"), ("E@cpu+PD", "cpu"), ("E@cuda:0,P@cuda:1,D", "cpu cuda:0 cuda:1")):
+        check_devices(Topology.parse(text), devices.split())
+
+
+def test_long_topologies_make_short_messages() -> None:
+    alternating = "+".join(["E@cuda:0", "P@cuda:1"] * (MAX_INSTANCES // 2))
+    assert suggested(refusal(Topology.parse, alternating)) == [Topology.parse("EPD")]
+
+
+def test_wait_for_edges_have_no_circle() -> None:
+    """Features go from E to P, KV from P to D; an instance with P and D sends KV to such that lend none back."""
+    for source in ROLES:
+        for target in ROLES:
+            if sends_kv(source, target):
+                assert Role.P in source and Role.D in target
+                assert Role.D not in source or not sends_kv(target, source)
+            assert sends_features(source, target) == (Role.E in source and Role.P in target)
