@@ -15,7 +15,19 @@ from hydra_engine.core.messages import ToFront, ToInstance
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullJob, PullResult, VisionPlan, VisionResult
 from hydra_engine.core.pools import Exports
 from hydra_engine.core.request import Request
+from hydra_engine.core.roles import EPD, Role
 from hydra_engine.transfer.messages import TransferMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an instance is among others. `shares`: instances on its device, which divide its memory. `has_peers`: others
+    can map its caches."""
+
+    role: Role = EPD
+    incarnation: int = 0
+    shares: int = 1
+    has_peers: bool = False
 
 
 class WorkerPort(Protocol):
