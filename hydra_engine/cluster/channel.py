@@ -37,7 +37,9 @@ class FrontEnd(Protocol):
         """Never blocks; messages to a closed channel are dropped (its owner has been told)."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """At once: what has not been read by the other side yet may be lost."""
+        ...
 
 
 class LocalInstanceEnd:
@@ -163,7 +165,7 @@ class FrontSocket(asyncio.Protocol):
 
     def close(self) -> None:
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()  # a process that was stopped would never let a buffer drain
 
 
 class InstanceSocket:
@@ -223,7 +225,7 @@ class InstanceSocket:
     def send(self, messages: Sequence[ToFront]) -> None:
         try:
             self._sock.sendall(wire.encode_frames(messages))
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             os._exit(EXIT_ORPHANED)
 
     def close(self) -> None:

@@ -1,41 +1,99 @@
-"""Entry point of an instance process: `python -m hydra_engine.cluster.process --fd N`, started by the supervisor.
+"""Entry point of an instance process: `python -m hydra_engine.cluster.process --fd N --control M`, started by the
+supervisor.
 
-Takes its configuration from the inherited socket, ignores the signals that a terminal or a service manager sends to
-the whole group (draining is the front's business), and ends when the front asks or is gone.
+Takes its configuration from the inherited channel and its connections to other instances from the control socket,
+ignores the signals that a terminal or a service manager sends to the whole group (draining is the front's business),
+and ends when the front asks or is gone. Does not know what an instance computes.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import ctypes
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Protocol
 
 from hydra_engine import log
 from hydra_engine.cluster.channel import InstanceSocket
+from hydra_engine.cluster.peers import PeerSockets
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed
-from hydra_engine.errors import ConfigError, HydraError
-from hydra_engine.instance import build
+from hydra_engine.core.pools import Exports
+from hydra_engine.errors import ConfigError
+from hydra_engine.instance.ports import Inbox, Outbox, PeerPort, Place
 
-logger = logging.getLogger(__name__)
+ConnectPeers = Callable[[Exports, tuple[int, ...]], PeerPort]
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="internal: one instance of hydra-engine")
-    parser.add_argument("--fd", type=int, required=True)
-    arguments = parser.parse_args()
+class RunInstance(Protocol):
+    """`build.run_instance`. Returns the exit code. `connect`, called once and only where the instance has peers, lets
+    them in; what it returns is closed by the caller."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        name: str,
+        inbox: Inbox,
+        outbox: Outbox,
+        wake: threading.Event,
+        *,
+        place: Place,
+        connect: ConnectPeers | None,
+    ) -> int: ...
+
+
+def load_instance() -> RunInstance:
+    """Reads torch, which takes seconds; whoever waits for this process can end it meanwhile."""
+    run: RunInstance = import_module("hydra_engine.instance.build").run_instance
+    return run
+
+
+def die_with_parent() -> None:
+    """Linux kills this process when the thread that started it ends, even while it is stopped or in a long call.
+    Elsewhere the end of the channel has to do, as it does for a parent that died before this call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def main(load: Callable[[], RunInstance] = load_instance) -> int:
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(description="internal: one instance of hydra-engine")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--control", type=int, required=True)
+    arguments = parser.parse_args()
     end = InstanceSocket(socket.socket(fileno=arguments.fd))
+    control = socket.socket(fileno=arguments.control)
     start = end.receive_start()
     log.configure(start.config.log_level, instance=start.name)
     if start.version != WIRE_VERSION:
-        error: HydraError = ConfigError(f"the front speaks wire version {start.version}, not {WIRE_VERSION}")
+        error = ConfigError(f"the front speaks wire version {start.version}, not {WIRE_VERSION}")
         end.send([Failed(error.info(), error.exit_code)])
         return error.exit_code
     end.start_reading()
-    code = build.run_instance(start.config, start.name, end, end, end.wake)
+    place = start.place
+    with ExitStack() as opened:
+        opened.callback(control.close)
+
+        def connect(exports: Exports, descriptors: tuple[int, ...]) -> PeerPort:
+            peers = PeerSockets(start.name, start.incarnation, control, end.wake.set)
+            opened.callback(peers.close)
+            peers.start(exports, descriptors)
+            return peers
+
+        run_instance = load()
+        code = run_instance(
+            start.config, start.name, end, end, end.wake, place=place, connect=connect if place.has_peers else None
+        )
     end.close()
     return code
 

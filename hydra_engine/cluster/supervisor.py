@@ -1,178 +1,391 @@
-"""Starts the instances of a topology and gives the front one link to each.
+"""Starts the instances of a topology, connects them with each other, watches them and starts the dead ones again.
 
-Two ways to run an instance: on a thread of this process with an in-memory channel (the embedded default), or as a
-process of its own with a socketpair that only it inherits. Either way the link reports progress, readiness and death
-in the same form. Does not know requests.
+Two ways to run an instance: a single one on a thread of this process with an in-memory channel (the embedded default),
+or each as a process of its own with sockets that only it inherits. Either way the listener learns of progress,
+readiness, silence and death in the same form. Does not know requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
-import os
 import socket
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
+from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster import wire
-from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalInstanceEnd, local_channel
+from hydra_engine.cluster.children import Child, ProcessChild, ThreadChild
+from hydra_engine.cluster.listener import ClusterListener, InstanceLink
+from hydra_engine.cluster.member import Dying, Member
+from hydra_engine.cluster.pairs import Names, Pairs
+from hydra_engine.cluster.watch import PACE, Change, OwnPauses, Pace
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready, Shutdown, ToFront
-from hydra_engine.core.roles import Topology
-from hydra_engine.errors import ConfigError, EngineClosed, HydraError, from_info
+from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.messages import (
+    WIRE_VERSION,
+    Failed,
+    Loading,
+    PeerState,
+    Ready,
+    SetRole,
+    Shutdown,
+    Status,
+    ToFront,
+)
+from hydra_engine.core.roles import Role, Topology
+from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)
 
-OnProgress = Callable[[Loading], None]
-_EXIT_GRACE_S = 5.0
-# An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
-_OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
-
-
-@dataclass(slots=True)
-class InstanceLink:
-    """What the front holds of one instance. `send` and the callbacks belong to the front's loop."""
-
-    name: str
-    end: FrontEnd
-    summary: InstanceSummary
-    process: subprocess.Popen[bytes] | None
-    thread: threading.Thread | None
+_COMMAND = (sys.executable, "-m", "hydra_engine.cluster.process")
+_REAPING_S = 0.01  # between two looks at a process that is about to end
 
 
 class Supervisor:
-    """Starts, stops and watches instances. Callbacks run on the loop that called `start`."""
+    """Start it once, stop it once; everything happens on the loop that called `start`.
 
-    def __init__(self, config: EngineConfig, *, processes: bool, strict_channel: bool = False) -> None:
-        topology = Topology.parse(config.topology)
-        if len(topology.instances) > 1:
-            raise ConfigError(
-                f"topology {config.topology}: this version serves one instance; use EPD", param="topology"
-            )
-        if topology.instances[0].role.letters != "EPD":
-            raise ConfigError(f"topology {config.topology}: one instance must serve EPD", param="topology")
-        self._config = config
-        self._processes = processes
-        self._strict = strict_channel
-        self._links: list[InstanceLink] = []
-        self._end: FrontEnd | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
+    A death is noticed by the end of the channel, by the end of the process or by silence, and handled by the one timer
+    task: whoever notices only says so. `pace` and `command` are for tests.
+    """
 
-    async def start(
+    def __init__(
         self,
-        on_progress: OnProgress,
-        on_messages: Callable[[list[ToFront]], None],
-        on_lost: Callable[[str], None],
-    ) -> list[InstanceLink]:
-        """Returns when every instance is ready; raises its HydraError when one cannot start."""
-        name = "epd0"
-        ready: asyncio.Future[InstanceSummary] = asyncio.get_running_loop().create_future()
+        config: EngineConfig,
+        *,
+        processes: bool,
+        strict_channel: bool = False,
+        clock: Clock | None = None,
+        pace: Pace = PACE,
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
+        topology = Topology.parse(config.topology)
+        members = zip(topology.names, topology.instances, strict=True)
+        self._members = {name: Member(name, spec, config, pace) for name, spec in members}
+        self._shares = Counter(member.config.device for member in self._members.values())
+        self._has_peers = len(self._members) > 1
+        self._processes = processes or self._has_peers
+        self._strict = strict_channel
+        self._clock = clock or MonotonicClock()
+        self._pace = pace
+        self._command = command
+        self._longest_pause_s = config.cluster.suspect_s / 2
+        # Unique over all starts of the engine on this machine, as nothing of an earlier one may be taken for ours.
+        self._incarnations = itertools.count(time.time_ns())
+        self._pairs = Pairs(topology.names, pace)
+        self._links: dict[str, InstanceLink] = {}
+        self._timer: asyncio.Task[None] | None = None
+        self._stopping = False
 
-        def receive(messages: list[ToFront]) -> None:
-            rest: list[ToFront] = []
-            for message in messages:
-                if isinstance(message, Loading):
-                    on_progress(message)
-                elif isinstance(message, Ready):
-                    _resolve(ready, _checked(message))
-                elif isinstance(message, Failed):
-                    _resolve(ready, from_info(message.error))
-                else:
-                    rest.append(message)
-            if rest:
-                on_messages(rest)
+    # ---- what the front asks for
 
-        def closed() -> None:
-            if not ready.done():
-                _resolve(ready, EngineClosed(f"instance {name} ended while it started; see its log above"))
-            else:
-                on_lost(name)
-
-        self._end = await self._spawn(name, receive, closed)
+    async def start(self, listener: ClusterListener) -> list[InstanceLink]:
+        """Returns when every instance is ready and every pair connected. Otherwise raises the HydraError of the first
+        one that cannot start, after all have been stopped."""
+        self._listener = listener
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._timer = asyncio.create_task(self._watch(), name="supervisor")
+        self._timer.add_done_callback(self._timer_ended)
         try:
-            summary = await ready
+            for member in self._members.values():
+                await self._launch_first(member)
+            await self._started
         except BaseException:
+            self._started.cancel()
             await self.stop()
             raise
-        self._links = [InstanceLink(name, self._end, summary, self._process, self._thread)]
-        return self._links
-
-    async def _spawn(self, name: str, receive: Callable[[list[ToFront]], None], closed: Callable[[], None]) -> FrontEnd:
-        if not self._processes:
-            front, instance_end = local_channel(asyncio.get_running_loop(), strict=self._strict)
-            front.attach(receive, closed)
-            self._thread = threading.Thread(
-                target=_run_local, args=(self._config, name, instance_end), name=f"instance-{name}", daemon=True
-            )
-            self._thread.start()
-            return front
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._process = _spawn_process(theirs)
-        theirs.close()
-        end = await FrontSocket.open(ours)
-        end.attach(receive, closed)
-        end.send_start(wire.Start(WIRE_VERSION, name, "EPD", self._config))
-        return end
+        return [self._links[name] for name in self._members]
 
     async def stop(self) -> None:
-        """Asks instances to end and waits; a process that does not follow is killed."""
-        if self._end is not None:
-            self._end.send([Shutdown()])
-        loop = asyncio.get_running_loop()
-        if self._thread is not None:
-            await loop.run_in_executor(None, self._thread.join)
-        if self._process is not None:
-            await loop.run_in_executor(None, _end_process, self._process)
-        if self._end is not None:
-            self._end.close()
+        """Asks instances to end and waits; a process that does not follow is killed. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+            await asyncio.wait([self._timer])
+        for member in self._members.values():
+            if (child := member.child) is not None:
+                if child.pid is None or member.condition is Condition.READY:
+                    child.end.send([Shutdown()])
+                else:  # it has nothing to end in order, or cannot
+                    child.kill()
+        children = [c for m in self._members.values() for c in (m.child, m.corpse) if c is not None]
+        for child in await self._outlast(children):
+            logger.warning(
+                "instance process %s did not end in %.0f s and is killed", child.pid, self._pace.exit_grace_s
+            )
+            child.kill()
+        for child in await self._outlast(children):
+            logger.error("process %s is killed and does not end", child.pid)
+        for child in children:
+            child.close()
+        for member in self._members.values():
+            member.child = member.corpse = None
+            member.condition = Condition.STOPPED
 
+    def states(self) -> tuple[InstanceState, ...]:
+        return tuple(member.state() for member in self._members.values())
 
-def _checked(message: Ready) -> InstanceSummary | HydraError:
-    if message.version != WIRE_VERSION:
-        return ConfigError(f"the instance speaks wire version {message.version}, the front {WIRE_VERSION}")
-    return message.summary
+    def set_role(self, name: str, role: Role) -> None:
+        """Which stages it serves from now on, after restarts too. Raises ConfigError if it was not loaded for them."""
+        member = self._members[name]
+        if not role or role not in member.loaded:
+            raise ConfigError(
+                f"instance {name} was loaded for {member.loaded.letters} and cannot serve {role.letters or 'nothing'}",
+                param="role",
+            )
+        member.role = role
+        if member.is_up and member.child is not None:
+            member.child.end.send([SetRole(role.letters)])
 
+    def kill(self, name: str) -> None:
+        """SIGKILL; it is started again as after any death. A thread cannot be killed and goes on."""
+        child = self._members[name].child
+        if child is not None:
+            child.kill()
 
-def _resolve(future: asyncio.Future[InstanceSummary], outcome: InstanceSummary | HydraError) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, HydraError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+    # ---- life
 
+    async def _launch_first(self, member: Member) -> None:
+        try:
+            await self._launch(member)
+        except OSError as error:
+            raise ResourceError(f"instance {member.name} cannot be started: {error.strerror}") from error
 
-def _run_local(config: EngineConfig, name: str, end: LocalInstanceEnd) -> None:
-    os.environ.setdefault(*_OPENMP_IDLE)  # has an effect unless the caller loaded torch before
-    # The one place where the front's code may load torch: the instance runs in this process.
-    build = import_module("hydra_engine.instance.build")
-    try:
-        build.run_instance(config, name, end, end, end.wake)
-    finally:
-        end.close()
+    async def _launch(self, member: Member) -> None:
+        """Raises OSError."""
+        shares = self._shares[member.config.device]
+        start = member.begin(next(self._incarnations), shares=shares, has_peers=self._has_peers)
+        child: Child
+        if self._processes:
+            child = await ProcessChild.launch(self._command, start)
+        else:
+            child = ThreadChild.launch(start, strict=self._strict)
+        member.child = child
+        child.end.attach(partial(self._receive, member, child), partial(self._on_channel_end, member, child))
 
+    def _on_channel_end(self, member: Member, child: Child) -> None:
+        if member.child is child:
+            member.dying = member.dying or Dying(self._clock.now())
+            member.dying.channel_ended = True
 
-def _spawn_process(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    package_parent = str(Path(__file__).resolve().parents[2])
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
-    environment.setdefault(*_OPENMP_IDLE)
-    command = [sys.executable, "-m", "hydra_engine.cluster.process", "--fd", str(theirs.fileno())]
-    return subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    def _receive(self, member: Member, child: Child, messages: list[ToFront]) -> None:
+        """In order; what the supervisor keeps for itself divides the rest."""
+        if member.child is not child or self._stopping:
+            return
+        now = self._clock.now()
+        if member.silence.hear(now) and member.dying is None:
+            member.condition, member.reason = Condition.READY, ""
+            self._listener.on_silent(member.name, False)
+        rest: list[ToFront] = []
+        for message in messages:
+            if isinstance(message, Loading | Ready | Failed | PeerState):
+                if rest:
+                    self._listener.on_messages(member.name, rest)
+                    rest = []
+                self._handle(member, child, message, now)
+                continue
+            if isinstance(message, Status):
+                member.status = message
+            rest.append(message)
+        if rest:
+            self._listener.on_messages(member.name, rest)
 
+    def _handle(self, member: Member, child: Child, message: Loading | Ready | Failed | PeerState, now: float) -> None:
+        match message:
+            case Loading():
+                self._listener.on_progress(member.name, message)
+            case Ready() if message.version != WIRE_VERSION:
+                self._on_failed(
+                    member, ConfigError(f"the instance speaks wire version {message.version}, the front {WIRE_VERSION}")
+                )
+                child.kill()
+            case Ready():
+                self._on_ready(member, child, message, now)
+            case Failed():
+                self._on_failed(member, from_info(message.error))
+            case PeerState():
+                self._on_peer_state(member, message, now)
 
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_EXIT_GRACE_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("instance process did not end in %.0f s and is killed", _EXIT_GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
+    def _on_ready(self, member: Member, child: Child, message: Ready, now: float) -> None:
+        member.become_ready(message.summary, now)
+        if member.role != member.loaded:
+            child.end.send([SetRole(member.role.letters)])
+        link = InstanceLink(
+            member.name,
+            member.loaded,
+            member.config.device,
+            child.incarnation,
+            child.end,
+            message.summary,
+            child.pid,
+        )
+        self._links[member.name] = link
+        self._listener.on_up(link)
+        self._pairs.join(member.name, now)
+        self._connect_due(now)
+        self._check_start()
+
+    def _on_failed(self, member: Member, error: HydraError) -> None:
+        """It ends by itself after this."""
+        member.failure = error
+        self._fail_start(self._naming(member.name, error))
+
+    def _naming(self, name: str, error: HydraError) -> HydraError:
+        if len(self._members) == 1:
+            return error
+        return from_info(replace(error.info(), message=f"instance {name}: {error.message}"))
+
+    def _check_start(self) -> None:
+        if self._started.done():
+            return
+        if self._pairs.complete:
+            self._started.set_result(None)
+        elif (hopeless := self._pairs.hopeless()) is not None:
+            (one, other), problem = hopeless
+            self._fail_start(TransferError(f"instances {one} and {other} cannot exchange blocks: {problem}"))
+
+    def _fail_start(self, error: BaseException) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)
+
+    # ---- the timer
+
+    async def _watch(self) -> None:
+        pauses = OwnPauses(self._clock.now(), self._longest_pause_s)
+        while True:
+            someone_dies = any(member.dying is not None for member in self._members.values())
+            await asyncio.sleep(_REAPING_S if someone_dies else self._pace.tick_s)
+            now = self._clock.now()
+            if pauses.paused(now):
+                for member in self._members.values():
+                    member.silence.excuse(now)
+            for member in self._members.values():
+                if member.child is None:
+                    await self._restart(member, now)
+                elif not self._attend_death(member, member.child, now):
+                    self._check_silence(member, member.child, now)
+            self._connect_due(now)
+            self._check_start()
+
+    def _timer_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("instances are not watched any more", exc_info=error)
+            self._fail_start(error)
+
+    def _check_silence(self, member: Member, child: Child, now: float) -> None:
+        if not member.is_up:
+            return
+        match member.silence.check(now):
+            case Change.SILENT:
+                member.condition = Condition.SILENT
+                member.reason = "has not been heard of for a while"
+                logger.warning("instance %s is silent", member.name)
+                self._listener.on_silent(member.name, True)
+            case Change.FENCE if child.pid is not None:
+                child.kill()
+                seconds = member.config.cluster.fence_s
+                member.dying = Dying(now, f"was silent for {seconds:g} s and was killed")
+
+    def _attend_death(self, member: Member, child: Child, now: float) -> bool:
+        """True while it dies, and when it is dead. It is reported once its last messages have been read and it is known
+        how it ended, but not later than `last_words_s`."""
+        how = child.how_it_ended()
+        if how is not None and member.dying is None:
+            member.dying = Dying(now)
+        dying = member.dying
+        if dying is None:
+            return False
+        if (how is not None and dying.channel_ended) or now - dying.since_s >= self._pace.last_words_s:
+            self._bury(member, child, dying, how, now)
+        return True
+
+    def _bury(self, member: Member, child: Child, dying: Dying, how: str | None, now: float) -> None:
+        said = member.failure.message if member.failure is not None else None
+        reason = dying.verdict or said or how or "closed its channel"
+        if how is None:
+            child.kill()
+            member.corpse = child
+        child.close()
+        was_starting = not member.is_up
+        member.child = member.dying = None
+        self._links.pop(member.name, None)
+        for one, other in self._pairs.leave(member.name):
+            self._listener.on_pair(one, other, False)
+        if not self._started.done():
+            when = "while it started" if was_starting else "while the others started"
+            self._fail_start(EngineClosed(f"instance {member.name} {reason} {when}; see its log above"))
+            return
+        self._mourn(member, reason, now)
+
+    def _mourn(self, member: Member, reason: str, now: float) -> None:
+        delay_s = member.restarts.died(now, member.served_s(now)) if self._processes else None
+        if delay_s is not None:
+            member.start_due_s = now + delay_s
+            member.condition = Condition.STARTING
+            logger.error("instance %s %s; it starts again in %g s", member.name, reason, delay_s)
+        else:
+            member.condition = Condition.FAILED
+            if self._processes:
+                reason += f"; it died {self._pace.max_deaths} times within {self._pace.window_s:g} s"
+            logger.error("instance %s %s; it is not started again", member.name, reason)
+        member.reason = reason
+        self._listener.on_down(member.name, reason, restarts=delay_s is not None)
+
+    async def _restart(self, member: Member, now: float) -> None:
+        """When it is time, and its last life holds no memory any more."""
+        if member.corpse is not None and member.corpse.how_it_ended() is not None:
+            member.corpse = None
+        if member.start_due_s is None or now < member.start_due_s or member.corpse is not None:
+            return
+        try:
+            await self._launch(member)
+        except OSError as error:
+            self._mourn(member, f"cannot be started: {error.strerror}", now)
+
+    async def _outlast(self, children: Sequence[Child]) -> list[Child]:
+        """Waits until they have ended; returns those that have not in time. Threads are waited for as long as it
+        takes."""
+        deadline_s = self._clock.now() + self._pace.exit_grace_s
+        while True:
+            left = [child for child in children if child.how_it_ended() is None]
+            if not left or (self._clock.now() >= deadline_s and all(child.pid is not None for child in left)):
+                return left
+            await asyncio.sleep(_REAPING_S)
+
+    # ---- pairs
+
+    def _on_peer_state(self, member: Member, message: PeerState, now: float) -> None:
+        peer = self._members.get(message.name)
+        if peer is None or peer.incarnation != message.incarnation:
+            return
+        change = self._pairs.said(member.name, peer.name, message.up, message.problem, now)
+        if change is not None:
+            one, other = self._pairs.names_of(member.name, peer.name)
+            self._listener.on_pair(one, other, change)
+        self._check_start()
+
+    def _connect_due(self, now: float) -> None:
+        for names in self._pairs.due(now):
+            try:
+                self._connect(names)
+            except OSError as error:
+                self._pairs.failed(names, f"no connection can be made: {error.strerror}", now)
+            else:
+                self._pairs.connected(names, now)
+
+    def _connect(self, names: Names) -> None:
+        """Our copies of both ends are closed at once, so that a death ends the connection for the other side. Raises
+        OSError."""
+        one, other = (self._members[name] for name in names)
+        assert one.child is not None and other.child is not None
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with left, right:
+            one.child.connect(wire.Connect(other.name, other.incarnation), left)
+            other.child.connect(wire.Connect(one.name, one.incarnation), right)

@@ -1,7 +1,9 @@
-"""Frames between the front process and an instance: a 4-byte little-endian length, then one msgpack-encoded message.
+"""Frames between the front process and an instance, and between instances: a 4-byte little-endian length, then one
+msgpack-encoded message.
 
 No pickle, nothing that listens: frames travel over inherited socketpairs only. A frame that is too long or does not
-decode closes its channel. Does not know sockets or threads.
+decode closes its channel. Each kind of channel has a decoder of its own, so that a peer cannot speak for the front.
+Does not know sockets or threads.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import ToFront, ToInstance
+from hydra_engine.core.roles import Role
+from hydra_engine.instance.ports import Place
+from hydra_engine.transfer.messages import Hello, TransferMessage
 
 MAX_FRAME_BYTES = 256 << 20
+MAX_PEER_FRAME_BYTES = 16 << 20  # peers name blocks and never send pixels
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
 
@@ -30,6 +36,18 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     shares: int = 1  # instances on the same device, which divide its memory among them
     has_peers: bool = False  # caches lie in memory that other instances can map
 
+    @property
+    def place(self) -> Place:
+        return Place(Role.parse(self.role), self.incarnation, self.shares, self.has_peers)
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """From the supervisor over the control socket, one in a datagram, with exactly one descriptor: a stream to the
+    instance `name` in its life `incarnation`. Replaces an older one."""
+
+    name: str
+    incarnation: int
+
 
 class WireError(Exception):
     """The other side sent something that is no frame of this version."""
@@ -38,24 +56,32 @@ class WireError(Exception):
 _encoder = msgspec.msgpack.Encoder()
 _to_front = msgspec.msgpack.Decoder(ToFront)
 _to_instance = msgspec.msgpack.Decoder(Start | ToInstance)
+_to_peer = msgspec.msgpack.Decoder(Hello | TransferMessage)
+_connect = msgspec.msgpack.Decoder(Connect)
 
 
-def encode_frames(messages: Iterable[object]) -> bytes:
+def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     parts: list[bytes] = []
     for message in messages:
         body = _encoder.encode(message)
-        if len(body) > MAX_FRAME_BYTES:
-            raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+        _check_length(len(body), max_bytes)
         parts.append(_LENGTH.pack(len(body)))
         parts.append(body)
     return b"".join(parts)
 
 
-def frame_length(header: bytes | bytearray | memoryview) -> int:
-    (length,) = _LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return int(length)
+def encode_to_peer(messages: Iterable[Hello | TransferMessage]) -> bytes:
+    return encode_frames(messages, MAX_PEER_FRAME_BYTES)
+
+
+def encode_connect(connect: Connect) -> bytes:
+    """Without a length: it travels in a datagram."""
+    return _encoder.encode(connect)
+
+
+def _check_length(length: int, max_bytes: int) -> None:
+    if length > max_bytes:
+        raise WireError(f"a frame of {length} bytes is over the limit of {max_bytes}")
 
 
 def decode_to_front(body: bytes | memoryview) -> ToFront:
@@ -74,18 +100,36 @@ def decode_to_instance(body: bytes | memoryview) -> Start | ToInstance:
     return message
 
 
-class FrameReader:
-    """Cuts a byte stream into frame bodies; keeps what is incomplete."""
+def decode_to_peer(body: bytes | memoryview) -> Hello | TransferMessage:
+    try:
+        message: Hello | TransferMessage = _to_peer.decode(body)
+    except msgspec.DecodeError as error:
+        raise WireError(f"unreadable frame from a peer: {error}") from error
+    return message
 
-    def __init__(self) -> None:
+
+def decode_connect(datagram: bytes) -> Connect:
+    try:
+        return _connect.decode(datagram)
+    except msgspec.DecodeError as error:
+        raise WireError(f"unreadable datagram from the front: {error}") from error
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies; keeps what is incomplete. Raises WireError for a frame over `max_bytes` as
+    soon as its length is there."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
+        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
         self._buffer += data
         bodies: list[bytes] = []
         start = 0
         while len(self._buffer) - start >= HEADER_BYTES:
-            length = frame_length(self._buffer[start : start + HEADER_BYTES])
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            _check_length(length, self._max_bytes)
             end = start + HEADER_BYTES + length
             if len(self._buffer) < end:
                 break

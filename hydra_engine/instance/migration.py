@@ -170,16 +170,18 @@ class Migration:
         outgoing.append(PeerState(peer.name, peer.incarnation, not problem, problem))
 
     def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFront]) -> list[Event]:
-        """Everything that was meant for it or came from it is over; copies under way end as invalid."""
-        if self._up.pop(peer.name, None) is None:
+        """Everything that was meant for it or came from it is over; copies under way end as invalid. A peer whose
+        introduction could not be read was never up."""
+        outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))
+        if self._up.get(peer.name) != peer.incarnation:
             return []
+        del self._up[peer.name]
         self._worker.close_peer(peer.name)
         self._source.peer_lost(peer.name)
         self._tell(self._destination.peer_lost(peer.name), now)
         events: list[Event] = []
         for request_id in [request_id for request_id, target in self._targets.items() if target == peer.name]:
             events += self._scheduler.withdraw(request_id, now, Departure.WITHDRAWN)
-        outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))
         return events
 
     def _receive(self, peer: str, message: TransferMessage, now: float) -> list[Event]:

@@ -1,0 +1,167 @@
+"""One life of one instance: a process with its two sockets, or a thread of this process.
+
+Starts it, says whether and how it has ended, kills it, hands it connections. Makes no decision: `supervisor.py` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from hydra_engine.cluster import wire
+from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
+from hydra_engine.cluster.descriptors import send_with
+
+# An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
+_OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class Child(Protocol):
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def end(self) -> FrontEnd: ...
+
+    @property
+    def pid(self) -> int | None:
+        """None: it cannot be killed."""
+        ...
+
+    def how_it_ended(self) -> str | None:
+        """What follows its name in a sentence; None while it runs. A process is reaped by this."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
+        """Hands over one end of a connection; ours stays open. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Our ends of its channels."""
+        ...
+
+
+class ProcessChild:
+    def __init__(
+        self, incarnation: int, end: FrontSocket, control: socket.socket, process: subprocess.Popen[bytes]
+    ) -> None:
+        self.incarnation = incarnation
+        self.end = end
+        self.pid = process.pid
+        self._control = control
+        self._process = process
+
+    @classmethod
+    async def launch(cls, command: Sequence[str], start: wire.Start) -> ProcessChild:
+        """Nothing of it arrives before the next turn of the loop. Raises OSError.
+
+        The kernel kills the child when the thread that called this ends (`process.die_with_parent`), so that must be
+        one that lives as long as the front: the loop's.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        with theirs, control_theirs:
+            try:
+                end = await FrontSocket.open(ours)  # before the process exists, so that a cancelled launch leaves none
+            except BaseException:
+                ours.close()
+                control.close()
+                raise
+            try:
+                process = _spawn(command, theirs, control_theirs)
+            except OSError:
+                end.close()
+                control.close()
+                raise
+        end.send_start(start)
+        return cls(start.incarnation, end, control, process)
+
+    def how_it_ended(self) -> str | None:
+        code = self._process.poll()
+        return None if code is None else describe_exit(code)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
+        send_with(self._control, wire.encode_connect(peer), [sock.fileno()])
+
+    def close(self) -> None:
+        self.end.close()
+        self._control.close()
+
+
+class ThreadChild:
+    """Has no peers: an instance in the caller's process is the only one."""
+
+    pid = None
+
+    def __init__(self, incarnation: int, end: LocalFrontEnd, thread: threading.Thread) -> None:
+        self.incarnation = incarnation
+        self.end = end
+        self._thread = thread
+
+    @classmethod
+    def launch(cls, start: wire.Start, *, strict: bool) -> ThreadChild:
+        front, instance_end = local_channel(asyncio.get_running_loop(), strict=strict)
+        thread = threading.Thread(
+            target=_run_local, args=(start, instance_end), name=f"instance-{start.name}", daemon=True
+        )
+        thread.start()
+        return cls(start.incarnation, front, thread)
+
+    def how_it_ended(self) -> str | None:
+        return None if self._thread.is_alive() else "ended"
+
+    def kill(self) -> None:
+        """A thread cannot be killed."""
+
+    def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
+        raise AssertionError("a thread has no peers")
+
+    def close(self) -> None:
+        self.end.close()
+
+
+def describe_exit(code: int) -> str:
+    """What follows a name in a sentence, from a return code of subprocess."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"
+
+
+def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
+    os.environ.setdefault(*_OPENMP_IDLE)  # has an effect unless the caller loaded torch before
+    # The one place where the front's code may load torch: the instance runs in this process.
+    build = import_module("hydra_engine.instance.build")
+    try:
+        build.run_instance(start.config, start.name, end, end, end.wake, place=start.place, connect=None)
+    finally:
+        end.close()
+
+
+def _spawn(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
+    package_parent = str(Path(__file__).resolve().parents[2])
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
+    environment.setdefault(*_OPENMP_IDLE)
+    descriptors = [channel.fileno(), control.fileno()]
+    numbers = ["--fd", str(descriptors[0]), "--control", str(descriptors[1])]
+    return subprocess.Popen([*command, *numbers], pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)

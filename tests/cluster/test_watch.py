@@ -1,0 +1,141 @@
+"""When instances count as silent, when they start again, and which pairs are connected; on a clock that tests move."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hydra_engine.cluster.children import describe_exit
+from hydra_engine.cluster.pairs import Pairs
+from hydra_engine.cluster.watch import PACE, Change, OwnPauses, Restarts, Silence
+
+
+def test_waits_grow_with_each_death_and_start_over_after_a_long_life() -> None:
+    restarts = Restarts(PACE)
+    waits = [restarts.died(now, served_s=5.0) for now in range(0, 1600, 200)]
+    assert waits == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert restarts.died(1600, served_s=60.0) == 0
+    assert restarts.died(1800, served_s=59.0) == 1
+    assert restarts.total == 10
+
+
+def test_five_deaths_in_a_minute_are_enough() -> None:
+    restarts = Restarts(PACE)
+    assert [restarts.died(now, 0.0) is None for now in (0, 15, 30, 45, 59)] == [False] * 4 + [True]
+    restarts = Restarts(PACE)
+    assert [restarts.died(now, 0.0) is None for now in (0, 15, 30, 45, 60)] == [False] * 5, "the first one is too old"
+
+
+def test_silence_is_told_once_and_ends_with_a_word() -> None:
+    silence = Silence(2.0, 10.0)
+    silence.hear(100.0)
+    assert silence.check(101.9) is None
+    assert silence.check(102.0) is Change.SILENT
+    assert silence.check(105.0) is None
+    assert silence.hear(106.0) and not silence.hear(106.1)
+    assert silence.check(108.0) is None
+    assert silence.check(108.1) is Change.SILENT
+    assert silence.check(116.1) is Change.FENCE
+
+
+def test_time_in_which_nobody_listened_does_not_count() -> None:
+    silence = Silence(2.0, 10.0)
+    silence.hear(100.0)
+    assert silence.check(102.5) is Change.SILENT
+    silence.excuse(160.0)
+    assert silence.silent, "it still has not been heard"
+    assert silence.check(169.9) is None
+    assert silence.check(170.0) is Change.FENCE
+
+
+def test_own_pauses_are_noticed() -> None:
+    pauses = OwnPauses(0.0, 1.0)
+    assert [pauses.paused(now) for now in (0.05, 0.9, 1.9, 3.0, 3.05, 90.0)] == [False, False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(0, "ended with exit code 0"), (-9, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"), (-60, "signal 60")],
+)
+def test_an_end_is_told_in_words(code: int, text: str) -> None:
+    assert text in describe_exit(code)
+
+
+def up(pairs: Pairs, one: str, other: str, now: float = 0.0) -> list[bool | None]:
+    return [pairs.said(one, other, True, "", now), pairs.said(other, one, True, "", now)]
+
+
+def make_pairs(*names: str) -> Pairs:
+    """All ready, all connected, nothing said yet."""
+    pairs = Pairs(names, PACE)
+    for name in names:
+        pairs.join(name, 0.0)
+    for pair in pairs.due(0.0):
+        pairs.connected(pair, 0.0)
+    return pairs
+
+
+def test_every_two_ready_instances_are_a_pair_in_the_order_of_the_topology() -> None:
+    pairs = Pairs(("e0", "p0", "d0"), PACE)
+    pairs.join("d0", 0.0)
+    assert pairs.due(0.0) == [] and not pairs.complete
+    pairs.join("e0", 0.0)
+    assert pairs.due(0.0) == [("e0", "d0")]
+    pairs.join("p0", 0.0)
+    assert set(pairs.due(0.0)) == {("e0", "d0"), ("e0", "p0"), ("p0", "d0")}
+
+
+def test_a_pair_is_up_when_both_have_said_so() -> None:
+    pairs = make_pairs("e0", "p0", "d0")
+    for one, other in itertools.combinations(("e0", "p0", "d0"), 2):
+        assert not pairs.complete
+        assert up(pairs, one, other) == [None, True]
+    assert pairs.complete
+    assert sorted(pairs.leave("p0")) == [("e0", "p0"), ("p0", "d0")]
+    assert not pairs.complete
+    assert pairs.said("e0", "p0", False, "it is gone", 1.0) is None, "of a life that is over"
+
+
+def test_a_broken_pair_is_connected_again_after_a_second_and_once() -> None:
+    pairs = make_pairs("e0", "p0")
+    up(pairs, "e0", "p0")
+    assert pairs.said("e0", "p0", False, "nonsense", 5.0) is False
+    assert pairs.said("p0", "e0", False, "closed", 5.1) is None
+    assert pairs.due(5.9) == []
+    assert pairs.due(6.0) == [("e0", "p0")]
+    pairs.connected(("e0", "p0"), 6.0)
+    assert pairs.due(7.0) == []
+    assert up(pairs, "e0", "p0", 6.1) == [None, True]
+
+
+def test_late_words_about_the_old_connection_do_no_harm() -> None:
+    """One side reports the end of the first connection only after the second one was made."""
+    pairs = make_pairs("e0", "p0")
+    up(pairs, "e0", "p0")
+    pairs.said("e0", "p0", False, "nonsense", 5.0)
+    pairs.connected(("e0", "p0"), 6.0)
+    assert pairs.said("e0", "p0", True, "", 6.1) is None
+    assert pairs.said("p0", "e0", False, "closed", 6.2) is None
+    assert pairs.said("p0", "e0", True, "", 6.3) is True
+    assert pairs.due(60.0) == []
+
+
+def test_a_pair_that_says_nothing_is_connected_again() -> None:
+    pairs = make_pairs("e0", "p0")
+    assert pairs.said("e0", "p0", True, "", 0.1) is None
+    assert pairs.due(14.9) == []
+    assert pairs.due(15.0) == [] and pairs.due(16.0) == [("e0", "p0")]
+
+
+def test_three_failures_in_a_row_are_hopeless() -> None:
+    pairs = make_pairs("e0", "p0")
+    for now in (1.0, 3.0):
+        pairs.said("e0", "p0", False, "other blocks", now)
+        assert pairs.hopeless() is None
+        pairs.connected(("e0", "p0"), now + 1)
+    pairs.failed(("e0", "p0"), "no descriptors left", 5.0)
+    assert pairs.hopeless() == (("e0", "p0"), "no descriptors left")
+    pairs.connected(("e0", "p0"), 6.0)
+    up(pairs, "e0", "p0")
+    assert pairs.hopeless() is None

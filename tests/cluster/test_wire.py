@@ -1,0 +1,89 @@
+"""Frames of all channels: limits, and that no channel takes what belongs to another."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from hydra_engine.cluster import wire
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.messages import Abort, Loading
+from hydra_engine.core.plans import KvEnd
+from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
+from hydra_engine.core.roles import Role
+from hydra_engine.instance.ports import Place
+from hydra_engine.transfer.messages import Ack, Hello, More, Offer, Refuse, Renew, TransferMessage, Withdraw
+
+LAYOUT = PoolLayout(PoolKind.KV, 7, (2, 2, 16, 2, 8), "float32", 4096)
+EXPORTS = Exports(
+    (PoolExport(LAYOUT, "memfd", 7 * 4096, 1), PoolExport(LAYOUT, "cuda-ipc", 9, handle=b"\0\xff")), 0, 64
+)
+END = KvEnd(9, 42, 1.5, 1.25, 3)
+MESSAGES: list[Hello | TransferMessage] = [
+    Hello(1, "e0", 1 << 62, EXPORTS),
+    Offer(1 << 62, 3, RequestId(4), 2, 5, (1 << 64) - 1, (6, 7), 30),
+    Offer(1, 3, RequestId(4), None, 5, 8, (), 30, END, (1, 2)),
+    More(1, 3, (9, 10), END, (5,)),
+    Withdraw(1, 3),
+    Renew(1, (3, 4)),
+    Ack(1, 3),
+    Refuse(1, 4),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_what_peers_say_survives(message: Hello | TransferMessage) -> None:
+    (body,) = wire.FrameReader(wire.MAX_PEER_FRAME_BYTES).feed(wire.encode_to_peer([message]))
+    assert wire.decode_to_peer(body) == message
+
+
+def test_a_connection_survives() -> None:
+    connect = wire.Connect("p1", 1 << 62)
+    assert wire.decode_connect(wire.encode_connect(connect)) == connect
+
+
+def test_no_channel_takes_what_belongs_to_another() -> None:
+    bodies = {
+        "front": wire.encode_frames([Loading("weights", 1, 2)])[wire.HEADER_BYTES :],
+        "instance": wire.encode_frames([Abort(RequestId(1))])[wire.HEADER_BYTES :],
+        "peer": wire.encode_to_peer([Ack(1, 2)])[wire.HEADER_BYTES :],
+        "control": wire.encode_connect(wire.Connect("p0", 1)),
+    }
+    decoders = {
+        "front": wire.decode_to_front,
+        "instance": wire.decode_to_instance,
+        "peer": wire.decode_to_peer,
+        "control": wire.decode_connect,
+    }
+    for sender, body in bodies.items():
+        for receiver, decode in decoders.items():
+            if sender == receiver:
+                decode(body)
+            else:
+                with pytest.raises(wire.WireError):
+                    decode(body)
+
+
+def test_the_start_says_what_the_instance_is_among_others() -> None:
+    start = wire.Start(2, "ed0", "ED", EngineConfig(device="cuda:1"), incarnation=7, shares=2, has_peers=True)
+    again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
+    assert again == start
+    assert start.place == Place(Role.E | Role.D, 7, 2, True)
+
+
+def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(wire.WireError, match="limit of 100"):
+        wire.FrameReader(100).feed(struct.pack("<I", 101))
+    assert wire.FrameReader(100).feed(struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
+    with pytest.raises(wire.WireError, match="limit"):
+        wire.encode_frames([Renew(1, tuple(range(200)))], max_bytes=100)
+
+
+def test_frames_cut_anywhere_are_put_together() -> None:
+    data = wire.encode_to_peer(MESSAGES)
+    for step in (1, 3, 7, len(data)):
+        reader = wire.FrameReader()
+        bodies = [body for i in range(0, len(data), step) for body in reader.feed(data[i : i + step])]
+        assert [wire.decode_to_peer(body) for body in bodies] == MESSAGES
