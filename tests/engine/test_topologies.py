@@ -67,9 +67,8 @@ def test_caches_with_room_for_one_request_of_each_kind(
     make_engine: EngineFactory, golden: list[Outcome], topology: str
 ) -> None:
     """Everything waits for everything, and all of it ends."""
-    largest = max(len(right.token_ids) for right in golden) + 260
-    blocks = -(-largest // 4)
-    engine = make_engine(topology=topology, num_kv_blocks=blocks, num_image_blocks=4, max_model_len=largest)
+    longest = 472  # tokens of the longest request, prompt and answer
+    engine = make_engine(topology=topology, num_kv_blocks=longest // 4, num_image_blocks=1, max_model_len=longest)
     assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
     assert_at_rest(engine)
 
