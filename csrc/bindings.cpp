@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_cuda_cache(m);
   hydra::register_cuda_ipc(m);
   hydra::register_delta(m);
+  hydra::register_shared_words(m);
 }

@@ -25,5 +25,6 @@ void register_image(pybind11::module_& m);
 void register_cuda_cache(pybind11::module_& m);
 void register_cuda_ipc(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
+void register_shared_words(pybind11::module_& m);
 
 }  // namespace hydra

@@ -12,12 +12,15 @@ into chunks. The engine's promise "same seed, same text, whatever else is in the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from hydra_engine.core.pools import PoolExport
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "quick_gelu"]
 
@@ -30,15 +33,57 @@ class OpChoice(NamedTuple):
     reason: str
 
 
+class SharedMemory(Protocol):
+    """Memory of this process that other processes of the node can map to read it."""
+
+    @property
+    def transport(self) -> str:
+        """How it is mapped, as in `core.pools.PoolExport`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def descriptor(self) -> int:
+        """What travels to a peer, and stays ours; -1 where `handle` says everything. Not after `close`."""
+        ...
+
+    @property
+    def handle(self) -> bytes: ...
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        ...
+
+    def close(self) -> None:
+        """Nobody maps it from now on; a second call does nothing. Tensors, and what peers have mapped, stay good."""
+        ...
+
+
+class PeerMemory(Protocol):
+    """Memory of another process, mapped into this one."""
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8, which must never be written. Not after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Once nothing that was launched reads it; a second call does nothing. No tensor of it may be read again."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PagedCache:
     """Block-major cache: one block with all its layers is one contiguous piece.
 
     data: [N, L, X, S, H, D] contiguous. KV cache: X = 2 (K, V), H = Hkv. Image cache: X = 1, H = 1, D = C and
-    L = feature planes per image (1 but for deepstack models). A slot is block * S + offset.
+    L = feature planes per image (1 but for deepstack models). A slot is block * S + offset. `memory`: where `data` lies
+    if other processes can map it.
     """
 
     data: Tensor
+    memory: SharedMemory | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -51,6 +96,10 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.data.shape[1:]) * self.data.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +295,8 @@ class Ops(Protocol):
         ...
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
-        """Whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]]; pairs [n, 2] int64."""
+        """Whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]]; pairs [n, 2] int64. Blocks of the source
+        may be changed by another process meanwhile: then nothing is said of what is copied, and nothing else breaks."""
         ...
 
     # ---- attention
@@ -289,6 +339,19 @@ class Device(Protocol):
 
     def trim(self) -> None:
         """Gives host memory that was freed back to the system; called while weights are loaded."""
+        ...
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        """Memory full of zeros, of at least one byte. Raises ResourceError where there is none."""
+        ...
+
+    def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        """Maps what a peer's `share` has made. `descriptor` is the one that came with it, -1 if none did; it is still
+        the caller's. Raises TransferError, with the reason, unless the memory is what `export` says."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until all that the calling lane has launched is done; not at all where a call ends with its work."""
         ...
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import torch
 
-from hydra_engine.backend.base import Lane
+from hydra_engine.backend.base import Lane, PeerMemory, SharedMemory
 from hydra_engine.backend.lanes import ThreadLane, set_torch_threads
+from hydra_engine.backend.shared_memory import TRANSPORT, SharedPool, map_pool
+from hydra_engine.core.pools import PoolExport
+from hydra_engine.errors import TransferError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -65,6 +68,17 @@ class CpuDevice:
         """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""
         if _LIBC is not None:
             _LIBC.malloc_trim(0)
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        return SharedPool(num_bytes)
+
+    def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        if export.transport != TRANSPORT:
+            raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a processor")
+        return map_pool(descriptor, export.num_bytes)
+
+    def finish(self) -> None:
+        """Nothing to wait for: an op returns when it is done."""
 
 
 def usable_cores() -> int:

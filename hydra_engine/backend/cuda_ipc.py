@@ -3,7 +3,8 @@
 The owner allocates a pool by itself, so that a handle names all of it and nothing else, and sends a `PoolHandle` to its
 peers over their channel. A peer opens every pool once and keeps it: `PEER_POOLS` knows what is open. A pool is named by
 its owner's process id and a generation number that no other pool of this boot of the machine has, so a handle of a pool
-or a process that is gone never opens its successor. Knows CUDA and torch; does not know caches, requests or channels.
+or a process that is gone never opens its successor. `DevicePool` and `OpenedPool` are the same behind the protocols of
+backend/base.py; no device takes them yet. Knows CUDA and torch; does not know caches, requests or channels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import struct
 import threading
 import time
 import weakref
@@ -22,8 +24,12 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
+from hydra_engine.errors import TransferError
+
+TRANSPORT = "cuda-ipc"
 
 _HANDLE_BYTES = 64
+_PACKED = struct.Struct(f"<{_HANDLE_BYTES}sQQ")  # CUDA's handle, owner, generation
 # Monotonic time counts from the start of the machine: a later process with the same id begins at a higher number.
 _generations = itertools.count(time.monotonic_ns())
 
@@ -233,3 +239,55 @@ def _tensor(owner: object, address: int, nbytes: int) -> Tensor:
 
 PEER_POOLS = PeerPools()
 atexit.register(PEER_POOLS.close_all)
+
+
+class DevicePool:
+    """`SharedMemory` of backend/base.py on a device, full of zeros."""
+
+    transport = TRANSPORT
+    descriptor = -1
+
+    def __init__(self, num_bytes: int, device: int) -> None:
+        """Raises RuntimeError as `Pool`."""
+        self._pool = Pool(num_bytes, device)
+        self.num_bytes = self._pool.nbytes
+        self.tensor().zero_()
+
+    @property
+    def handle(self) -> bytes:
+        return packed_handle(self._pool.export())
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        return self._pool.tensor()
+
+    def close(self) -> None:
+        """Leaves the memory to its tensors, and once it was exported to the end of the process (see `Pool`)."""
+
+
+class OpenedPool:
+    """`PeerMemory` of backend/base.py: a peer's `DevicePool`, of which `handle` and `num_bytes` came."""
+
+    def __init__(self, handle: bytes, num_bytes: int, device: int, pools: PeerPools = PEER_POOLS) -> None:
+        """Raises TransferError."""
+        if len(handle) != _PACKED.size:
+            raise TransferError(f"a peer's memory came with a handle of {len(handle)} bytes, not {_PACKED.size}")
+        data, owner, generation = _PACKED.unpack(handle)
+        self._pools = pools
+        try:
+            self._pool = pools.open(PoolHandle(data, num_bytes, owner, generation), device)
+        except (ValueError, RuntimeError) as error:
+            raise TransferError(f"a peer's memory cannot be mapped: {error}") from error
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        return self._pool.tensor()
+
+    def close(self) -> None:
+        """The pool cannot be opened again, since its owner is gone or sends another one when it comes back."""
+        if self._pool.address:
+            self._pools.close(self._pool.owner, self._pool.generation)
+
+
+def packed_handle(handle: PoolHandle) -> bytes:
+    return _PACKED.pack(handle.handle, handle.owner, handle.generation)

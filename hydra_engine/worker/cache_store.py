@@ -1,20 +1,29 @@
-"""Allocates the tensors behind the two paged caches and the recurrent states.
+"""Allocates the tensors behind the two paged caches and the recurrent states, and says what peers may map of them.
 
-Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know who uses which block.
+Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know who uses which block,
+nor which peers there are.
 """
 
 from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, StateCache
+from hydra_engine.backend.base import PagedCache, SharedMemory, StateCache
+from hydra_engine.backend.shared_memory import ControlWords
+from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.memory import CachePlan
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _CPU = torch.device("cpu")
+
+Share = Callable[[int], SharedMemory]  # `Device.share`
 
 
 def allocate_kv_cache(
@@ -25,11 +34,14 @@ def allocate_kv_cache(
     *,
     device: torch.device = _CPU,
     poison: bool = False,
+    share: Share | None = None,
 ) -> PagedCache:
-    """[N, L, 2, S, Hkv, D]. `poison` fills it with NaN, so that a read of what was never written shows (tests)."""
+    """[N, L, 2, S, Hkv, D]. `poison` fills it with NaN, so that a read of what was never written shows (tests).
+    `share`: peers read this cache, which they do where prefill is computed. Elsewhere own memory is better: the
+    system gives it larger pages."""
     language = spec.language
     shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
-    return PagedCache(_allocate(shape, dtype, device, poison))
+    return _paged(shape, dtype, device, poison, share)
 
 
 def allocate_image_cache(
@@ -40,12 +52,14 @@ def allocate_image_cache(
     *,
     device: torch.device = _CPU,
     poison: bool = False,
+    share: Share | None = None,
 ) -> PagedCache | None:
-    """[N, planes, 1, S, 1, C]; None where no image feature ever comes."""
+    """[N, planes, 1, S, 1, C]; None where no image feature ever comes. `share`: peers read this cache, which they do
+    where images are encoded."""
     if spec.vision is None or plan.num_image_blocks == 0:
         return None
     shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
-    return PagedCache(_allocate(shape, dtype, device, poison))
+    return _paged(shape, dtype, device, poison, share)
 
 
 def allocate_states(
@@ -60,6 +74,43 @@ def allocate_states(
     conv = (*size, shape.num_taps - 1, shape.num_channels)
     recurrent = (*size, shape.num_value_heads, shape.key_dim, shape.value_dim)
     return StateCache(_allocate(conv, dtype, device, poison), _allocate(recurrent, torch.float32, device, poison))
+
+
+def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
+    data = cache.data
+    dtype = str(data.dtype).removeprefix("torch.")
+    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
+
+
+def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
+    """CRC-32 of each block's bytes."""
+    return tuple(zlib.crc32(cache.data[block].cpu().flatten().view(torch.uint8).numpy().data) for block in blocks)
+
+
+def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
+    """Those of `caches` that peers can map, and the words; and the descriptors, by their place in what is exported."""
+    pools, descriptors = [], [words.descriptor]
+    for kind, cache in caches.items():
+        memory = cache.memory
+        if memory is None:
+            continue
+        place = -1
+        if memory.descriptor >= 0:
+            place = len(descriptors)
+            descriptors.append(memory.descriptor)
+        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, place, memory.handle))
+    return Exports(tuple(pools), words=0, num_words=words.num_words), tuple(descriptors)
+
+
+def _paged(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool, share: Share | None
+) -> PagedCache:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if share is None or num_bytes == 0:
+        return PagedCache(_allocate(shape, dtype, device, poison))
+    memory = share(num_bytes)
+    data = memory.tensor()[:num_bytes].view(dtype).view(shape)
+    return PagedCache(data.fill_(float("nan")) if poison else data, memory)
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:

@@ -19,8 +19,12 @@ from hydra_engine.errors import ConfigError
 BEFORE_LANGUAGE_STEP = "eng.before_step"  # nothing computed yet
 MID_LANGUAGE_STEP = "eng.mid_step"  # KV written, no token sampled
 BEFORE_VISION_STEP = "vis.before_step"
-POINTS = frozenset({BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, BEFORE_VISION_STEP})
-ACTIONS = frozenset({"raise", "delay", "nan", "kill", "off"})
+MID_COPY = "dst.mid_copy"  # half of the blocks of another instance are copied
+AFTER_COPY = "dst.after_copy"  # all of them, and the control word has not been read
+STEP_POINTS = frozenset({BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, BEFORE_VISION_STEP})
+COPY_POINTS = frozenset({MID_COPY, AFTER_COPY})
+_ANYWHERE = frozenset({"raise", "delay", "kill", "off"})
+ACTIONS = dict.fromkeys(STEP_POINTS, _ANYWHERE | {"nan"}) | dict.fromkeys(COPY_POINTS, _ANYWHERE | {"corrupt"})
 KILLED_EXIT_CODE = 86
 
 _NOBODY: frozenset[RequestId] = frozenset()
@@ -55,7 +59,8 @@ class FaultPoints:
     times=N    only the next N such steps
     seconds=X  how long `delay` sleeps (default 1)
 
-    Actions: raise an exception, delay the step, make the matching requests' numbers NaN, kill the process, off.
+    Actions: raise an exception, delay the step, make the matching requests' numbers NaN, kill the process, off. Copies
+    know no requests: they take times= and seconds= only, and instead of numbers a copied byte is made wrong (corrupt).
     """
 
     def __init__(self, enabled: bool = False) -> None:
@@ -67,11 +72,15 @@ class FaultPoints:
         """Replaces what was armed at `point`. Raises ConfigError for anything it does not know."""
         if not self.enabled:
             raise ConfigError("fault points are not enabled in this process")
-        if point not in POINTS:
-            raise ConfigError(f"no fault point {point[:40]!r}; there are {', '.join(sorted(POINTS))}")
-        if action not in ACTIONS:
-            raise ConfigError(f"no fault action {action[:40]!r}; there are {', '.join(sorted(ACTIONS))}")
+        if point not in ACTIONS:
+            raise ConfigError(f"no fault point {point[:40]!r}; there are {', '.join(sorted(ACTIONS))}")
+        if action not in ACTIONS[point]:
+            raise ConfigError(
+                f"no fault action {action[:40]!r} at {point}; there are {', '.join(sorted(ACTIONS[point]))}"
+            )
         armed = _parse(action, argument)
+        if point in COPY_POINTS and (armed.token is not None or armed.request is not None):
+            raise ConfigError(f"fault point {point} knows no requests: it takes times= and seconds=")
         with self._lock:
             if action == "off":
                 self._armed.pop(point, None)
@@ -89,18 +98,41 @@ class FaultPoints:
             victims = armed.victims(requests)
             if not victims:
                 return _NOBODY
-            if armed.remaining is not None:
-                armed.remaining -= 1
-                if armed.remaining <= 0:
-                    del self._armed[point]
-        if armed.action == "nan":
-            return victims
-        if armed.action == "kill":
-            os._exit(KILLED_EXIT_CODE)
-        if armed.action == "raise":
-            raise InjectedFault(f"injected at {point}")
+            self._count(point, armed)
+        return victims if _act(point, armed) else _NOBODY
+
+    def is_armed(self, point: str) -> bool:
+        return point in self._armed
+
+    def hit_copy(self, point: str) -> bool:
+        """Does what is armed at `point`; returns whether a copied byte is to become wrong."""
+        if not self._armed:
+            return False
+        with self._lock:
+            armed = self._armed.get(point)
+            if armed is None:
+                return False
+            self._count(point, armed)
+        return _act(point, armed)
+
+    def _count(self, point: str, armed: _Armed) -> None:
+        """It happens once more. Under the lock."""
+        if armed.remaining is not None:
+            armed.remaining -= 1
+            if armed.remaining <= 0:
+                del self._armed[point]
+
+
+def _act(point: str, armed: _Armed) -> bool:
+    """Whether it is the caller who has to do something: to make numbers or bytes wrong."""
+    if armed.action == "kill":
+        os._exit(KILLED_EXIT_CODE)
+    if armed.action == "raise":
+        raise InjectedFault(f"injected at {point}")
+    if armed.action == "delay":
         time.sleep(armed.seconds)
-        return _NOBODY
+        return False
+    return True
 
 
 def _parse(action: str, argument: str) -> _Armed:

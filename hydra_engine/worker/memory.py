@@ -23,7 +23,8 @@ MIN_TEXT_TOKENS = 8  # a request with one largest picture has room for this much
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """`max_model_len` is the longest request that fits both the model and the KV cache."""
+    """`max_model_len` is the longest request that fits both the model and the KV cache; without a KV cache, the model.
+    Bytes of weights are what the spec makes of the role's part, without padding."""
 
     num_kv_blocks: int
     num_image_blocks: int
@@ -33,13 +34,22 @@ class CachePlan:
     reasons: tuple[str, ...]
     num_state_slots: int = 0  # 0: the model keeps no recurrent states
     state_bytes: int = 0
+    vision_weights_bytes: int = 0
+    language_weights_bytes: int = 0
 
 
-def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.dtype, free_bytes: int) -> CachePlan:
-    """`free_bytes` is what is free before the weights are loaded. Raises ResourceError, saying what to change, when
-    the longest request cannot be served."""
-    weights_bytes = _weights_bytes(spec, role, dtype.itemsize)
+def plan_memory(
+    spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.dtype, free_bytes: int, *, shares: int = 1
+) -> CachePlan:
+    """`free_bytes` is what is free before the weights are loaded; `shares` instances on the device divide it. Sizes
+    that the configuration gives are those of each instance. Raises ResourceError, saying what to change, when the
+    longest request cannot be served."""
     reasons: list[str] = []
+    if shares > 1:
+        reasons.append(f"{shares} instances share the device: {_gib(free_bytes // shares)} of its free memory each")
+        free_bytes //= shares
+    vision_bytes, language_bytes = _weights_bytes(spec, role, dtype.itemsize)
+    weights_bytes = vision_bytes + language_bytes
     num_slots, state_bytes = _states(spec, role, config, dtype.itemsize, free_bytes - weights_bytes, reasons)
     share_bytes = int(MEMORY_SHARE * max(free_bytes - weights_bytes - state_bytes, 0))
     wanted_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
@@ -49,12 +59,12 @@ def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.
     if role.needs_language:
         kv_block_bytes = config.cache.block_size * spec.language.kv_bytes_per_token(dtype.itemsize)
         num_kv = _kv_blocks(config, wanted_len, kv_block_bytes, share_bytes, reasons)
-        max_model_len = _longest_request(spec, config, wanted_len, num_kv, kv_block_bytes, reasons)
+        max_model_len = _longest_request(spec, role, config, wanted_len, num_kv, kv_block_bytes, reasons)
     num_image, image_block_bytes = 0, 0
     if spec.vision is not None and (Role.E in role or Role.P in role):
         vision = spec.vision
         image_block_bytes = config.cache.image_block_size * vision.num_planes * vision.feature_size * dtype.itemsize
-        num_image = _image_blocks(config, vision.max_tokens_per_item, image_block_bytes, share_bytes, reasons)
+        num_image = _image_blocks(config, role, vision.max_tokens_per_item, image_block_bytes, share_bytes, reasons)
     return CachePlan(
         num_kv,
         num_image,
@@ -64,6 +74,8 @@ def plan_memory(spec: ModelSpec, role: Role, config: EngineConfig, dtype: torch.
         tuple(reasons),
         num_slots,
         state_bytes,
+        vision_bytes,
+        language_bytes,
     )
 
 
@@ -77,19 +89,20 @@ def _states(
     slot_bytes = 2 * spec.language.state_bytes(dtype_bytes)
     if num_slots * slot_bytes > free_bytes:
         raise ResourceError(
-            f"the recurrent states of {num_slots} requests need {_gib(num_slots * slot_bytes)}, of which "
-            f"{_gib(max(free_bytes, 0))} are free beside the weights; lower max_num_seqs or free memory",
+            f"instance role {role.letters} needs {_gib(num_slots * slot_bytes)} for the recurrent states of "
+            f"{num_slots} requests, of which {_gib(max(free_bytes, 0))} are free beside the weights; lower "
+            "max_num_seqs or free memory",
             param="max_num_seqs",
         )
     reasons.append(f"recurrent states: {_gib(num_slots * slot_bytes)} for {num_slots} requests; KV is not reused")
     return num_slots, num_slots * slot_bytes
 
 
-def _weights_bytes(spec: ModelSpec, role: Role, dtype_bytes: int) -> int:
-    num_parameters = spec.language.num_parameters() if role.needs_language else 0
-    if spec.vision is not None and role.needs_vision:
-        num_parameters += spec.vision.num_parameters()
-    return num_parameters * dtype_bytes
+def _weights_bytes(spec: ModelSpec, role: Role, dtype_bytes: int) -> tuple[int, int]:
+    """(vision, language): of the parts that the role loads."""
+    language = spec.language.num_parameters() if role.needs_language else 0
+    vision = spec.vision.num_parameters() if spec.vision is not None and role.needs_vision else 0
+    return vision * dtype_bytes, language * dtype_bytes
 
 
 def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
@@ -110,7 +123,13 @@ def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share
 
 
 def _longest_request(
-    spec: ModelSpec, config: EngineConfig, wanted_len: int, num_blocks: int, block_bytes: int, reasons: list[str]
+    spec: ModelSpec,
+    role: Role,
+    config: EngineConfig,
+    wanted_len: int,
+    num_blocks: int,
+    block_bytes: int,
+    reasons: list[str],
 ) -> int:
     """`wanted_len`, or less where nobody asked for it by name and the cache holds less."""
     size = config.cache.block_size
@@ -118,8 +137,8 @@ def _longest_request(
     needed = _gib(_ceil(wanted_len, size) * block_bytes)
     if holds < wanted_len and config.max_model_len is not None:
         raise ResourceError(
-            f"the KV cache holds {holds} tokens but one request may have {wanted_len}; "
-            f"give kv_cache_gib at least {needed} or lower max_model_len to {max(holds, 2)}",
+            f"instance role {role.letters} needs KV for {wanted_len} tokens, which one request may have, but its KV "
+            f"cache holds {holds}; give kv_cache_gib at least {needed} or lower max_model_len to {max(holds, 2)}",
             param="kv_cache_gib",
         )
     max_model_len = min(wanted_len, holds)
@@ -129,9 +148,9 @@ def _longest_request(
         least = wanted_len
     if max_model_len < least:
         raise ResourceError(
-            f"the KV cache holds {holds} tokens but one request needs up to {least}; "
-            f"give kv_cache_gib at least {_gib(_ceil(least, size) * block_bytes)} ({needed} for the model's full "
-            "context), free memory, or take a smaller dtype",
+            f"instance role {role.letters} needs KV for {least} tokens, but its KV cache holds {holds}; give "
+            f"kv_cache_gib at least {_gib(_ceil(least, size) * block_bytes)} ({needed} for the model's full context), "
+            "free memory, take a smaller dtype, or put fewer instances on the device",
             param="kv_cache_gib",
         )
     if max_model_len < wanted_len:
@@ -142,16 +161,19 @@ def _longest_request(
     return max_model_len
 
 
-def _image_blocks(config: EngineConfig, max_tokens: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
+def _image_blocks(
+    config: EngineConfig, role: Role, max_tokens: int, block_bytes: int, share_bytes: int, reasons: list[str]
+) -> int:
     per_image = _ceil(max_tokens, config.cache.image_block_size)
     num_blocks = _given(config.cache, "num_image_blocks", "image_cache_gib", block_bytes, reasons)
     if num_blocks is None:
         num_images = max(TYPICAL_IMAGES, config.media.max_images)
         num_blocks = min(num_images * per_image, share_bytes // block_bytes)
-        reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images")
+        waiting = "" if Role.P in role else ", until other instances have fetched them"
+        reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images{waiting}")
     if num_blocks < per_image:
         raise ResourceError(
-            f"the image cache holds {num_blocks} blocks but one image needs {per_image}; "
+            f"instance role {role.letters} needs {per_image} image-cache blocks for one image and has {num_blocks}; "
             f"give image_cache_gib at least {_gib(per_image * block_bytes)} or free memory",
             param="image_cache_gib",
         )

@@ -1,10 +1,12 @@
-"""The worker: keeps what plans do not carry, hands plans to two lanes, collects results.
+"""The worker: keeps what plans do not carry, hands plans to its lanes, collects results.
 
 Threads: one instance thread calls the public methods; each lane runs its steps in order in its own thread. The request
 registry belongs to the instance thread; a plan takes the records of its images and chunks with it when it is submitted,
 so lanes read no shared table. Plans queue in their lane, and a decode may stand for a token that the plan before it
-samples. Results cross back through a deque (atomic append and popleft). Nothing joins the two lanes.
+samples. Results cross back through a deque (atomic append and popleft). Nothing joins the lanes.
 Does not decide what to run, when a request ends, or which block holds what.
+
+With peers there is a third lane, which copies their blocks into our caches (`exchange.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullJob, PullResult, VisionPlan, VisionResult
+from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.exchange import Exchange
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.language_lane import LanguageLane
@@ -36,9 +40,12 @@ from hydra_engine.worker.warm_up import warm_language, warm_vision
 
 PIECE_ROWS = 64  # rows of a layer between two places where an encode can pause; whole layers without a limit
 
+Result = VisionResult | LanguageResult | PullResult
+
 
 class Worker:
-    """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller."""
+    """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
+    `shared`: there are peers. They can map those caches that lie in memory made for it (`PagedCache.memory`)."""
 
     def __init__(
         self,
@@ -55,6 +62,7 @@ class Worker:
         faults: FaultPoints | None = None,
         states: StateCache | None = None,
         gate: LaneGate | None = None,
+        shared: bool = False,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -67,8 +75,10 @@ class Worker:
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
-        self._results: deque[VisionResult | LanguageResult] = deque()
+        self._results: deque[Result] = deque()
         self.faults = faults if faults is not None else FaultPoints()
+        caches = _by_kind(image_cache, kv_cache)
+        self._exchange = Exchange(backend, caches, clock, self.faults) if shared else None
         self._vision: tuple[Lane, VisionLane] | None = None
         self._language: tuple[Lane, LanguageLane] | None = None
         encodes = role.needs_vision and spec.vision is not None and image_cache is not None
@@ -141,15 +151,41 @@ class Worker:
         records = [self._requests[chunk.request_id] for chunk in plan.chunks]
         lane.submit(lambda: self._deliver(runner.run(plan, records)))
 
-    def poll(self) -> list[VisionResult | LanguageResult]:
-        results: list[VisionResult | LanguageResult] = []
+    def submit_pull(self, job: PullJob) -> None:
+        self._with_peers.submit(job, self._deliver)
+
+    def poll(self) -> list[Result]:
+        results: list[Result] = []
         while self._results:  # one consumer: what is there stays there until it is taken here
             results.append(self._results.popleft())
         return results
 
-    def _deliver(self, result: VisionResult | LanguageResult) -> None:
+    def _deliver(self, result: Result) -> None:
         self._results.append(result)
         self._wake()
+
+    # ---- peers
+
+    @property
+    def _with_peers(self) -> Exchange:
+        assert self._exchange is not None, "this worker was made without peers"
+        return self._exchange
+
+    def exports(self) -> tuple[Exports, tuple[int, ...]]:
+        return self._with_peers.exports()
+
+    def set_word(self, slot: int, word: int) -> None:
+        self._with_peers.set_word(slot, word)
+
+    def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        return self._with_peers.checksums(pool, blocks)
+
+    def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
+        """The descriptors are closed in any case. A name can be opened again once it was closed."""
+        self._with_peers.open(name, exports, descriptors)
+
+    def close_peer(self, name: str) -> None:
+        self._with_peers.close(name)
 
     # ---- start and end
 
@@ -172,12 +208,20 @@ class Worker:
             progress(done, len(jobs))
 
     def close(self) -> None:
-        """Waits for the steps that were submitted; their results can still be polled."""
+        """Waits for the steps that were submitted; their results can still be polled. Peers keep what they have mapped
+        of ours."""
         if self._gate is not None:
             self._gate.close()
         for track in (self._vision, self._language):
             if track is not None:
                 track[0].close()
+        if self._exchange is not None:
+            self._exchange.end()
+
+
+def _by_kind(image_cache: PagedCache | None, kv_cache: PagedCache | None) -> dict[PoolKind, PagedCache]:
+    caches = {PoolKind.FEATURES: image_cache, PoolKind.KV: kv_cache}
+    return {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
 
 
 def _run_and_wait(lane: Lane, job: Callable[[], None]) -> None:

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from hydra_engine.backend.cuda_ipc import PeerPools, PoolHandle
+from hydra_engine.backend.cuda_ipc import OpenedPool, PeerPools, PoolHandle, packed_handle
+from hydra_engine.errors import TransferError
 
 PEER = os.getpid() + 1
 
@@ -107,3 +108,27 @@ def test_memory_that_does_not_open_is_not_remembered(memory: Memory) -> None:
         with pytest.raises(RuntimeError, match="400"):
             pools.open(handle(), 0)
     assert len(pools) == 0
+
+
+def test_a_packed_handle_opens_the_pool_it_names_and_closes_it_once(pools: PeerPools, memory: Memory) -> None:
+    packed = packed_handle(handle(9, data=bytes(range(64))))
+    opened = OpenedPool(packed, 4096, 1, pools)
+    assert pools.open(handle(9), 1).generation == 9 and memory.opened == [(4096, 1)]
+    opened.close()
+    opened.close()
+    assert memory.closed == [(0x1000, 1)] and len(pools) == 0
+    with pytest.raises(TransferError, match="was closed"):
+        OpenedPool(packed, 4096, 1, pools)
+
+
+def test_handles_that_are_none_and_memory_that_does_not_open_are_transfer_errors(memory: Memory) -> None:
+    def fail(handle: bytes, nbytes: int, device: int) -> int:
+        raise RuntimeError("CUDA error 400")
+
+    pools = PeerPools(fail, memory.close)
+    with pytest.raises(TransferError, match="handle of 3 bytes"):
+        OpenedPool(b"abc", 4096, 0, pools)
+    with pytest.raises(TransferError, match="400"):
+        OpenedPool(packed_handle(handle()), 4096, 0, pools)
+    with pytest.raises(TransferError, match="of this process"):
+        OpenedPool(packed_handle(handle(owner=os.getpid())), 4096, 0, pools)

@@ -35,6 +35,7 @@ from hydra_engine.core.plans import (
     VisionPlan,
 )
 from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.specs.base import (
@@ -296,10 +297,12 @@ class Rig:
         *,
         backend: Backend | None = None,
         spec: ModelSpec | None = None,
-        caches: tuple[PagedCache, PagedCache] | None = None,
+        caches: tuple[PagedCache | None, PagedCache | None] | None = None,
         states: StateCache | None = None,
         faults: FaultPoints | None = None,
         gate: LaneGate | None = None,
+        role: Role = EPD,
+        shared: bool = False,
     ) -> None:
         self.model = model or FakeModel()
         self.spec = spec or fake_spec()
@@ -321,6 +324,8 @@ class Rig:
             faults=faults,
             states=states,
             gate=gate,
+            role=role,
+            shared=shared,
         )
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
@@ -334,6 +339,9 @@ class Rig:
 
     def blocks(self, count: int) -> np.ndarray:
         return _take(self._free, count)
+
+    def image_blocks(self, count: int) -> np.ndarray:
+        return _take(self._free_image, count)
 
     def add(self, request: Request, pixels: Sequence[PixelPayload] = ()) -> None:
         self.worker.add_request(request, pixels)
@@ -375,7 +383,7 @@ class Rig:
 
     def item(self, request: Request, index: int) -> EncodeItem:
         image = request.images[index]
-        blocks = _take(self._free_image, -(-image.num_tokens // self.image_cache.block_size))
+        blocks = self.image_blocks(-(-image.num_tokens // self.image_cache.block_size))
         self.features[request.id, index] = blocks
         return EncodeItem(request.id, index, image.digest, image.num_patches, image.num_tokens, blocks)
 
@@ -459,8 +467,8 @@ class Rig:
         return [tokens[r.id] for r in requests]
 
 
-def _shuffled(cache: PagedCache) -> list[int]:
-    return np.random.default_rng(5).permutation(cache.num_blocks).tolist()
+def _shuffled(cache: PagedCache | None) -> list[int]:
+    return [] if cache is None else np.random.default_rng(5).permutation(cache.num_blocks).tolist()
 
 
 def _take(free: list[int], count: int) -> np.ndarray:

@@ -31,6 +31,10 @@ def test_nothing_can_be_armed_unless_enabled() -> None:
         ("eng.mid_step", "raise", "token=x"),
         ("eng.mid_step", "raise", "who=1"),
         ("eng.mid_step", "raise", "token"),
+        ("eng.mid_step", "corrupt", ""),
+        ("dst.mid_copy", "nan", ""),
+        ("dst.mid_copy", "raise", "request=3"),
+        ("dst.after_copy", "delay", "token=3"),
     ],
 )
 def test_unknown_words_are_refused(point: str, action: str, argument: str) -> None:
@@ -70,7 +74,25 @@ def test_delay_sleeps() -> None:
     assert time.monotonic() - began >= 0.05
 
 
-def test_kill_ends_the_process_at_once() -> None:
+def test_faults_of_copies_hit_any_copy_and_tell_only_corruption() -> None:
+    faults = FaultPoints()
+    assert not faults.hit_copy("dst.mid_copy")
+    faults = FaultPoints(enabled=True)
+    faults.arm("dst.mid_copy", "corrupt", "times=2")
+    faults.arm("dst.after_copy", "delay", "seconds=0 times=1")
+    assert faults.is_armed("dst.after_copy") and not faults.hit_copy("dst.after_copy")
+    assert not faults.is_armed("dst.after_copy")
+    assert [faults.hit_copy("dst.mid_copy") for _ in range(3)] == [True, True, False]
+    faults.arm("dst.after_copy", "raise")
+    for _ in range(2):
+        with pytest.raises(InjectedFault):
+            faults.hit_copy("dst.after_copy")
+
+
+@pytest.mark.parametrize(
+    "hit", ["faults.hit('eng.mid_step', [make_request(1, [5])])", "faults.hit_copy('dst.mid_copy')"]
+)
+def test_kill_ends_the_process_at_once(hit: str) -> None:
     code = (
         "from hydra_engine.worker.faults import FaultPoints\n"
         "from tests.worker.fakes import make_request\n"
@@ -78,7 +100,8 @@ def test_kill_ends_the_process_at_once() -> None:
         "faults.arm('eng.mid_step', 'kill', 'token=5')\n"
         "faults.hit('eng.mid_step', [make_request(1, [4])])\n"
         "print('alive', flush=True)\n"
-        "faults.hit('eng.mid_step', [make_request(1, [5])])\n"
+        "faults.arm('dst.mid_copy', 'kill')\n"
+        f"{hit}\n"
         "print('still alive', flush=True)\n"
     )
     root = Path(__file__).parents[2]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hydra_engine.backend.shared_memory import SharedPool
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ResourceError
@@ -21,7 +23,13 @@ PLENTY = 1 << 40
 
 
 def plan(
-    free_bytes: int = PLENTY, *, role: Role = EPD, max_position: int = 256, vision: Any = FAKE_VISION, **settings: Any
+    free_bytes: int = PLENTY,
+    *,
+    role: Role = EPD,
+    max_position: int = 256,
+    vision: Any = FAKE_VISION,
+    shares: int = 1,
+    **settings: Any,
 ) -> CachePlan:
     cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
     config = EngineConfig(
@@ -30,7 +38,7 @@ def plan(
         scheduler=SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 64)),
         media=MediaConfig(max_images=settings.get("max_images", 16)),
     )
-    return plan_memory(fake_spec(max_position, vision), role, config, torch.float32, free_bytes)
+    return plan_memory(fake_spec(max_position, vision), role, config, torch.float32, free_bytes, shares=shares)
 
 
 def test_defaults_hold_every_sequence_and_sixteen_pictures() -> None:
@@ -75,7 +83,7 @@ def test_a_cache_for_no_picture_at_all_is_refused() -> None:
         plan(vision=FakeVision(max_tokens_per_item=65), num_image_blocks=1)
     with pytest.raises(ResourceError, match="kv_cache_gib"):
         plan(num_kv_blocks=0)
-    with pytest.raises(ResourceError, match="needs up to 148"):
+    with pytest.raises(ResourceError, match="instance role EPD needs KV for 148 tokens, but its KV cache holds 128;"):
         plan(vision=FakeVision(max_tokens_per_image=140), num_kv_blocks=8)
     with pytest.raises(ResourceError):
         plan(0)
@@ -99,6 +107,42 @@ def test_pictures_of_one_request_fit_by_default_and_fewer_are_reported() -> None
 def test_a_role_gets_the_caches_it_uses(letters: str, kv: bool, image: bool) -> None:
     made = plan(role=Role.parse(letters))
     assert (made.num_kv_blocks > 0, made.num_image_blocks > 0) == (kv, image)
+
+
+def test_a_role_reckons_with_the_weights_of_its_own_part() -> None:
+    language = fake_spec().language.num_parameters() * 4
+    for letters, expected in {"E": (4000, 0), "P": (0, language), "D": (0, language), "ED": (4000, language)}.items():
+        made = plan(role=Role.parse(letters))
+        assert (made.vision_weights_bytes, made.language_weights_bytes) == expected
+    # What the tower does not take is there for the cache.
+    least = language + 100_000
+    assert plan(least, role=Role.P).num_kv_blocks == 40_000 // (16 * TOKEN_BYTES)
+
+
+def test_instances_on_one_device_divide_what_is_free_and_take_what_they_are_given() -> None:
+    weights = fake_spec().language.num_parameters() * 4 + 4000
+    alone = plan(weights + 100_000)
+    shared = plan(3 * (weights + 100_000) + 2, shares=3)
+    assert (shared.num_kv_blocks, shared.num_image_blocks) == (alone.num_kv_blocks, alone.num_image_blocks)
+    assert any("3 instances share the device" in reason for reason in shared.reasons)
+    assert not any("share the device" in reason for reason in alone.reasons)
+    assert plan(shares=3, kv_cache_gib=0.5).num_kv_blocks == GIB // 2 // (16 * TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("letters", ["P", "D", "PD"])
+def test_a_refusal_names_the_role(letters: str) -> None:
+    with pytest.raises(ResourceError, match=f"^instance role {letters} needs KV for 100 tokens"):
+        plan(role=Role.parse(letters), num_kv_blocks=3, max_model_len=100)
+    with pytest.raises(ResourceError, match=f"^instance role {letters} needs KV"):
+        plan(0, role=Role.parse(letters))
+
+
+def test_an_encoders_cache_holds_what_others_have_not_fetched() -> None:
+    made = plan(role=Role.E)
+    assert made.num_image_blocks == 16 and made.max_model_len == 256
+    assert any("until other instances have fetched them" in reason for reason in made.reasons)
+    with pytest.raises(ResourceError, match=r"^instance role E needs 2 image-cache blocks .*image_cache_gib"):
+        plan(role=Role.E, vision=FakeVision(max_tokens_per_item=65), num_image_blocks=1)
 
 
 def test_text_only_models_have_no_image_cache() -> None:
@@ -126,11 +170,30 @@ def test_caches_have_the_layout_are_aligned_and_zero(dtype: torch.dtype) -> None
     assert kv.nbytes == made.kv_bytes * dtype.itemsize // 4
 
 
-def test_a_large_cache_costs_no_memory_until_it_is_written() -> None:
+@pytest.mark.parametrize("share", [None, SharedPool], ids=["own", "shared"])
+def test_a_large_cache_costs_no_memory_until_it_is_written(share: Any) -> None:
     made = CachePlan(1 << 26, 0, 256, 0, 0, ())
-    cache = allocate_kv_cache(fake_spec(), made, 16, torch.float32)  # 8 GiB
+    before = resident_bytes()
+    cache = allocate_kv_cache(fake_spec(), made, 16, torch.float32, share=share)  # 8 GiB
     cache.data[-1] = 1.0
     assert float(cache.data[-1].sum()) == 32.0
+    assert resident_bytes() < before + (64 << 20)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_caches_that_peers_map_lie_in_such_memory() -> None:
+    made = plan(num_kv_blocks=20, num_image_blocks=3)
+    kv = allocate_kv_cache(fake_spec(), made, 16, torch.bfloat16, share=SharedPool, poison=True)
+    image = allocate_image_cache(fake_spec(), made, 64, torch.bfloat16, share=SharedPool)
+    assert kv.memory is not None and image is not None and image.memory is not None
+    assert kv.data.isnan().all() and not image.data.any()
+    assert kv.memory.tensor().data_ptr() == kv.data.data_ptr() and kv.memory.num_bytes == kv.nbytes
+    assert kv.data.shape == (20, 1, 2, 16, 1, 1) and kv.data.data_ptr() % 64 == 0
+    nothing = allocate_kv_cache(fake_spec(), plan(role=Role.E), 16, torch.bfloat16, share=SharedPool)
+    assert nothing.num_blocks == 0 and nothing.memory is None
 
 
 def test_poison_shows_reads_of_what_was_never_written() -> None:

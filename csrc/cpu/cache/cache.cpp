@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/cache/stream.h"
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 
@@ -12,6 +13,7 @@ namespace {
 
 // About ten microseconds of copying, below which waking a thread does not pay.
 constexpr int64_t kBytesPerThread = 1 << 17;
+constexpr int64_t kPieceBytes = 1 << 16;
 
 template <class Fn>
 void parallel_rows(int64_t rows, int64_t row_bytes, Fn&& fn) {
@@ -45,11 +47,16 @@ void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const in
 
 void copy_blocks(const CacheView& source, const CacheView& target, const int64_t* pairs, int64_t count) {
   const int64_t bytes = source.block_bytes();
-  parallel_rows(count, bytes, [&](int64_t begin, int64_t end) {
+  const int64_t piece = std::min(bytes, kPieceBytes);
+  const int64_t pieces = (bytes + piece - 1) / piece;  // of a block, so that threads share a single one
+  parallel_rows(count * pieces, piece, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      std::memcpy(target.data + pairs[2 * i + 1] * bytes, source.data + pairs[2 * i] * bytes,
-                  static_cast<size_t>(bytes));
+      const int64_t* pair = pairs + i / pieces * 2;
+      const int64_t offset = i % pieces * piece;
+      stream_copy(target.data + pair[1] * bytes + offset, source.data + pair[0] * bytes + offset,
+                  std::min(piece, bytes - offset));
     }
+    finish_streams();
   });
 }
 
