@@ -133,6 +133,8 @@ def _summary(
         name=name,
         role=place.role.letters,
         incarnation=place.incarnation,
+        vision_weights_bytes=plan.vision_weights_bytes,
+        language_weights_bytes=plan.language_weights_bytes,
         model=config.model_name,
         family=parts.spec.family,
         device=backend.device.name,

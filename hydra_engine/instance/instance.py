@@ -101,7 +101,7 @@ class Instance:
 
     def wait_s(self) -> float:
         """How long nothing is to be done unless something happens."""
-        due_s = self._ahead_due_s
+        due_s = min(self._ahead_due_s, self._scheduler.language_due_s)
         if self._migration is not None:
             due_s = min(due_s, self._migration.next_deadline_s)
         return min(STATUS_PERIOD_S, max(0.0, due_s - self._clock.now()))
@@ -230,9 +230,10 @@ class Instance:
     def _feed_pulls(self, outgoing: list[ToFront]) -> None:
         if self._migration is None:
             return
-        plans = self._scheduler.plan_pulls(self._clock.now())
+        now = self._clock.now()
+        plans = self._scheduler.plan_pulls(now)
         self._look_outside(outgoing)
-        self._migration.submit(plans)
+        self._emit(self._migration.submit(plans, now), outgoing)
 
     def _feed_vision(self, outgoing: list[ToFront]) -> None:
         if self._vision_in_flight:

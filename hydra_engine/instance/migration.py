@@ -312,10 +312,14 @@ class Migration:
                 case Gone(handle):
                     scheduler.image_offer_gone(handle, now)
 
-    def submit(self, plans: Iterable[PullPlan]) -> None:
+    def submit(self, plans: Iterable[PullPlan], now: float) -> list[Event]:
         """Pulls that the scheduler has planned; what its events ask for has been done before."""
+        events: list[Event] = []
         for plan in plans:
             copy = self._destination.begin(plan.offer, plan.first_block, len(plan.block_ids))
+            if copy is None:  # over, and only waits for an earlier copy
+                events += self._scheduler.on_pull(plan.step_id, now, valid=False, started_s=now, ended_s=now)
+                continue
             self._plans[plan.step_id] = plan
             if (request := self._requests.get(plan.request_id)) is not None:
                 self._hit(AFTER_RESERVE, [request])
@@ -331,6 +335,7 @@ class Migration:
                     copy.checksums,
                 )
             )
+        return events
 
     def on_pull(self, result: PullResult, now: float) -> list[Event]:
         plan = self._plans.pop(result.step_id)

@@ -87,20 +87,27 @@ def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress
             param="deterministic",
         )
     faults = FaultPoints(enabled=fault_points_enabled())
-    kv_cache = allocate_kv_cache(spec, plan, resolved.cache.block_size, dtype)
+    share = backend.device.share if place.has_peers else None
+    kv_cache = allocate_kv_cache(
+        spec, plan, resolved.cache.block_size, dtype, share=share if Role.P in place.role else None
+    )
+    image_cache = allocate_image_cache(
+        spec, plan, resolved.cache.image_block_size, dtype, share=share if place.role.needs_vision else None
+    )
     clock = MonotonicClock()
     worker = Worker(
         model=model,
         backend=backend,
         spec=spec,
         kv_cache=kv_cache,
-        image_cache=allocate_image_cache(spec, plan, resolved.cache.image_block_size, dtype),
+        image_cache=image_cache,
         config=resolved,
         clock=clock,
         wake=wake.set,
         faults=faults,
         states=allocate_states(spec, plan, dtype),
         role=place.role,
+        shared=place.has_peers,
     )
     worker.warm_up(partial(progress, "warm-up"))
     notes = (dtype_reason, *plan.reasons)
