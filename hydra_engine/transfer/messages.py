@@ -44,10 +44,12 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class More(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: these blocks follow those already offered. With `end` they are the last ones."""
+    """Source to target: these blocks follow those already offered. With `end` they are the last ones. `number` counts
+    what is added to one offer, from 1, so that none is taken twice and none is left out unseen."""
 
     incarnation: int
     sequence: int
+    number: int
     blocks: tuple[int, ...]
     end: KvEnd | None = None
     checksums: tuple[int, ...] = ()
@@ -61,10 +63,12 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """Target to source, every few seconds: these offers are still wanted."""
+    """Target to source, every few seconds: these offers are still wanted. `heard[i]` is the number of the latest `More`
+    of offer `sequences[i]` that has arrived, 0 where none has."""
 
     incarnation: int
     sequences: tuple[int, ...]
+    heard: tuple[int, ...]
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

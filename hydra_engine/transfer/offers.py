@@ -1,0 +1,242 @@
+"""What this instance offers to others, as a table of leases and control words.
+
+An offer is live from `offer` until exactly one of: acknowledged or refused by its target, withdrawn by its owner, its
+lease over, its target lost. Whatever ends it, the control word says so before the caller hears of it, and only then may
+the caller let anything else write to the blocks. The source asks nobody before it takes its blocks back: a target that
+reads too late finds that out from the word.
+
+Does not know what is in the blocks or who else holds them, and sends nothing itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import KvEnd
+from hydra_engine.transfer.messages import More, Offer, Renew, Withdraw
+
+Owner = tuple[RequestId, int | None]
+"""Image of an encode job (job id, index within the job), or the KV of a request (request id, None)."""
+
+
+def valid_word(sequence: int) -> int:
+    """What the control word of a live offer holds; no other offer of the same incarnation ever has it."""
+    return (sequence << 8) | 1
+
+
+def gone_word(sequence: int) -> int:
+    return sequence << 8
+
+
+@dataclass(slots=True)
+class _Live:
+    owner: Owner
+    peer: str
+    sequence: int
+    slot: int
+    complete: bool  # everything has been offered
+    deadline_s: float
+    num_mores: int = 0
+    due: int = 0  # number of the `More` that the target must have heard of when it renews next
+
+
+class Source:
+    """Offers of one incarnation of an instance. `now` is in seconds and never goes back from call to call.
+
+    `set_word(slot, word)` writes a control word where peers read it. `lease_s`: an offer that has not been renewed for
+    this long is taken back.
+    """
+
+    def __init__(self, incarnation: int, num_slots: int, set_word: Callable[[int, int], None], lease_s: float) -> None:
+        self.offered = 0
+        self.acknowledged = 0  # refusals included
+        self.withdrawn = 0
+        self.expired = 0  # of those withdrawn
+        self.ignored = 0
+        self._incarnation = incarnation
+        self._num_slots = num_slots
+        self._set_word = set_word
+        self._lease_s = lease_s
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._live: dict[int, _Live] = {}  # by sequence; all leases are equally long, so this is the order of deadlines
+        self._sequence_of: dict[Owner, int] = {}
+        self._next_sequence = 1
+        self._words: dict[int, int] = {}  # what was written last, by slot
+
+    # ---- what the owner does
+
+    def offer(
+        self,
+        owner: Owner,
+        peer: str,
+        request_id: RequestId,
+        image_index: int | None,
+        blocks: Sequence[int],
+        *,
+        total_tokens: int,
+        now: float,
+        end: KvEnd | None = None,
+        checksums: tuple[int, ...] = (),
+    ) -> Offer | None:
+        """To be sent to `peer`, which knows what is offered as `image_index` of `request_id` (None: its KV). The blocks
+        must be computed: they may be read before this returns. None, and no change, while every control word is
+        taken."""
+        assert owner not in self._sequence_of, f"{owner} has a live offer; withdraw it before offering again"
+        if not self._free_slots:
+            return None
+        slot, sequence = self._free_slots.pop(), self._next_sequence
+        self._next_sequence += 1
+        complete = image_index is not None or end is not None
+        self._live[sequence] = _Live(owner, peer, sequence, slot, complete, now + self._lease_s)
+        self._sequence_of[owner] = sequence
+        self._write(slot, valid_word(sequence))
+        self.offered += 1
+        return Offer(
+            incarnation=self._incarnation,
+            sequence=sequence,
+            request_id=request_id,
+            image_index=image_index,
+            slot=slot,
+            word=valid_word(sequence),
+            blocks=tuple(blocks),
+            total_tokens=total_tokens,
+            end=end,
+            checksums=checksums,
+        )
+
+    def more(
+        self, owner: Owner, blocks: Sequence[int], *, end: KvEnd | None = None, checksums: tuple[int, ...] = ()
+    ) -> More | None:
+        """To be sent to the offer's peer. With `end` nothing more comes. None if the owner has no live offer."""
+        if owner not in self._sequence_of:
+            return None
+        live = self._live[self._sequence_of[owner]]
+        assert not live.complete, f"{owner} has offered everything already"
+        live.num_mores += 1
+        live.complete = end is not None
+        return More(self._incarnation, live.sequence, live.num_mores, tuple(blocks), end, checksums)
+
+    def withdraw(self, owner: Owner) -> tuple[str, Withdraw] | None:
+        """Takes the blocks back: from here on they may be overwritten. The message only spares the peer the attempt.
+        None if the owner has no live offer."""
+        if owner not in self._sequence_of:
+            return None
+        live = self._live[self._sequence_of[owner]]
+        return live.peer, self._take_back(live)
+
+    # ---- what targets say
+
+    def on_ack(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
+        """The owner whose blocks are free now; None if the message is about nothing that is live."""
+        live = self._find(peer, incarnation, sequence)
+        # Nobody can have copied everything before it was offered: such a message is not about what is here.
+        if live is None or not live.complete:
+            self.ignored += 1
+            return None
+        self.acknowledged += 1
+        return self._end(live)
+
+    def on_refuse(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
+        """Like `on_ack`, at any time: the target does not want it."""
+        live = self._find(peer, incarnation, sequence)
+        if live is None:
+            self.ignored += 1
+            return None
+        self.acknowledged += 1
+        return self._end(live)
+
+    def on_renew(self, peer: str, renew: Renew, now: float) -> None:
+        """Leases start again, but not of an offer whose target has not heard of what was added to it before its last
+        renewal: that message is lost, and only the end of the lease ends the waiting on both sides."""
+        for sequence, heard in zip(renew.sequences, renew.heard, strict=False):
+            live = self._find(peer, renew.incarnation, sequence)
+            if live is None:
+                self.ignored += 1
+                continue
+            if heard >= live.due:
+                live.deadline_s = now + self._lease_s
+                self._live[sequence] = self._live.pop(sequence)  # keeps the order of deadlines
+            live.due = live.num_mores
+
+    # ---- what time and death do
+
+    def expire(self, now: float) -> list[tuple[Owner, str, Withdraw]]:
+        """Takes back what has not been renewed in time. Take in what peers have sent before calling this: after a pause
+        of this process renewals may be waiting to be read."""
+        over = []
+        while self._live:
+            live = next(iter(self._live.values()))
+            if live.deadline_s > now:
+                break
+            self.expired += 1
+            over.append((live.owner, live.peer, self._take_back(live)))
+        return over
+
+    def peer_lost(self, peer: str) -> list[Owner]:
+        """Takes back everything that was offered to `peer`, oldest offer first; there is nobody left to tell."""
+        owners = []
+        for live in sorted(self._live.values(), key=lambda live: live.sequence):
+            if live.peer == peer:
+                self._take_back(live)
+                owners.append(live.owner)
+        return owners
+
+    def next_deadline(self) -> float:
+        """When `expire` has something to do unless a renewal comes; infinite if never."""
+        return next(iter(self._live.values())).deadline_s if self._live else math.inf
+
+    # ---- looking
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    def owners(self) -> list[Owner]:
+        return list(self._sequence_of)
+
+    def peer_of(self, owner: Owner) -> str | None:
+        """To whom the owner's live offer was made; None if it has none."""
+        sequence = self._sequence_of.get(owner)
+        return None if sequence is None else self._live[sequence].peer
+
+    def check(self) -> None:
+        """AssertionError if the tables disagree."""
+        assert {live.owner: live.sequence for live in self._live.values()} == self._sequence_of, "owners and offers"
+        slots = [live.slot for live in self._live.values()]
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or given out twice"
+        assert all(sequence == live.sequence < self._next_sequence for sequence, live in self._live.items())
+        valid = {slot: word for slot, word in self._words.items() if word & 1}
+        assert valid == {live.slot: valid_word(live.sequence) for live in self._live.values()}, "words and offers"
+        deadlines = [live.deadline_s for live in self._live.values()]
+        assert deadlines == sorted(deadlines), "leases out of order: `now` went back"
+        assert all(live.due <= live.num_mores for live in self._live.values())
+        assert self.offered == self.live + self.acknowledged + self.withdrawn, "an offer ended twice, or never"
+        assert self.expired <= self.withdrawn
+
+    # ---- inside
+
+    def _find(self, peer: str, incarnation: int, sequence: int) -> _Live | None:
+        live = self._live.get(sequence)
+        if live is None or incarnation != self._incarnation or live.peer != peer:
+            return None
+        return live
+
+    def _take_back(self, live: _Live) -> Withdraw:
+        self._end(live)
+        self.withdrawn += 1
+        return Withdraw(self._incarnation, live.sequence)
+
+    def _end(self, live: _Live) -> Owner:
+        """The word first: once the owner knows, its blocks may be overwritten."""
+        self._write(live.slot, gone_word(live.sequence))
+        del self._live[live.sequence]
+        del self._sequence_of[live.owner]
+        self._free_slots.append(live.slot)
+        return live.owner
+
+    def _write(self, slot: int, word: int) -> None:
+        self._set_word(slot, word)
+        self._words[slot] = word

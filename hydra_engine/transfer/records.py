@@ -1,0 +1,138 @@
+"""The tables of offers that other instances have made: by handle, by source, by the request they are for.
+
+Knows which tables must agree, not what may happen to an offer when (that is `pulls.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import KvEnd
+
+
+@dataclass(slots=True)
+class Pull:
+    """An offer as its target sees it."""
+
+    handle: int
+    peer: str
+    incarnation: int
+    sequence: int
+    request_id: RequestId
+    image_index: int | None  # None: KV
+    slot: int
+    word: int
+    total_tokens: int
+    blocks: list[int]
+    checksums: list[int]  # none, or one for each block
+    end: KvEnd | None
+    heard_s: float
+    heard: int = 0  # number of the latest `More`
+    copies: int = 0  # in flight
+    begun: int | None = None  # behind the last block whose copy has begun
+    last_ended: bool = False
+    doomed: bool = False  # over but for copies in flight
+    refused: bool = False  # by us: it is not too late, it is not wanted
+
+    @property
+    def complete(self) -> bool:
+        """No blocks will be added."""
+        return self.image_index is not None or self.end is not None
+
+
+@dataclass(slots=True)
+class Peer:
+    incarnation: int
+    newest: int = 0  # the highest sequence number heard
+    wanted: dict[int, Pull] = field(default_factory=dict)  # by sequence
+    unclaimed: dict[int, Pull] = field(default_factory=dict)  # by sequence, oldest first
+
+
+class Records:
+    """Every offer is wanted (its request is one of ours), unclaimed (it is not, yet) or doomed. A doomed one is found
+    by its handle only: no message is about it any more."""
+
+    def __init__(self) -> None:
+        self.pulls: dict[int, Pull] = {}  # by handle: all of them
+        self.peers: dict[str, Peer] = {}  # those that are up
+        self.sources: dict[RequestId, str | None] = {}  # requests that may receive, with the peer of their KV
+        self._wanted: dict[RequestId, dict[int | None, Pull]] = {}  # by image, None: KV
+
+    def peer(self, name: str, incarnation: int) -> Peer | None:
+        peer = self.peers.get(name)
+        return peer if peer is not None and peer.incarnation == incarnation else None
+
+    def find(self, name: str, incarnation: int, sequence: int) -> Pull | None:
+        peer = self.peer(name, incarnation)
+        if peer is None:
+            return None
+        return peer.wanted.get(sequence) or peer.unclaimed.get(sequence)
+
+    def wanted(self, request_id: RequestId) -> list[Pull]:
+        return list(self._wanted.get(request_id, {}).values())
+
+    def wanted_for(self, request_id: RequestId, image_index: int | None) -> Pull | None:
+        return self._wanted.get(request_id, {}).get(image_index)
+
+    def unclaimed(self, request_id: RequestId) -> list[Pull]:
+        """Oldest first."""
+
+        def all_unclaimed() -> Iterator[Pull]:
+            for peer in self.peers.values():
+                yield from peer.unclaimed.values()
+
+        return sorted((p for p in all_unclaimed() if p.request_id == request_id), key=lambda pull: pull.handle)
+
+    def add_unclaimed(self, pull: Pull) -> None:
+        self.pulls[pull.handle] = pull
+        self.peers[pull.peer].unclaimed[pull.sequence] = pull
+
+    def add_wanted(self, pull: Pull) -> None:
+        self.pulls[pull.handle] = pull
+        self.peers[pull.peer].wanted[pull.sequence] = pull
+        self._wanted.setdefault(pull.request_id, {})[pull.image_index] = pull
+
+    def remove(self, pull: Pull) -> None:
+        del self.pulls[pull.handle]
+        if pull.doomed:
+            return
+        peer = self.peers[pull.peer]
+        if peer.unclaimed.pop(pull.sequence, None) is not None:
+            return
+        del peer.wanted[pull.sequence]
+        of_request = self._wanted[pull.request_id]
+        del of_request[pull.image_index]
+        if not of_request:
+            del self._wanted[pull.request_id]
+
+    def doom(self, pull: Pull) -> None:
+        self.remove(pull)
+        pull.doomed = True
+        self.pulls[pull.handle] = pull
+
+    def check(self) -> None:
+        """AssertionError if the tables disagree."""
+        wanted = [pull for pulls in self._wanted.values() for pull in pulls.values()]
+        assert all(self._wanted.values()), "a request without offers has an entry"
+        by_peer = {pull.handle for peer in self.peers.values() for pull in peer.wanted.values()}
+        assert {pull.handle for pull in wanted} == by_peer, "offers by request and by peer"
+        for pull in wanted:
+            assert pull.request_id in self.sources and not pull.doomed, f"offer {pull.handle} is not wanted"
+            assert self._wanted[pull.request_id][pull.image_index] is pull
+            assert pull.image_index is not None or self.sources[pull.request_id] == pull.peer, "KV of the wrong peer"
+        for name, peer in self.peers.items():
+            assert not peer.wanted.keys() & peer.unclaimed.keys()
+            for sequence, pull in [*peer.wanted.items(), *peer.unclaimed.items()]:
+                assert (name, peer.incarnation, sequence) == (pull.peer, pull.incarnation, pull.sequence)
+                assert sequence <= peer.newest and self.pulls[pull.handle] is pull
+            for pull in peer.unclaimed.values():
+                assert pull.request_id not in self.sources and not pull.copies and not pull.doomed
+        num_known = sum(len(peer.wanted) + len(peer.unclaimed) for peer in self.peers.values())
+        doomed = [pull for pull in self.pulls.values() if pull.doomed]
+        assert len(self.pulls) == num_known + len(doomed), "an offer is in no table"
+        assert all(pull.copies > 0 for pull in doomed), "a doomed offer without a copy in flight"
+        for handle, pull in self.pulls.items():
+            assert handle == pull.handle
+            assert len(pull.checksums) in (0, len(pull.blocks)) and (pull.begun or 0) <= len(pull.blocks)
