@@ -218,9 +218,10 @@ class Destination:
     def begin(self, handle: int, first_block: int, count: int) -> Copy | None:
         """Blocks [first_block, first_block + count) of an offer are to be copied; `end` follows. Parts are begun in
         order, each behind the one before; the first one may start anywhere (what is cached here is not pulled), and
-        the last one may be empty, if the end came without blocks: then only the word is read. None if the offer is over
-        but for earlier copies in flight: nothing is to be copied or ended, and the part is not valid. Other handles
-        that are over are a bug (KeyError)."""
+        the last one may be empty, if the end came without blocks: then only the word is read. While no copy is in
+        flight a target that has given its blocks away may begin anew. None if the offer is over but for earlier copies
+        in flight: nothing is to be copied or ended, and the part is not valid. Other handles that are over are a bug
+        (KeyError)."""
         pull = self._records.pulls[handle]
         if pull.doomed:
             return None
@@ -229,7 +230,8 @@ class Destination:
         assert 0 <= first_block <= stop <= len(pull.blocks), (
             f"blocks {first_block} to {stop} of offer {handle}, which has {len(pull.blocks)} so far"
         )
-        assert pull.begun in (None, first_block), f"offer {handle} goes on at block {pull.begun}, not {first_block}"
+        in_order = pull.begun == first_block or not pull.copies
+        assert in_order, f"offer {handle} goes on at block {pull.begun}, not {first_block}"
         pull.begun = stop
         pull.copies += 1
         return Copy(
