@@ -171,6 +171,18 @@ def test_handles_are_never_used_again(target) -> None:
 # ---- MORE
 
 
+def test_a_target_that_has_given_its_blocks_away_begins_anew(target) -> None:
+    target.expect(9, "p0")
+    handle = offered(target.on_offer("p0", kv(1, blocks=(5, 6, 7), end=END), 0.0))
+    target.begin(handle, 0, 2)
+    with pytest.raises(AssertionError, match="goes on at block 2"):
+        target.begin(handle, 0, 1)
+    assert target.end(handle, valid=True, last=False) is None
+    copy = target.begin(handle, 0, 3)
+    assert copy is not None and copy.source_blocks.tolist() == [5, 6, 7]
+    assert isinstance(target.end(handle, valid=True, last=True), Committed)
+
+
 def test_kv_grows_in_order_and_only_once(target) -> None:
     target.expect(9, "p0")
     handle = offered(target.on_offer("p0", kv(1), 0.0))
