@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
+from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, Usage
 from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest
 from hydra_engine.front.front import Call, Front
 from hydra_engine.front.handle import Handle
@@ -39,8 +41,9 @@ class Engine:
 
     `model` is a Hugging Face directory or "demo". Options are the fields of `EngineConfig` and of its parts
     (`max_model_len=`, `kv_cache_gib=`, `tpot_slo="40ms"`, ...). `progress`: None shows bars on a terminal. `processes`
-    runs the instance in a process of its own, as `hydra-engine serve` does. Sampling is given as a `SamplingParams`
-    or as its fields by keyword; `slo` are a request's own limits, `priority` its place (the smaller one goes first).
+    runs the instance in a process of its own, as `hydra-engine serve` does; several instances always run so. Sampling
+    is given as a `SamplingParams` or as its fields by keyword; `slo` are a request's own limits, `priority` its place
+    (the smaller one goes first).
     Raises ConfigError, CheckpointError or ResourceError when it cannot start.
     """
 
@@ -77,7 +80,7 @@ class Engine:
     def _prepare(self, config: EngineConfig, *, processes: bool) -> None:
         self.config = config
         self.created = int(time.time())
-        self._processes = processes
+        self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._front: Front | None = None
         self._closed = False
 
@@ -283,24 +286,51 @@ class Engine:
 
     @property
     def summary(self) -> InstanceSummary:
+        """Of the first instance; `summaries` has all."""
         return self.front.summaries[0]
 
     @property
+    def summaries(self) -> list[InstanceSummary]:
+        return self.front.summaries
+
+    @property
     def max_model_len(self) -> int:
-        return self.summary.max_model_len
+        return self.front.max_model_len
 
     @property
     def model_name(self) -> str:
         return self.config.model_name
 
     def stats(self) -> Status | None:
-        """The latest gauges (`.kv_used`, `.num_running`, ...), a fraction of a second old; None before the first."""
+        """The latest gauges (`.kv_used`, `.num_running`, ...) of all instances added up, a fraction of a second old;
+        None before the first."""
         return self.front.stats()
+
+    def statuses(self) -> dict[str, Status]:
+        """The same for each instance that is up."""
+        return self.front.statuses()
+
+    def instances(self) -> tuple[InstanceState, ...]:
+        """The instances of the topology: roles, conditions, restarts, latest reports."""
+        return self.front.instances()
+
+    def set_topology(self, text: str) -> None:
+        """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.
+        Raises ConfigError where an instance lacks the weights for its new role."""
+        self._wait(self.front.set_topology(text))
+
+    async def aset_topology(self, text: str) -> None:
+        await self._await(self.front.set_topology(text))
 
     def health(self) -> tuple[bool, str]:
         if self._closed:
             return False, "closed"
         return self._front.health() if self._front is not None else (False, "loading")
+
+    @property
+    def lost(self) -> bool:
+        """Nothing can be served any more, and no instance that could is going to be started again."""
+        return self._front is not None and self._front.lost
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """Called on the engine's loop with the Result of every request that ends, failed ones included."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, TextLogprob, Usage
 from hydra_engine.core.plans import TokenLogprobs
@@ -15,6 +16,7 @@ from hydra_engine.core.request import Request, Slo
 from hydra_engine.errors import HydraError
 from hydra_engine.front.handle import Handle
 from hydra_engine.intake.detokenize import IncrementalDetokenizer
+from hydra_engine.intake.intake import Prepared
 from hydra_engine.intake.tokenizer import Tokenizer
 from hydra_engine.observe.timeline import metrics_of, relative, slo_report
 
@@ -143,6 +145,18 @@ class ActiveRequest:
         text = self.tokenizer.token_text
         top = tuple((token_id, text(token_id), logprob) for token_id, logprob in entry.top)
         return TextLogprob(entry.token_id, text(entry.token_id), entry.logprob, entry.rank, top)
+
+
+def activate(prepared: Prepared, handle: Handle, tokenizer: Tokenizer, engine: SchedulerConfig) -> ActiveRequest:
+    """As it begins. Its number is its age on this node; its own latency limits go before the engine's."""
+    request = replace(prepared.request, age=prepared.request.id)
+    own = request.slo
+    limits = Slo(
+        own.ttft_s if own.ttft_s is not None else engine.ttft_slo,
+        own.tpot_s if own.tpot_s is not None else engine.tpot_slo,
+    )
+    detokenizer = IncrementalDetokenizer(tokenizer, request.sampling)
+    return ActiveRequest(request, handle, tokenizer, detokenizer, prepared.spans, limits)
 
 
 def usage_of(request: Request) -> Usage:

@@ -1,7 +1,8 @@
-"""The core of the front process: from a user's call to a Submit message, and from token messages back to the caller.
+"""The core of the front process: its life, the way of a call through intake, and what others may ask.
 
-Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the requests
-that are not finished, the links to the instances and the intake. Does not know HTTP and never imports torch.
+Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the intake and
+the links to the instances; what becomes of an admitted request is decided in `dispatch.py`. Does not know HTTP and
+never imports torch.
 """
 
 from __future__ import annotations
@@ -10,33 +11,43 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.cluster.supervisor import InstanceLink, OnProgress, Supervisor
+from hydra_engine.cluster.listener import InstanceLink
+from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import (
-    Abort,
     Delta,
     Finished,
     InstanceSummary,
     LedgerReport,
+    Loading,
+    NeedImages,
     QueryLedger,
     SetFault,
     Status,
-    Submit,
     ToFront,
+    ToInstance,
     Tokens,
 )
-from hydra_engine.core.outputs import FinishReason, Result
-from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import SamplingParams, Slo
-from hydra_engine.errors import EngineClosed, HydraError, RequestAborted, RequestFailed, Unavailable, from_info
-from hydra_engine.front.active import ActiveRequest, usage_of
+from hydra_engine.core.roles import Topology
+from hydra_engine.errors import EngineClosed, HydraError, RequestAborted, Unavailable
+from hydra_engine.front.active import ActiveRequest, activate, usage_of
+from hydra_engine.front.dispatch import RETRY_AFTER_S, Dispatcher
 from hydra_engine.front.handle import Handle
-from hydra_engine.intake.detokenize import IncrementalDetokenizer
+from hydra_engine.front.incoming import Incoming
+from hydra_engine.front.lending import Lending
+from hydra_engine.front.progress import JointProgress
+from hydra_engine.front.queries import LedgerQueries
+from hydra_engine.front.reports import StatusBook
+from hydra_engine.front.switching import RoleSwitch, plan_switches
+from hydra_engine.front.watch import Watch
 from hydra_engine.intake.intake import Intake
 from hydra_engine.intake.tokenizer import load_tokenizer
 from hydra_engine.observe.trace import TraceRing
@@ -45,9 +56,9 @@ from hydra_engine.specs.registry import load_spec
 logger = logging.getLogger(__name__)
 
 Observer = Callable[[Result], None]
+OnProgress = Callable[[Loading], None]
 
-_SILENT_S = 5.0  # an instance reports several times a second; this long without a word is no progress
-_STUCK_S = 120.0  # no lane finished a step for this long although there is work
+TICK_S = 0.1  # how often the front looks for what has waited too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +76,61 @@ class Call:
 
 
 class Front:
-    """Start it on a running loop, submit, close. States: loading, ok, instance_lost, closed."""
+    """Start it on a running loop, submit, close. It is the supervisor's `ClusterListener`."""
 
     def __init__(
-        self, config: EngineConfig, *, processes: bool, strict_channel: bool = False, clock: Clock | None = None
+        self,
+        config: EngineConfig,
+        *,
+        processes: bool,
+        strict_channel: bool = False,
+        clock: Clock | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.config = config
-        self.state = "loading"
+        self.state = "loading"  # or ok, closed
         self.trace = TraceRing()
-        self.summaries: list[InstanceSummary] = []
         self._clock = clock or MonotonicClock()
-        self._supervisor = Supervisor(config, processes=processes, strict_channel=strict_channel)
-        self._links: list[InstanceLink] = []
+        self._supervisor = supervisor or Supervisor(config, processes=processes, strict_channel=strict_channel)
+        self._links: dict[str, InstanceLink] = {}
+        self._summaries: dict[str, InstanceSummary] = {}  # of instances that are down too
+        self._on_progress: OnProgress | None = None
+        self._progress = JointProgress()
         self._intake: Intake | None = None
-        self._active: dict[RequestId, ActiveRequest] = {}
+        self._has_vision = False
         self._admitting = 0
         self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._ids = itertools.count(1)
-        self._queries: dict[int, asyncio.Future[LedgerReport]] = {}
+        topology = Topology.parse(config.topology)
+        roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
+        self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
+        self._lending = Lending(config, self._dispatcher)
+        self._incoming = Incoming(self._dispatcher, self._lending)
+        self._statuses = StatusBook()
+        self._watch = Watch(self._dispatcher, self._statuses)
+        self._queries = LedgerQueries()
         self._observers: list[Observer] = []
-        self._status: Status | None = None
-        self._last_step: tuple[int, float] = (0, 0.0)
+        self._switching = asyncio.Lock()
+        self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     # ---- life
 
     async def start(self, on_progress: OnProgress) -> None:
-        """Ready when this returns. The tokenizer loads while the instance reads its weights."""
+        """Ready when this returns. The tokenizer loads while the instances read their weights."""
         loop = asyncio.get_running_loop()
         spec = await loop.run_in_executor(None, load_spec, self.config.model_path, self.config.spec_options)
         tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path)
+        self._on_progress, self._has_vision = on_progress, spec.vision is not None
         try:
-            self._links = await self._supervisor.start(on_progress, self._on_messages, self._on_lost)
+            for link in await self._supervisor.start(self):
+                if link.name not in self._links:
+                    self.on_up(link)
         except BaseException:
             tokenizer_job.cancel()
             raise
-        self.summaries = [link.summary for link in self._links]
+        finally:
+            self._on_progress = None
         try:
             tokenizer = await tokenizer_job
         except BaseException:
@@ -110,12 +140,13 @@ class Front:
             spec=spec,
             tokenizer=tokenizer,
             media=self.config.media,
-            max_model_len=self.summaries[0].max_model_len,
+            max_model_len=self.max_model_len,
             seed=self.config.seed,
             chat_template_path=self.config.chat_template,
             clock=self._clock,
         )
         await self._intake.warm_up()
+        self._ticker = asyncio.create_task(self._tick())
         self.state = "ok"
 
     async def close(self) -> None:
@@ -123,29 +154,44 @@ class Front:
         if self.state == "closed":
             return
         self.state = "closed"
-        for active in list(self._active.values()):
-            self._fail(active, None, EngineClosed("the engine was closed while this request ran"))
+        if self._ticker is not None:
+            self._ticker.cancel()
+        error = EngineClosed("the engine was closed while this request ran")
+        for flight in list(self._dispatcher.flights.values()):
+            self._dispatcher.fail(flight, error, self._clock.now())
+        self._queries.fail(error)
         await self._supervisor.stop()
         if self._intake is not None:
             await self._intake.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._dispatcher.tick(self._clock.now())
+            self._lending.tick(self._clock.now())
+
+    def _next_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
+        self._links[name].end.send(messages)
 
     # ---- requests
 
     def open_handle(self, request_id: str | None = None) -> tuple[RequestId, Handle]:
         """A handle that can be cancelled before the request exists. From any thread."""
-        number = RequestId(next(self._ids))
+        number = self._next_id()
         return number, Handle(request_id or f"req-{number}", lambda: self.cancel(number))
 
     async def submit(self, number: RequestId, handle: Handle, call: Call) -> None:
-        """Intake, then the instance's queue. Raises RequestError before anything is queued."""
+        """Intake, then the instances. Raises RequestError before anything is queued."""
         self._check_open()
         if handle.cancelled:
             raise RequestAborted("the request was cancelled")
         arrival_s = self._clock.now()
-        assert self._intake is not None
         self._admitting += 1
         try:
-            prepared = await self._intake.prepare(
+            prepared = await self.intake.prepare(
                 number,
                 prompt=call.prompt,
                 messages=call.messages,
@@ -160,23 +206,9 @@ class Front:
             self._check_running()
         finally:
             self._admitting -= 1
-        tokenizer = self._intake.tokenizer
-        self._active[number] = ActiveRequest(
-            prepared.request,
-            handle,
-            tokenizer,
-            IncrementalDetokenizer(tokenizer, call.sampling),
-            prepared.spans,
-            self._limits_of(prepared.request.slo),
-        )
-        handle.prompt_usage = usage_of(prepared.request)
-        self._links[0].end.send([Submit(prepared.request, prepared.pixels)])
-
-    def _limits_of(self, own: Slo) -> Slo:
-        """The latency limits that hold for a request: its own, otherwise the engine's."""
-        engine = self.config.scheduler
-        ttft_s = own.ttft_s if own.ttft_s is not None else engine.ttft_slo
-        return Slo(ttft_s, own.tpot_s if own.tpot_s is not None else engine.tpot_slo)
+        active = activate(prepared, handle, self.intake.tokenizer, self.config.scheduler)
+        handle.prompt_usage = usage_of(active.request)
+        self._dispatcher.submit(active, prepared.pixels, self._clock.now())
 
     async def submit_detached(self, number: RequestId, handle: Handle, call: Call) -> None:
         """As `submit`, but what goes wrong is told to the handle's readers."""
@@ -201,117 +233,74 @@ class Front:
     def _cancel(self, number: RequestId) -> None:
         if number in self._intake_tasks:
             self._intake_tasks[number].cancel()
-        active = self._active.get(number)
-        if active is not None and not active.closed:
-            active.cancelled = True
-            active.handle.fail(RequestAborted("the request was cancelled"))
-            self._links[0].end.send([Abort(number)])
+        self._dispatcher.cancel(number, self._clock.now())
 
     def _check_open(self) -> None:
         self._check_running()
         limit = self.config.scheduler.max_queue
-        if len(self._active) + self._admitting >= limit:
+        if self.num_active >= limit:
             raise Unavailable(f"{limit} requests are already queued or running; try again later", code="overloaded")
 
     def _check_running(self) -> None:
-        match self.state:
-            case "ok":
-                return
-            case "loading":
-                raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
-            case "instance_lost":
-                raise Unavailable("the engine process has ended; the server must be restarted", code="instance_lost")
-            case _:
-                raise EngineClosed("the engine is closed; make a new Engine")
-
-    # ---- messages from the instances
-
-    def _on_messages(self, messages: list[ToFront]) -> None:
-        for message in messages:
-            match message:
-                case Tokens():
-                    columns = message.request_ids, message.positions, message.token_ids
-                    for number, position, token_id in zip(*columns, strict=True):
-                        self._on_tokens(RequestId(number), position, (token_id,), message.time_s)
-                case Delta():
-                    number, tokens = message.request_id, message.token_ids
-                    self._on_tokens(number, message.position, tokens, message.time_s, message.logprobs)
-                case Finished():
-                    self._on_finished(message)
-                case Status():
-                    self._on_status(message)
-                case LedgerReport():
-                    query = self._queries.pop(message.query_id, None)
-                    if query is not None and not query.done():
-                        query.set_result(message)
-                case _:
-                    logger.error("unexpected message %s", type(message).__name__)
-
-    def _on_tokens(
-        self,
-        number: RequestId,
-        position: int,
-        token_ids: Sequence[int],
-        time_s: float,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
-        active = self._active.get(number)
-        if active is None:
-            return
-        piece = active.on_tokens(position, token_ids, time_s, logprobs)
-        if piece is None:
-            return
-        active.handle.feed(piece)
-        if active.stop_string is not None:
-            self._links[0].end.send([Abort(number)])
-
-    def _on_finished(self, finished: Finished) -> None:
-        active = self._active.pop(finished.request_id, None)
-        if active is None:
-            return
-        now = self._clock.now()
-        reason = FinishReason(finished.reason)
-        if active.cancelled:
-            self._report(active, active.failed_result(finished, now, RequestAborted("the request was cancelled")))
-        elif reason is FinishReason.ERROR or (reason is FinishReason.ABORT and active.stop_string is None):
-            error = from_info(finished.error) if finished.error else RequestFailed("the request ended without a reason")
-            self._fail(active, finished, error)
-        else:
-            piece = active.on_finished(finished, now)
-            assert piece.result is not None
-            active.handle.feed(piece)
-            self._report(active, piece.result)
-
-    def _fail(self, active: ActiveRequest, finished: Finished | None, error: HydraError) -> None:
-        self._active.pop(active.request.id, None)
-        if not active.handle.done:
-            active.handle.fail(error)
-        self._report(active, active.failed_result(finished, self._clock.now(), error))
+        if self.state == "loading":
+            raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
+        if self.state != "ok":
+            raise EngineClosed("the engine is closed; make a new Engine")
+        if self.lost:
+            told = "the engine processes have ended; the server must be restarted"
+            raise Unavailable(told, code="instance_lost", retry_after_s=RETRY_AFTER_S)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         self.trace.add(result.request_id, active.request.arrival_s, result.timeline)
         for observer in self._observers:
             observer(result)
 
-    def _on_status(self, status: Status) -> None:
-        steps = status.language_steps + status.vision_steps
-        busy = status.num_running + status.num_waiting + status.num_encoding > 0
-        if steps != self._last_step[0] or not busy:
-            self._last_step = (steps, status.time_s)
-        self._status = status
+    # ---- the supervisor's listener
 
-    def _on_lost(self, name: str) -> None:
-        if self.state in ("closed",):
+    def on_progress(self, name: str, loading: Loading) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._progress.add(name, loading))
+
+    def on_up(self, link: InstanceLink) -> None:
+        self._links[link.name] = link
+        self._summaries[link.name] = link.summary
+        self._dispatcher.on_up(link.name, self._clock.now())
+
+    def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
+        if self.state == "closed":
             return
-        logger.error("instance %s ended unexpectedly", name)
-        self.state = "instance_lost"
-        error = Unavailable("the engine process that held this request ended", code="instance_lost", retry_after_s=5)
-        for active in list(self._active.values()):
-            self._fail(active, None, error)
-        for query in self._queries.values():
-            if not query.done():
-                query.set_exception(error)
-        self._queries.clear()
+        self._links.pop(name, None)
+        self._statuses.gone(name)
+        self._watch.forget(name)
+        self._queries.gone(name)
+        self._dispatcher.on_down(name, self._clock.now(), restarts=restarts)
+
+    def on_silent(self, name: str, silent: bool) -> None:
+        self._dispatcher.on_silent(name, silent, self._clock.now())
+
+    def on_pair(self, one: str, other: str, up: bool) -> None:
+        self._dispatcher.on_pair(one, other, up, self._clock.now())
+
+    def on_messages(self, name: str, messages: list[ToFront]) -> None:
+        now = self._clock.now()
+        for message in messages:
+            match message:
+                case Tokens():
+                    self._incoming.on_tokens(name, message, now)
+                case Delta():
+                    self._incoming.on_delta(name, message, now)
+                case Finished():
+                    self._incoming.on_finished(name, message, now)
+                case NeedImages():
+                    self._incoming.on_need(name, message, now)
+                case Status():
+                    self._statuses.put(name, message)
+                    self._watch.on_status(name, message)
+                    self._dispatcher.on_status(name, message)
+                case LedgerReport():
+                    self._queries.answer(name, message)
+                case _:
+                    logger.error("unexpected message %s of instance %s", type(message).__name__, name)
 
     # ---- what others may ask
 
@@ -324,34 +313,79 @@ class Front:
 
     @property
     def num_active(self) -> int:
-        return len(self._active) + self._admitting
+        return len(self._dispatcher.flights) + self._admitting
+
+    @property
+    def summaries(self) -> list[InstanceSummary]:
+        """Of the instances in the order of the topology; the latest one of an instance that is down."""
+        return [self._summaries[name] for name in self._dispatcher.places if name in self._summaries]
+
+    @property
+    def max_model_len(self) -> int:
+        """What every instance with a decoder can hold."""
+        return min(summary.max_model_len for summary in self.summaries if set(summary.role) & {"P", "D"})
+
+    @property
+    def lost(self) -> bool:
+        """No request can be served any more: the instances of some stage have failed and are not started again."""
+        return self.state == "ok" and self._dispatcher.missing_for_good(images=False) is not None
 
     def add_observer(self, observer: Observer) -> None:
         self._observers.append(observer)
 
     def stats(self) -> Status | None:
-        """The instance's latest report; None before the first."""
-        return self._status
+        """The latest reports of all instances, added up; None before the first."""
+        return self._statuses.total()
+
+    def statuses(self) -> dict[str, Status]:
+        """The latest report of each instance that is up."""
+        return self._statuses.latest
+
+    def instances(self) -> tuple[InstanceState, ...]:
+        """All of the topology, as they are now."""
+        latest = self._statuses.latest
+        return tuple(
+            replace(
+                self._watch.seen_from_here(state),
+                status=latest.get(state.name),
+                summary=self._summaries.get(state.name),
+            )
+            for state in self._supervisor.states()
+        )
 
     def health(self) -> tuple[bool, str]:
-        """(serving and making progress, one word why not)."""
+        """(every stage can be served and makes progress, one word why not): loading, draining, hung, instance_lost or
+        closed."""
         if self.state != "ok":
             return False, self.state
-        now = self._clock.now()
-        if self._status is not None and now - self._status.time_s > _SILENT_S:
-            return False, "hung"
-        if self._status is not None and self._last_step[1] and now - self._last_step[1] > _STUCK_S and self._active:
-            return False, "hung"
-        return True, "ok"
+        reason = self._watch.problem(self._clock.now(), images=self._has_vision)
+        return (True, "ok") if reason is None else (False, reason)
 
     async def ledger(self, timeout_s: float = 5.0) -> LedgerReport:
-        """What the instance holds right now."""
+        """What all instances that are up hold right now."""
         self._check_running()
         query_id = next(self._ids)
-        future: asyncio.Future[LedgerReport] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = future
-        self._links[0].end.send([QueryLedger(query_id)])
-        return await asyncio.wait_for(future, timeout_s)
+        answer = self._queries.open(query_id, self._links)
+        for link in list(self._links.values()):
+            link.end.send([QueryLedger(query_id)])
+        return await asyncio.wait_for(answer, timeout_s)
 
-    def set_fault(self, point: str, action: str, argument: str = "") -> None:
-        self._links[0].end.send([SetFault(point, action, argument)])
+    def set_fault(self, point: str, action: str, argument: str = "", instance: str | None = None) -> None:
+        """Arms a fault point of one instance, or of all."""
+        for name, link in list(self._links.items()):
+            if instance in (None, name):
+                link.end.send([SetFault(point, action, argument)])
+
+    # ---- roles at run time
+
+    async def set_topology(self, text: str) -> None:
+        """Switches the roles of running instances to those of `text`, each after it has finished what it has. Raises
+        ConfigError, before anything has changed, where that cannot be."""
+        self._check_running()
+        async with self._switching:
+            devices = {name: link.device for name, link in self._links.items()}
+            switch = RoleSwitch(
+                self._dispatcher, self._clock, set_role=self._supervisor.set_role, check=self._check_running
+            )
+            for group in plan_switches(text, self.instances(), devices):
+                await switch.carry_out(group)

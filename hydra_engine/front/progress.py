@@ -54,7 +54,23 @@ class LoadProgress(_Bars):
                 unit_divisor=1024,
                 mininterval=0.1,
             )
+        self._bar.total = loading.total
         self._bar.update(loading.done - self._bar.n)
+
+
+class JointProgress:
+    """Progress of several instances as if it were one: the first phase that some of them are still in, summed."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, dict[str, Loading]] = {}  # in the order in which they were met first
+
+    def add(self, name: str, loading: Loading) -> Loading:
+        self._phases.setdefault(loading.what, {})[name] = loading
+        for what, reports in self._phases.items():
+            done, total = (sum(getattr(report, of) for report in reports.values()) for of in ("done", "total"))
+            if done < total:
+                return Loading(what, done, total)
+        return Loading(what, done, total)
 
 
 class BatchProgress(_Bars):
