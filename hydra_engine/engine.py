@@ -311,8 +311,9 @@ class Engine:
         return self.front.statuses()
 
     def instances(self) -> tuple[InstanceState, ...]:
-        """The instances of the topology: roles, conditions, restarts, latest reports."""
-        return self.front.instances()
+        """The instances of the topology: roles, conditions, restarts, latest reports. None before they are started and
+        after they have been stopped."""
+        return () if self._closed or self._front is None else self._front.instances()
 
     def set_topology(self, text: str) -> None:
         """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.

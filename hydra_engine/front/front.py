@@ -43,6 +43,7 @@ from hydra_engine.front.dispatch import RETRY_AFTER_S, Dispatcher
 from hydra_engine.front.handle import Handle
 from hydra_engine.front.incoming import Incoming
 from hydra_engine.front.lending import Lending
+from hydra_engine.front.placement import Placement, check_fits
 from hydra_engine.front.progress import JointProgress
 from hydra_engine.front.queries import LedgerQueries
 from hydra_engine.front.reports import StatusBook
@@ -97,7 +98,7 @@ class Front:
         self._on_progress: OnProgress | None = None
         self._progress = JointProgress()
         self._intake: Intake | None = None
-        self._has_vision = False
+        self._placement = Placement()
         self._admitting = 0
         self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._ids = itertools.count(1)
@@ -121,13 +122,19 @@ class Front:
         loop = asyncio.get_running_loop()
         spec = await loop.run_in_executor(None, load_spec, self.config.model_path, self.config.spec_options)
         tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path)
-        self._on_progress, self._has_vision = on_progress, spec.vision is not None
+        self._on_progress = on_progress
+        self._placement = Placement(spec.vision is not None, spec.language.has_states)
+        if self._placement.keeps_states:
+            self._lending.stop()
         try:
+            self._placement.check(self.config.topology)
             for link in await self._supervisor.start(self):
                 if link.name not in self._links:
                     self.on_up(link)
+            check_fits(self._summaries.values())
         except BaseException:
             tokenizer_job.cancel()
+            await self._supervisor.stop()
             raise
         finally:
             self._on_progress = None
@@ -358,7 +365,7 @@ class Front:
         closed."""
         if self.state != "ok":
             return False, self.state
-        reason = self._watch.problem(self._clock.now(), images=self._has_vision)
+        reason = self._watch.problem(self._clock.now(), images=self._placement.has_vision)
         return (True, "ok") if reason is None else (False, reason)
 
     async def ledger(self, timeout_s: float = 5.0) -> LedgerReport:
@@ -383,9 +390,10 @@ class Front:
         ConfigError, before anything has changed, where that cannot be."""
         self._check_running()
         async with self._switching:
+            self._placement.check(text)
             devices = {name: link.device for name, link in self._links.items()}
             switch = RoleSwitch(
                 self._dispatcher, self._clock, set_role=self._supervisor.set_role, check=self._check_running
             )
-            for group in plan_switches(text, self.instances(), devices):
+            for group in plan_switches(text, self.instances(), devices, self._placement.stages):
                 await switch.carry_out(group)

@@ -21,6 +21,10 @@ class Lending:
         self._dispatcher = dispatcher
         self._policy = StealPolicy(config.scheduler.max_num_seqs) if config.cluster.steal_decodes else None
 
+    def stop(self) -> None:
+        """Nothing is lent from now on."""
+        self._policy = None
+
     def tick(self, now: float) -> None:
         """A few times a second."""
         dispatcher = self._dispatcher

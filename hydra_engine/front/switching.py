@@ -25,8 +25,10 @@ class Switch:
     role: Role
 
 
-def plan_switches(text: str, states: Sequence[InstanceState], devices: Mapping[str, str]) -> list[list[Switch]]:
-    """Groups to switch one after the other, each at once after it has been emptied. Instances and parts of `text` are
+def plan_switches(
+    text: str, states: Sequence[InstanceState], devices: Mapping[str, str], stages: Role = EPD
+) -> list[list[Switch]]:
+    """`stages` are those that the model has. Groups to switch one after the other, each at once after it has been emptied. Instances and parts of `text` are
     matched in order. Raises ConfigError where an instance would need weights that it does not have."""
     wanted = Topology.parse(text).instances
     if len(wanted) != len(states):
@@ -52,10 +54,10 @@ def plan_switches(text: str, states: Sequence[InstanceState], devices: Mapping[s
             )
         if spec.role != Role.parse(state.role):
             switches.append(Switch(state.name, spec.role))
-    return _in_order(switches, {state.name: Role.parse(state.role) for state in states})
+    return _in_order(switches, {state.name: Role.parse(state.role) for state in states}, stages)
 
 
-def _in_order(switches: list[Switch], roles: dict[str, Role]) -> list[list[Switch]]:
+def _in_order(switches: list[Switch], roles: dict[str, Role], stages: Role) -> list[list[Switch]]:
     """One by one as long as the others serve all stages meanwhile, the rest together."""
     groups: list[list[Switch]] = []
     left = list(switches)
@@ -65,7 +67,7 @@ def _in_order(switches: list[Switch], roles: dict[str, Role]) -> list[list[Switc
             for name, role in roles.items():
                 if name != switch.name:
                     others |= role
-            if others == EPD:
+            if stages in others:
                 break
         else:
             return [*groups, left]

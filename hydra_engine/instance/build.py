@@ -135,6 +135,8 @@ def _summary(
         incarnation=place.incarnation,
         vision_weights_bytes=plan.vision_weights_bytes,
         language_weights_bytes=plan.language_weights_bytes,
+        state_bytes=plan.state_bytes,
+        device_bytes=backend.device.memory()[1],
         model=config.model_name,
         family=parts.spec.family,
         device=backend.device.name,

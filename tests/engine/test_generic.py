@@ -136,7 +136,7 @@ def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path
         engine = Engine({str(models["gemma3"])!r}, model_impl="transformers", processes=True, threads=1)
         host = engine.front.intake._loader._processor
         first = engine.generate("Hello", Image.new("RGB", (30, 40), "teal"), **{OPTIONS!r})
-        pids = [host._child._process.pid, engine.front._links[0].process.pid]
+        pids = [host._child._process.pid, engine.instances()[0].pid]
         engine.close()
         print("torch" in sys.modules, len(first.token_ids), *pids)
     """

@@ -27,9 +27,9 @@ def alive(pid: int) -> bool:
 
 
 def instance_pid(engine: Engine) -> int:
-    process = engine.front._links[0].process
-    assert process is not None
-    return process.pid
+    (instance,) = engine.instances()
+    assert instance.pid is not None
+    return instance.pid
 
 
 def test_killing_the_instance_fails_its_requests_and_turns_health(make_engine: EngineFactory) -> None:
@@ -50,7 +50,7 @@ def test_killing_the_front_ends_the_instance_within_two_seconds(tiny_model: Path
         "import sys\nfrom hydra_engine import Engine\n"
         f"e = Engine({str(tiny_model)!r}, processes=True, threads=1)\n"
         "h = e.submit('Hello', temperature=0, max_tokens=400, ignore_eos=True)\n"
-        "next(iter(h))\nprint(e.front._links[0].process.pid, flush=True)\nimport time; time.sleep(60)"
+        "next(iter(h))\nprint(e.instances()[0].pid, flush=True)\nimport time; time.sleep(60)"
     )
     root = Path(__file__).parents[2]
     front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)

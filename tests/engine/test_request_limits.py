@@ -26,7 +26,7 @@ def test_a_request_carries_its_limits_and_priority(make_engine: EngineFactory) -
     slo = Slo(ttft_s=2.0, tpot_s=0.5)
     handle = engine.submit("Go on", temperature=0, max_tokens=300, ignore_eos=True, slo=slo, priority=-7)
     next(iter(handle))  # it runs
-    (active,) = engine.front._active.values()
+    (active,) = (flight.active for flight in engine.front._dispatcher.flights.values())
     assert (active.request.slo, active.request.priority) == (slo, -7)
     handle.cancel()
 
