@@ -28,8 +28,9 @@ class Switch:
 def plan_switches(
     text: str, states: Sequence[InstanceState], devices: Mapping[str, str], stages: Role = EPD
 ) -> list[list[Switch]]:
-    """`stages` are those that the model has. Groups to switch one after the other, each at once after it has been emptied. Instances and parts of `text` are
-    matched in order. Raises ConfigError where an instance would need weights that it does not have."""
+    """Groups to switch one after the other, each at once after it has been emptied. Instances and parts of `text` are
+    matched in order; `stages` are those that the model has. Raises ConfigError where an instance would need weights
+    that it does not have."""
     wanted = Topology.parse(text).instances
     if len(wanted) != len(states):
         raise ConfigError(

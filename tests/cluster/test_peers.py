@@ -138,11 +138,11 @@ def test_messages_arrive_whole_and_in_order_both_ways(nodes: list[Node]) -> None
     one.wait(PeerUp), other.wait(PeerUp)
     for i in range(300):
         one.sockets.send("p0", [offer(i), Ack(11, i)])
-        other.sockets.send("e0", [Renew(12, tuple(range(i)))])
+        other.sockets.send("e0", [Renew(12, tuple(range(i)), ())])
     got = other.wait(FromPeer, 600)
     assert [e.message for e in got] == [m for i in range(300) for m in (offer(i), Ack(11, i))]
     assert {(e.name, e.incarnation) for e in got} == {("e0", 11)}
-    assert [e.message for e in one.wait(FromPeer, 300)] == [Renew(12, tuple(range(i))) for i in range(300)]
+    assert [e.message for e in one.wait(FromPeer, 300)] == [Renew(12, tuple(range(i)), ()) for i in range(300)]
 
 
 def test_connections_made_before_the_start_are_served(nodes: list[Node]) -> None:
@@ -244,7 +244,7 @@ def test_a_peer_that_does_not_read_is_given_up_when_too_much_waits(nodes: list[N
     node, other = two(nodes, max_queued_bytes=1 << 20)
     join(node, other)
     node.wait(PeerUp), other.wait(PeerUp)
-    message = Renew(1, tuple(range(10_000, 30_000)))
+    message = Renew(1, tuple(range(10_000, 30_000)), ())
     with introduced(node):
         node.wait(PeerUp, 2)
         for _ in range(100):
@@ -262,14 +262,14 @@ def test_a_peer_that_stays_silent_where_it_must_not_is_given_up(nodes: list[Node
         if greets:
             node.wait(PeerUp)
             while not node.sockets._links["x0"].has_backlog:
-                node.sockets.send("x0", [Renew(1, tuple(range(10_000)))])
+                node.sockets.send("x0", [Renew(1, tuple(range(10_000)), ())])
         (down,) = node.wait(PeerDown)
         assert ("does not read" if greets else "does not introduce itself") in down.problem
 
 
 def test_a_slow_reader_gets_everything(nodes: list[Node]) -> None:
     node, _ = two(nodes)
-    messages = [Renew(1, tuple(range(i, i + 5000))) for i in range(200)]
+    messages = [Renew(1, tuple(range(i, i + 5000)), ()) for i in range(200)]
     with introduced(node) as peer:
         node.wait(PeerUp)
         for message in messages:

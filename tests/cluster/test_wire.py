@@ -25,9 +25,9 @@ MESSAGES: list[Hello | TransferMessage] = [
     Hello(1, "e0", 1 << 62, EXPORTS),
     Offer(1 << 62, 3, RequestId(4), 2, 5, (1 << 64) - 1, (6, 7), 30),
     Offer(1, 3, RequestId(4), None, 5, 8, (), 30, END, (1, 2)),
-    More(1, 3, (9, 10), END, (5,)),
+    More(1, 3, 1, (9, 10), END, (5,)),
     Withdraw(1, 3),
-    Renew(1, (3, 4)),
+    Renew(1, (3, 4), (0, 2)),
     Ack(1, 3),
     Refuse(1, 4),
 ]
@@ -78,7 +78,7 @@ def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:
         wire.FrameReader(100).feed(struct.pack("<I", 101))
     assert wire.FrameReader(100).feed(struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
     with pytest.raises(wire.WireError, match="limit"):
-        wire.encode_frames([Renew(1, tuple(range(200)))], max_bytes=100)
+        wire.encode_frames([Renew(1, tuple(range(200)), ())], max_bytes=100)
 
 
 def test_frames_cut_anywhere_are_put_together() -> None:

@@ -364,7 +364,7 @@ async def test_two_that_swap_their_roles_do_it_at_once() -> None:
     [
         ("E+P+D", "P+E+D", "weights for E"),
         ("2EPD", "E+P+D", "cannot be added"),
-        ("2EPD", "EP+EPD@cuda:1", "runs on cpu"),
+        ("2EPD", "EP+EPD@cuda:1", "no cuda:1"),
         ("2EPD", "E+P", "no instance for stage D"),
     ],
 )
