@@ -209,3 +209,4 @@ class KvEnd:
     token_s: float  # when it was sampled
     first_token_s: float  # when the request's first one was
     late_gaps: int = 0
+    earlier_token_ids: tuple[int, ...] | None = None  # all generated before; None: those that both sides were told of

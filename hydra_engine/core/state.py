@@ -12,32 +12,50 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from hydra_engine.core.ids import BlockHash, FeatureKey
-from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.outputs import Departure, FinishReason
+from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.request import Request
+from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.stages import Stage
 from hydra_engine.errors import ErrorInfo
 
-# (priority, when the first token is due, order of arrival): the smaller one is considered first.
-Urgency = tuple[int, float, int]
+# (age, number of arrival at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.
+Order = tuple[int, int]
+
+# (priority, when the first token is due, order): the smaller one is considered first.
+Urgency = tuple[int, float, Order]
 
 
 class ImageProgress(IntEnum):
     """Where one image of a request is. Image-cache blocks are held in ENCODING and ENCODED only."""
 
     WAITING = 0  # has no features, needs them
-    ENCODING = 1  # named by a vision plan in flight, this one or the same picture elsewhere
+    ENCODING = 1  # features are being encoded or pulled, for this image or for the same picture elsewhere
     ENCODED = 2  # features are in the image cache
     CACHED = 3  # needs no features if the KV of its whole span is still found when the request starts
-    CONSUMED = 4  # the KV of its whole span is in the request's blocks
+    CONSUMED = 4  # the KV of its whole span is in the request's blocks; of an encode job: its target has let go of it
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Decided, but perhaps not carried out yet: a plan in flight may still name the request."""
 
-    reason: FinishReason
+    reason: FinishReason | Departure
     stop_token_id: int | None = None
     error: ErrorInfo | None = None
+
+
+@dataclass(slots=True)
+class Arrival:
+    """KV of a request that another instance computes, as far as it is known and copied. Blocks are counted in the order
+    of the request's table; those before `num_copied` are here."""
+
+    offer: int | None = None  # its number here; None: nothing is offered now
+    num_offered: int = 0  # blocks
+    end: KvEnd | None = None  # with it, nothing more will be offered
+    num_copied: int = 0
+    copies: int | None = None  # the offer that a copy in flight belongs to
+    gives_way: bool = False  # somebody older needs the blocks as soon as no copy is in flight
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +71,15 @@ class RequestState:
     `num_prefilled`, which a decoding request no longer keeps up to date. Preemption sets it to zero and forgets nothing
     else. A request that starts on blocks found in the cache starts with `num_prefilled` behind them.
 
-    `plans_in_flight` counts vision plans and chunks; rows of decodes that are in flight are counted by seat.
+    `plans_in_flight` counts vision plans, chunks and pulls; rows of decodes that are in flight are counted by seat.
+
+    A part of a request does the stages in `part`. With E alone it is an encode job: no prompt, no KV, and every image
+    that is ENCODED is offered to another instance. With P and without D its KV is offered, `num_offered` blocks so far,
+    and with all of them it `hands_over`. While KV comes from another instance there is an `arrival`.
     """
 
     request: Request
-    order: int  # of arrival at this instance; the smaller one is older
+    order: Order
     images: list[ImageProgress]
     stop_ids: frozenset[int]
     generated: list[int] = field(default_factory=list)
@@ -68,7 +90,7 @@ class RequestState:
     num_preemptions: int = 0
     starts_seen: int | None = None  # of younger requests, when it began to wait for its start
     plans_in_flight: int = 0
-    urgency: Urgency = (0, math.inf, 0)
+    urgency: Urgency = (0, math.inf, (0, 0))
     image_wait_since_s: float = 0.0
     ending: Ending | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; grows when asked for
@@ -76,21 +98,57 @@ class RequestState:
     image_keys: tuple[FeatureKey, ...] = ()
     images_planned: set[int] = field(default_factory=set)  # that were in a vision plan for this request
     cached_tokens: int = 0  # found in the cache when it started first
+    part: Role = EPD
+    remote_images: frozenset[int] = frozenset()  # encoded by other instances
+    images_asked: set[int] = field(default_factory=set)  # of these, which others have been asked for
+    image_offers: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # image -> offers of its features, not being copied
+    pulls_image: bool = False  # a copy of an image's features is in flight for it
+    num_offered: int = 0
+    hands_over: bool = False
+    offered_s: dict[int, float] = field(default_factory=dict)  # since when: images of a job, or -1 for its KV
+    arrival: Arrival | None = None
 
     @classmethod
-    def new(cls, request: Request, order: int, now: float, ttft_s: float | None = None) -> RequestState:
-        """`ttft_s` is the limit of requests that bring none."""
+    def new(
+        cls,
+        request: Request,
+        arrived: int,
+        now: float,
+        ttft_s: float | None = None,
+        *,
+        part: Role = EPD,
+        remote_images: frozenset[int] = frozenset(),
+        pulls_kv: bool = False,
+    ) -> RequestState:
+        """`arrived` counts arrivals; `ttft_s` is the limit of requests that bring none."""
         ignored = () if request.sampling.ignore_eos else request.eos_token_ids
         limit_s = request.slo.ttft_s if request.slo.ttft_s is not None else ttft_s
         due_s = math.inf if limit_s is None else request.arrival_s + limit_s
+        order = request.age, arrived
         return cls(
             request=request,
             order=order,
             images=[ImageProgress.WAITING] * len(request.images),
             stop_ids=frozenset((*ignored, *request.sampling.stop_token_ids)),
+            generated=list(request.generated_token_ids),
             image_wait_since_s=now,
             urgency=(request.priority, due_s, order),
+            part=part,
+            remote_images=remote_images if Role.E in part else frozenset(range(len(request.images))),
+            arrival=Arrival() if pulls_kv else None,
         )
+
+    @property
+    def is_job(self) -> bool:
+        """Encodes images for another instance, and nothing else."""
+        return self.part == Role.E
+
+    @property
+    def gave_way(self) -> bool:
+        """It, or an earlier attempt, has run out of blocks: it starts only with room for all that it can need."""
+        return self.num_preemptions > 0 or self.request.gave_way
 
     @property
     def due_s(self) -> float:
@@ -130,9 +188,22 @@ class RequestState:
         return any(progress <= ImageProgress.ENCODING for progress in self.images)
 
     @property
+    def needs_encode(self) -> bool:
+        """Some image waits for an encode here."""
+        if not self.remote_images:
+            return ImageProgress.WAITING in self.images
+        waiting = ImageProgress.WAITING
+        return any(p == waiting and i not in self.remote_images for i, p in enumerate(self.images))
+
+    @property
+    def needs_pull(self) -> bool:
+        """Some image waits for features that another instance encodes."""
+        return any(self.images[index] == ImageProgress.WAITING for index in self.remote_images)
+
+    @property
     def trusts_cache(self) -> bool:
         """Some image has been found in cached KV and is not encoded for that reason."""
-        return ImageProgress.CACHED in self.images
+        return ImageProgress.CACHED in self.images and self.arrival is None
 
     @property
     def cached_images(self) -> int:
@@ -148,11 +219,16 @@ class RequestState:
             return Stage.FINISHED
         if self.waits_for_images:
             return Stage.ENCODE
+        if self.hands_over or self.is_job:
+            return Stage.OFFERED
         return Stage.DECODE if self.is_decode else Stage.PREFILL
 
     @property
     def num_computable(self) -> int:
-        """Positions [num_planned, num_computable) have all they need: up to the first image without features."""
+        """Positions [num_planned, num_computable) have all they need: up to the first image without features. There are
+        none while KV comes from elsewhere."""
+        if self.arrival is not None:
+            return self.num_planned
         for image, progress in zip(self.request.images, self.images, strict=True):
             if progress <= ImageProgress.ENCODING:
                 return max(image.start, self.num_planned)

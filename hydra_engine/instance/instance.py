@@ -219,13 +219,13 @@ class Instance:
     # ---- what goes to the lanes
 
     def _feed_lanes(self, outgoing: list[ToFront]) -> None:
-        """Vision comes last in any case: a request that is considered for its start may find that it needs an encode
-        after all."""
-        self._feed_pulls(outgoing)
+        """Vision and pulls come last in any case: a request that is considered for its start may find that it needs an
+        encode after all, or get the blocks that it pulls into."""
         if self._scheduler.vision_first:
             self._feed_vision(outgoing)
         self._feed_language(outgoing)
         self._feed_vision(outgoing)
+        self._feed_pulls(outgoing)
 
     def _feed_pulls(self, outgoing: list[ToFront]) -> None:
         if self._migration is None:

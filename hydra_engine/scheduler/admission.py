@@ -28,13 +28,25 @@ class Limits:
     image_block_size: int
 
 
-def check_fits(request: Request, limits: Limits) -> None:
-    """Raises InvalidRequest or RequestTooLarge unless the request, alone on this instance, would run to its end."""
-    if not request.prompt_token_ids:
-        raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
-    if request.images and Role.E not in limits.role:
-        raise InvalidRequest("this deployment has no encoder; send text only", param="messages")
-    _check_kv(request, limits)
+def check_fits(request: Request, limits: Limits, part: Role | None = None) -> None:
+    """Raises InvalidRequest or RequestTooLarge unless this part of the request (default: all that the role can do),
+    alone on this instance, would run to its end."""
+    part = limits.role if part is None else part
+    if part & limits.role != part:
+        raise Unavailable(
+            f"stages {part.letters} are asked of an instance that serves {limits.role.letters} now; send the request "
+            "again",
+            code="wrong_role",
+        )
+    if part != Role.E:
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
+        _check_kv(request, limits, request.max_new_tokens if Role.D in part else len(request.generated_token_ids))
+    if part == Role.E or Role.P in part:
+        _check_images(request, limits)
+
+
+def _check_images(request: Request, limits: Limits) -> None:
     for index, image in enumerate(request.images):
         blocks = -(-image.num_tokens // limits.image_block_size)
         if blocks > limits.num_image_blocks:
@@ -46,18 +58,18 @@ def check_fits(request: Request, limits: Limits) -> None:
             )
 
 
-def _check_kv(request: Request, limits: Limits) -> None:
-    wanted = request.num_prompt + request.max_new_tokens
+def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
+    wanted = request.num_prompt + num_generated
     blocks = -(-wanted // limits.kv_block_size)
     if blocks <= limits.num_kv_blocks:
         return
     room = limits.num_kv_blocks * limits.kv_block_size
-    if room > request.num_prompt:
+    if room > request.num_prompt and num_generated:
         param, remedy = "max_tokens", f"lower max_tokens to at most {room - request.num_prompt}"
     else:
         param, remedy = "messages", "shorten the prompt or send smaller images"
     raise RequestTooLarge(
-        f"{request.num_prompt} prompt tokens and up to {request.max_new_tokens} new ones need {blocks} KV blocks, this "
+        f"{request.num_prompt} prompt tokens and up to {num_generated} new ones need {blocks} KV blocks, this "
         f"deployment has {limits.num_kv_blocks} ({room} tokens); {remedy}, or serve with a larger kv_cache_gib",
         param=param,
     )

@@ -247,7 +247,7 @@ class DecodeTable:
         self._last_tokens[seat] = token_id
         state, timeline = self.states[seat], self._timelines[seat]
         assert state is not None and timeline is not None
-        if state.num_generated == 1:
+        if not timeline.first_token_s:
             self._first_s[seat] = ended_s
         else:
             self._late_gaps[seat] += bool(ended_s - timeline.last_token_s > self._limits[seat])

@@ -37,7 +37,7 @@ def demand_of(book: RequestBook, seats: Ints, patches_in_flight: int, *, can_sta
         prefill_tokens=sum(map(_computable, prefills)),
         num_prefills=len(prefills),
         prefill_context=prefills[0].num_planned if prefills else 0,
-        encode_patches=book.patches_waiting + patches_in_flight,
+        encode_patches=book.images.patches_waiting + patches_in_flight,
         ttft_due_s=math.inf if due is None else due.due_s,
         due_tokens=due_tokens,
         due_patches=due_patches,
@@ -57,10 +57,12 @@ def _before_due(book: RequestBook, due: RequestState) -> tuple[int, int]:
     else:
         first += islice(book.prefilling, MAX_SEEN)
         first += (state for state in islice(book.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
-    tokens = sum(state.num_tokens - state.num_planned for state in first)
+    tokens = sum(state.num_tokens - state.num_planned for state in first if state.arrival is None)
     return tokens, sum(map(_patches, first)) if due.waits_for_images else 0
 
 
 def _patches(state: RequestState) -> int:
-    images = zip(state.request.images, state.images, strict=True)
-    return sum(image.num_patches for image, progress in images if progress <= ImageProgress.ENCODING)
+    """That are encoded here."""
+    images = enumerate(zip(state.request.images, state.images, strict=True))
+    waiting = ((i, image) for i, (image, progress) in images if progress <= ImageProgress.ENCODING)
+    return sum(image.num_patches for i, image in waiting if i not in state.remote_images)

@@ -42,8 +42,9 @@ class Draft:
             self.chunks.append((state, chunk))
             self.left = max(0, self.left - chunk)
 
-    def preempt(self, victim: RequestState) -> None:
-        """Raises NeedsResult while a step is in flight."""
+    def preempt(self, victim: RequestState) -> bool:
+        """False: KV is being copied into its blocks, which come back when that has ended. Raises NeedsResult while a
+        step is in flight."""
         if self._ahead:
             raise NeedsResult
-        self._book.preempt(victim, self.now)
+        return self._book.preempt(victim, self.now)

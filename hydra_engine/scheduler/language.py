@@ -2,7 +2,7 @@
 
 Takes blocks, preempts and marks what is scheduled; results are the scheduler's business. Text never waits for images:
 what waits for an encode is passed over. The rules of who goes first and who gives way are in `policy.py`, the arrays of
-decodes in `decodes.py`, the start of waiting requests is in `starts.py`.
+decodes in `decodes.py`, the start of waiting requests is in `starts.py`, that of arriving ones in `arrivals.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, DecodeRows, ImageSlice, Ints, LanguagePlan
+from hydra_engine.core.roles import Role
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.arrivals import ArrivalStarter
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.budget import Budgets, StepBudget
 from hydra_engine.scheduler.demand import demand_of
@@ -45,6 +47,7 @@ class LanguagePlanner:
         self._book = book
         self._kv = book.kv
         self._budgets = budgets
+        self.arrivals = ArrivalStarter(book, config)
         self._starter = PrefillStarter(book, config, whole_requests=whole_requests)
         self._whole = whole_requests
 
@@ -57,6 +60,7 @@ class LanguagePlanner:
             demand = demand_of(self._book, seats, patches_in_flight, can_start=can_start, now=now)
             budget = self._budgets.language(demand)
             draft.left = budget.tokens if len(seats) else max(1, budget.tokens)
+            self.arrivals.start(now, draft)
             short = self._continue_prefills(draft)
             self._starter.start(draft, short)
             if self._whole and not draft.chunks:
@@ -84,7 +88,8 @@ class LanguagePlanner:
 
     def _ready_decodes(self, draft: Draft) -> Ints:
         """Seats of the decodes that have a block for their next token. Where blocks lack, the youngest running request
-        gives way, be it the decode itself; alone it waits, for then blocks of an ending request are about to come back.
+        gives way, be it the decode itself; alone it waits, for then blocks of an ending request, or of one that is
+        handed over, are about to come back.
         """
         table = self._book.decodes
         seats = table.ready()
@@ -108,9 +113,8 @@ class LanguagePlanner:
                     table.grant(np.array([seat]), blocks)
                     break
                 victim = self._book.youngest_running()
-                if victim is None or (victim is state and self._runs_alone()):
+                if victim is None or (victim is state and self._runs_alone()) or not draft.preempt(victim):
                     break
-                draft.preempt(victim)
 
     def _runs_alone(self) -> bool:
         return len(self._book.prefilling) + len(self._book.decoding) == 1
@@ -130,7 +134,7 @@ class LanguagePlanner:
                 continue  # its last chunk is in flight
             timeline = self._book.timelines[state.request.id]
             if policy.is_stalled(state):
-                timeline.cause = "images"
+                timeline.cause = "images" if state.arrival is None else "transfer"
             elif not (chunk := draft.chunk_of(state)):
                 timeline.cause = "budget"
             elif self._grow_for_chunk(state, state.num_planned + chunk, draft):
@@ -145,9 +149,8 @@ class LanguagePlanner:
         and free their blocks by ending or by giving way themselves."""
         while not self._kv.grow(state.request.id, num_tokens, max_tokens=state.max_tokens):
             victim = self._book.prefilling.youngest()
-            if victim is None or victim.order <= state.order:
+            if victim is None or victim.order <= state.order or not draft.preempt(victim):
                 return False
-            draft.preempt(victim)
         return True
 
     # ---- rows
@@ -160,7 +163,7 @@ class LanguagePlanner:
         state.num_scheduled += chunk
         state.plans_in_flight += 1
         state.seated = True
-        if sample:
+        if sample and Role.D in state.part:
             self._book.join_decodes(state, unread=1)
         return ChunkRow(
             request_id=request_id,

@@ -1,5 +1,8 @@
 """Which lane may get a step when: the stage schedule that the engine is made for, and two others to compare it with.
 
+An instance that encodes and decodes, and does not prefill, decodes what others lend it or send it while it has nothing
+to encode: there the vision lane goes first at every step.
+
 Request schedule: as engines without stages do it, all images of the requests that are served next are encoded, then
 their prompts are prefilled whole in steps of their own, and decodes go on when that is done. Without lanes at most one
 step of either model is under way and the two take turns. Decides about lanes only, never about requests.
@@ -7,20 +10,43 @@ step of either model is under way and the two take turns. Decides about lanes on
 
 from __future__ import annotations
 
+import math
+
 from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.roles import EPD, Role
+
+# How long decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for an image
+# is late by far more.
+STEAL_PATIENCE_S = 0.1
+
+
+def yields_to_vision(*, vision_runs: bool, since_step_s: float) -> bool:
+    """Whether the next language step waits, so that the vision lane has the device to itself. `since_step_s`: since the
+    last language step has ended.
+
+    An image that could be encoded is in a vision step already, for vision goes first; for one that lacks room there is
+    nothing to wait for. The vision lane itself waits for nothing but the language step that runs.
+    """
+    return vision_runs and since_step_s < STEAL_PATIENCE_S
 
 
 class Mode:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, role: Role = EPD) -> None:
         self.whole_requests = config.schedule == "request"
         self._lanes = config.lanes
         self._look_ahead = config.look_ahead
         self._last_was_vision = True
+        self._language_ended_s = 0.0
+        self.set_role(role)
+
+    def set_role(self, role: Role) -> None:
+        lends_time = Role.E in role and Role.D in role and Role.P not in role
+        self._decodes_yield = lends_time and self._lanes and not self.whole_requests
 
     @property
     def vision_first(self) -> bool:
         """Whether vision is asked for a step before language is, and not only behind it."""
-        if self.whole_requests:
+        if self.whole_requests or self._decodes_yield:
             return True
         return not self._lanes and not self._last_was_vision
 
@@ -36,6 +62,18 @@ class Mode:
 
     def may_plan_vision(self, *, vision_runs: bool, language_runs: bool) -> bool:
         return not vision_runs and (self._lanes or not language_runs)
+
+    def yields(self, now: float, *, vision_runs: bool, language_runs: bool) -> bool:
+        """Whether the next language step waits for the vision lane although both could run."""
+        since_step_s = 0.0 if language_runs else now - self._language_ended_s
+        return self._decodes_yield and yields_to_vision(vision_runs=vision_runs, since_step_s=since_step_s)
+
+    def language_ended(self, ended_s: float) -> None:
+        self._language_ended_s = ended_s
+
+    def due_s(self, *, vision_runs: bool) -> float:
+        """When a language step may be planned although nothing has happened meanwhile; infinite if never."""
+        return self._language_ended_s + STEAL_PATIENCE_S if self._decodes_yield and vision_runs else math.inf
 
     def planned(self, *, vision: bool) -> None:
         self._last_was_vision = vision

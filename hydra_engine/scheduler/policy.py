@@ -13,6 +13,7 @@ from itertools import islice
 
 from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.media import ImageItem
+from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
@@ -32,8 +33,26 @@ def early_limit(max_seqs: int) -> int:
 
 def kv_tokens_to_admit(state: RequestState) -> int:
     """Token positions that must have room before the request may start: all that it has to prefill, and after a
-    preemption all that it can ever need, so that it cannot run short a second time."""
-    return state.max_tokens if state.num_preemptions else state.num_tokens
+    preemption all that it can ever need here, so that it cannot run short a second time. What is pulled has room for
+    the token behind it too."""
+    if Role.D not in state.part:
+        return state.num_tokens
+    if state.gave_way:
+        return state.max_tokens
+    if state.arrival is None:
+        return state.num_tokens
+    end = state.arrival.end
+    return min(max(state.num_tokens, 0 if end is None else end.num_tokens) + 1, state.max_tokens)
+
+
+def takes_all_at_once(state: RequestState) -> bool:
+    """Whether a request gets all the blocks that it is admitted with when it starts, and not chunk by chunk.
+
+    What cannot decode here waits for another instance when it is computed, and so does what comes from one until it is
+    here. Such a request must not stand in need of blocks that others hold at the same time: the order of age would not
+    help, for nobody takes blocks back that are offered.
+    """
+    return state.gave_way or state.arrival is not None or Role.D not in state.part
 
 
 def is_stalled(state: RequestState) -> bool:
@@ -47,7 +66,7 @@ def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: i
     Anyone may while few do. The `head` (the oldest that waits for images) always may once its first image needs nothing
     more: its images may exceed the image cache together, so that the first must be consumed before the last is encoded.
     """
-    return may_insist(state, head=head) or (num_early < limit and not state.num_preemptions)
+    return may_insist(state, head=head) or (num_early < limit and not state.gave_way)
 
 
 def may_insist(state: RequestState, *, head: bool) -> bool:
@@ -64,13 +83,32 @@ def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Ite
     return heapq.merge(*streams, key=lambda state: state.urgency)
 
 
+def is_complete(state: RequestState) -> bool:
+    """All KV of an arriving request is offered, so it waits for nothing but its copies."""
+    return state.arrival is not None and state.arrival.end is not None
+
+
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest stalled prefill that is younger than `state` and not part of a step."""
+    """The youngest prefill that stands still and is younger than `state`."""
+    victim = youngest_stalled(prefilling)
+    return victim if victim is not None and victim.order > state.order else None
+
+
+def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
+    """The youngest prefill that stands still and is not part of a step: before an image, or because the KV that it
+    pulls is still being computed."""
     found = None
-    for other in prefilling:
-        if other.order > state.order and not other.num_scheduled and is_stalled(other):
-            found = other
+    for state in prefilling:
+        if not state.num_scheduled and is_stalled(state) and not is_complete(state):
+            found = state
     return found
+
+
+def image_order(state: RequestState, index: int) -> tuple[int, int, int, int]:
+    """The smaller one is earlier, on all instances alike: by age of the request, then by place in the prompt. Encode
+    jobs of one age are for one request, whose images keep their places in it."""
+    age, arrived = state.order
+    return age, state.request.images[index].start if state.is_job else 0, arrived, index
 
 
 def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
@@ -89,15 +127,15 @@ def features_to_take(
     num_blocks: int,
 ) -> list[FeatureKey]:
     """Which encoded features give way so that image `index` of `state` gets `num_blocks` more blocks: the latest first,
-    none that an image before it in (arrival, prompt) order uses, none that a step is reading. Empty if that is not
+    none that an image before it in (age, prompt) order uses, none that a step is reading. Empty if that is not
     enough.
 
     `holders` are (key, images that use it, blocks) of everything encoded. Features are as old as their oldest user.
     """
-    asking = (state.order, index)
+    asking = image_order(state, index)
     later = []
     for key, users, blocks in holders:
-        age = min((other.order, i) for other, i in users)
+        age = min(image_order(other, i) for other, i in users)
         if age > asking and not any(_is_being_read(other, i) for other, i in users):
             later.append((age, blocks, key))
     later.sort(reverse=True)

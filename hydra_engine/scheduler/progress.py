@@ -6,6 +6,8 @@ and the scheduler lets them go when no plan names them any more.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import (
@@ -16,7 +18,8 @@ from hydra_engine.core.plans import (
     VisionPlan,
     VisionResult,
 )
-from hydra_engine.core.state import Ending, ImageProgress, RequestState
+from hydra_engine.core.roles import Role
+from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.blame import sentence
 from hydra_engine.scheduler.book import RequestBook
@@ -50,20 +53,36 @@ class Progress:
             elif state.ending is None:
                 book.end(state, Ending(FinishReason.ERROR, error=error))
             key = state.image_keys[item.image_index]
-            users = book.finish_features(key, failed=error is not None)
+            users = book.images.finish(key, result.ended_s, failed=error is not None)
             sharing |= {user.request.id: user for user in users}
         for request_id, count in patches.items():
             state = book.states[request_id]
             state.plans_in_flight -= 1
             timeline = book.timelines[request_id]
-            more = state.ending is None and ImageProgress.WAITING in state.images
+            more = state.ending is None and state.needs_encode
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
-            if not more and not state.num_scheduled:
+            if not more and not state.num_scheduled and not state.needs_pull:
                 timeline.images_ready(result.ended_s)
-        for request_id, state in sharing.items():
-            if request_id not in patches and state.ending is None and not state.waits_for_images:
-                book.images_settled(state, result.ended_s)
+        self._shared(sharing, patches, result.ended_s)
         return [book.states[request_id] for request_id in patches]
+
+    def _shared(self, users: Mapping[RequestId, RequestState], own: Container[RequestId], now: float) -> None:
+        """Others had the same picture; some of them may have waited for nothing else."""
+        for request_id, state in users.items():
+            if request_id not in own and state.ending is None and not state.waits_for_images:
+                self._book.images.settled(state, now)
+
+    # ---- transfer
+
+    def pulled(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
+        """Features of an image have been copied, or turned out not to be there any more."""
+        key, num_tokens = state.image_keys[index], state.request.images[index].num_tokens
+        timeline = self._book.timelines[state.request.id]
+        timeline.pulled("pull_features", started_s, ended_s, num_tokens)
+        if valid:
+            state.images_asked.discard(index)
+        users = self._book.images.finish(key, ended_s, failed=not valid)
+        self._shared({user.request.id: user for user in users}, (), ended_s)
 
     # ---- language
 
@@ -99,21 +118,34 @@ class Progress:
             return
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
-            self._book.consume_images(state)
+            self._book.images.consume(state, ended_s)
         if chunk.sample:
             assert token_id >= 0, "a row that samples came back without a token"
-            if not state.generated:
-                self.prompt_tokens += state.request.num_prompt - state.cached_tokens
+            if state.num_generated == len(state.request.generated_token_ids):
+                self.prompt_tokens += max(0, state.request.num_prompt - state.cached_tokens)
             self.generation_tokens += 1
             state.generated.append(token_id)
-            self._book.decodes.read_chunk(chunk.seat, token_id, ended_s)
+            self._sampled(state, chunk.seat, token_id, ended_s)
             self._book.prefixes.owe(state)
             if token_id in state.stop_ids:
                 self._book.end(state, Ending(FinishReason.STOP, stop_token_id=token_id))
             elif state.num_generated >= state.request.max_new_tokens:
                 self._book.end(state, Ending(FinishReason.LENGTH))
+        if state.ending is None and Role.D not in state.part:
+            self._book.offer_kv(state, ended_s, self._book.end_of_kv(state) if chunk.sample else None)
         if state.ending is None:
             self._book.place(state)
+
+    def _sampled(self, state: RequestState, seat: int, token_id: int, ended_s: float) -> None:
+        """The times of the token that ends a prefill; where the request goes on here, the table of decodes keeps
+        them."""
+        if Role.D in state.part:
+            self._book.decodes.read_chunk(seat, token_id, ended_s)
+            return
+        timeline = self._book.timelines[state.request.id]
+        timeline.last_token_s = ended_s
+        if not timeline.first_token_s:
+            timeline.first_token_s = ended_s
 
     def _decodes(
         self,

@@ -1,4 +1,4 @@
-"""Queues of requests: in order of arrival, and for those that wait also in order of urgency.
+"""Queues of requests: in order of age, and for those that wait also in order of urgency.
 
 Membership and removal by id; a request that comes back (preempted, or its features gone) keeps its age and is sorted
 in. Nothing costs more than a search by halves and the move of a list's tail, however many requests wait. Does not know
@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.state import RequestState, Urgency
+from hydra_engine.core.state import Order, RequestState, Urgency
 
 
 class ArrivalQueue:
@@ -20,8 +20,8 @@ class ArrivalQueue:
     __slots__ = ("_by_order", "_ids", "_orders")
 
     def __init__(self) -> None:
-        self._orders: list[int] = []
-        self._by_order: dict[int, RequestState] = {}
+        self._orders: list[Order] = []
+        self._by_order: dict[Order, RequestState] = {}
         self._ids: set[RequestId] = set()
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class ArrivalQueue:
 
 
 class UrgencyQueue(ArrivalQueue):
-    """In order of arrival like its base, and beside that in order of `RequestState.urgency`."""
+    """In order of age like its base, and beside that in order of `RequestState.urgency`."""
 
     __slots__ = ("_num_ranked", "_urgencies")
 
@@ -119,9 +119,9 @@ class StartedOrders:
     it began to wait. What no waiting request can ask for any more is forgotten."""
 
     def __init__(self) -> None:
-        self._orders: list[int] = []  # of the requests that have started, ascending
+        self._orders: list[Order] = []  # of the requests that have started, ascending
 
-    def started(self, order: int, oldest_waiting: int | None) -> None:
+    def started(self, order: Order, oldest_waiting: Order | None) -> None:
         """`oldest_waiting` is the order of the oldest request that still waits, if there is one."""
         if oldest_waiting is None:
             self._orders.clear()
@@ -129,6 +129,6 @@ class StartedOrders:
         insort(self._orders, order)
         del self._orders[: bisect_right(self._orders, oldest_waiting)]
 
-    def younger_than(self, order: int) -> int:
+    def younger_than(self, order: Order) -> int:
         """To be compared with the same number later, as long as the asker waits."""
         return len(self._orders) - bisect_right(self._orders, order)

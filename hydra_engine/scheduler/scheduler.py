@@ -1,14 +1,16 @@
 """The stage scheduler: events in, plans and events out. The live instance and the simulator drive the same object.
 
 Pure and clock-injected: the same calls with the same `now` give the same plans. It owns the state of its requests and
-the bookkeeping of both caches. What a result means for each request is in `progress.py`. Does not know tensors,
-threads, channels or text.
+the bookkeeping of both caches. What a result means for each request is in `progress.py`, what is fetched from other
+instances in `pulls.py`, how parts of requests leave in `parts.py`. Does not know tensors, threads, channels, other
+instances or text.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra_engine.cache.ledger import LedgerSnapshot
 from hydra_engine.cache.manager import CacheManager
@@ -17,20 +19,22 @@ from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import KvEnd, LanguagePlan, LanguageResult, PullPlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
-from hydra_engine.scheduler.audit import check_book
+from hydra_engine.scheduler.audit import check_book, check_in_flight
 from hydra_engine.scheduler.blame import StepLog
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.budget import Budgets, FixedBudgets
-from hydra_engine.scheduler.events import Event, FinishEvent
+from hydra_engine.scheduler.events import Event, FinishEvent, OutsideEvent
 from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.modes import Mode
+from hydra_engine.scheduler.parts import Parts
 from hydra_engine.scheduler.progress import Progress
+from hydra_engine.scheduler.pulls import Pulls
 from hydra_engine.scheduler.timeline import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
@@ -50,13 +54,18 @@ class SchedulerStats:
     prompt_tokens: int
     generation_tokens: int
     images_encoded: int
+    num_handing_over: int
+    num_arriving: int
 
 
 class StageScheduler:
     """Contract: one vision plan is in flight at most, and one language plan; with look-ahead two of these, which the
-    lane runs one after the other. Every result is given back exactly once, those of a lane in order, also when it
-    failed. Every request that `add` accepts ends in exactly one FinishEvent, at which time no plan names it and its
-    blocks are free. If every result comes back, every request ends, whatever the sizes of the caches.
+    lane runs one after the other; and any number of pulls. Every result is given back exactly once, those of a lane in
+    order, also when it failed. Every request, or part of one, that `add` accepts ends in exactly one FinishEvent, at
+    which time no plan names it and its blocks are free. If every result comes back, what is asked of other instances is
+    offered and what is offered to them is fetched, every request ends, whatever the sizes of the caches.
+
+    `take_events` is called after each plan and before it is submitted: what others may not read any more is in it.
     """
 
     def __init__(
@@ -72,19 +81,26 @@ class StageScheduler:
         budgets: Budgets | None = None,
         log: StepLog | None = None,
     ) -> None:
-        """`has_states`: the model keeps recurrent states, one in each seat. `log` explains late tokens."""
-        if Role.P not in role or Role.D not in role:
-            raise ConfigError(f"an instance must prefill and decode, not only {role.letters}", param="topology")
+        """`has_states`: the model keeps recurrent states, one in each seat. `log` explains late tokens. A pool that
+        the role does not use has no blocks."""
+        if has_states and (Role.P in role) != (Role.D in role):
+            raise ConfigError(
+                f"a model with recurrent states cannot be served by an instance of role {role.letters}: states stay "
+                "where they are, so use roles that prefill and decode, for example E+PD",
+                param="topology",
+            )
         self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
         self._max_queue = config.max_queue
         self._book = RequestBook(kv, images, instance, config, reuse=reuse, has_states=has_states, log=log)
         self._budgets = budgets if budgets is not None else FixedBudgets(config)
-        self._mode = Mode(config)
+        self._mode = Mode(config, role)
         self._vision = VisionPlanner(self._book, self._budgets, config)
         whole = self._mode.whole_requests
         self._language = LanguagePlanner(self._book, self._budgets, config, whole_requests=whole)
         self._times = StepTimes()
         self._progress = Progress(self._book, self._times)
+        self._pulls = Pulls(self._book, self._language.arrivals, self._progress, config)
+        self._parts = Parts(self._book)
         self._vision_plans: dict[StepId, VisionPlan] = {}
         self._encodes: dict[StepId, tuple[tuple[RequestId, int], ...]] = {}  # (request, patches) of these plans
         self._language_steps: dict[StepId, LanguageStep] = {}
@@ -95,11 +111,32 @@ class StageScheduler:
 
     # ---- requests
 
-    def add(self, request: Request, now: float) -> None:
-        """Accepts a request or raises the RequestError that says why it is refused; then nothing has changed."""
-        check_fits(request, self._limits)
-        check_queue(len(self._book.states), self._max_queue, self._finish_times)
-        self._book.add(request, now)
+    def add(
+        self,
+        request: Request,
+        now: float,
+        *,
+        part: Role | None = None,
+        remote_images: frozenset[int] = frozenset(),
+        pulls_kv: bool = False,
+    ) -> None:
+        """Accepts a request or raises the RequestError that says why it is refused; then nothing has changed.
+
+        `part`: the stages to be done here, by default all that the role can do; E alone is an encode job, a request
+        with images and no prompt. Images in `remote_images` are encoded elsewhere, and all are if the part has no E.
+        With `pulls_kv` the KV of the prompt is computed elsewhere and pulled.
+        """
+        part = self._limits.role if part is None else part
+        check_fits(request, self._limits, part)
+        if Role.P in part and not pulls_kv:  # what goes on with an accepted request is accepted
+            check_queue(len(self._book.states), self._max_queue, self._finish_times)
+        self._book.add(request, now, part=part, remote_images=remote_images, pulls_kv=pulls_kv)
+
+    def set_role(self, role: Role) -> None:
+        """Which parts are accepted from now on. Only while nothing is held."""
+        assert not self.has_work, "the role changes while requests are served"
+        self._limits = replace(self._limits, role=role)
+        self._mode.set_role(role)
 
     def abort(self, request_id: RequestId, now: float) -> list[Event]:
         """Ends a request; unknown ids are ignored. Its FinishEvent is returned now or, while a plan in flight names it,
@@ -109,6 +146,64 @@ class StageScheduler:
             return []
         self._book.end(state, Ending(FinishReason.ABORT))
         return self._finish([state], now)
+
+    # ---- other instances
+
+    def image_offered(self, request_id: RequestId, image_index: int, offer: int, now: float) -> None:
+        """Features of a remote image can be pulled. `offer` is a number of the caller's, as in the plan of the pull."""
+        self._pulls.image_offered(request_id, image_index, offer)
+
+    def image_offer_gone(self, offer: int, now: float) -> None:
+        """They cannot be pulled any more; a copy in flight comes back all the same."""
+        self._book.images.offer_gone(offer)
+
+    def kv_offered(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None, now: float) -> None:
+        """`num_blocks` of a request's KV can be pulled, in all: told again whenever there are more, the last time with
+        `end`."""
+        self._pulls.kv_offered(request_id, offer, num_blocks, end)
+
+    def kv_offer_gone(self, offer: int, now: float) -> None:
+        self._pulls.kv_offer_gone(offer)
+
+    def plan_pulls(self, now: float) -> list[PullPlan]:
+        """Copies to begin now. They write to blocks of ours until `on_pull`."""
+        plans = self._pulls.plan(self._next_step, now)
+        self._next_step += len(plans)
+        return plans
+
+    def on_pull(self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float) -> list[Event]:
+        """Takes back a pull. Not `valid`: its offer was gone before the copy had ended, or the bytes were wrong."""
+        state = self._pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
+        self._depart(now)
+        return self._finish([state], now)
+
+    def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[Event]:
+        """Features that an encode job has offered have been fetched, or are not wanted."""
+        return self._finish(self._parts.release_features(request_id, image_index, now), now)
+
+    def release_kv(self, request_id: RequestId, now: float) -> list[Event]:
+        """All KV that was offered has been fetched, or is not wanted."""
+        return self._finish(self._parts.release_kv(request_id, now), now)
+
+    def withdraw(self, request_id: RequestId, now: float, reason: str) -> list[Event]:
+        """Nobody is going to fetch what an encode job or a request that moves on offers. `reason` is for its
+        timeline."""
+        return self._finish(self._parts.withdraw(request_id, now, reason), now)
+
+    def hand_over(self, request_id: RequestId, now: float) -> bool:
+        """A decode that runs here is to go on elsewhere: from here on its KV is offered. False if it does not run."""
+        return self._parts.hand_over(request_id, now)
+
+    def take_events(self) -> list[OutsideEvent]:
+        """What other instances have to be told since the last call, in order, and the ends of requests that departed
+        while something was planned."""
+        return self._book.outside.take()
+
+    def _depart(self, now: float) -> None:
+        departed, self._book.departed = self._book.departed, []
+        for event in self._finish(departed, now):
+            assert isinstance(event, FinishEvent)
+            self._book.outside.tell(event)
 
     # ---- plans
 
@@ -141,6 +236,12 @@ class StageScheduler:
             self._book.log.vision_began(now, work)
         return plan
 
+    @property
+    def language_due_s(self) -> float:
+        """When `plan_language` is worth calling again although nothing has happened; infinite if never."""
+        idle = not self._language_steps and bool(self._book.states)
+        return self._mode.due_s(vision_runs=bool(self._vision_plans)) if idle else math.inf
+
     def plan_language(self, now: float) -> LanguagePlan | None:
         """The next language step, or None when nothing can run or as many as may be are in flight.
 
@@ -149,12 +250,15 @@ class StageScheduler:
         """
         ahead, vision_runs = bool(self._language_steps), bool(self._vision_plans)
         images_wait = bool(self._book.unencoded)
-        if not self._book.states or len(self._language_steps) > 1:
+        if not self._book.states or len(self._language_steps) > 1 or not self._limits.role.needs_language:
             return None
         if not self._mode.may_plan_language(vision_runs=vision_runs, language_runs=ahead, images_wait=images_wait):
             return None
+        if self._mode.yields(now, vision_runs=vision_runs, language_runs=ahead):
+            return None
         patches = self._patches_in_flight
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
+        self._depart(now)
         if step is None:
             return None
         self._language_steps[step.plan.step_id] = step
@@ -194,6 +298,7 @@ class StageScheduler:
         duration_s = result.ended_s - result.started_s
         gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s
         self._language_ended_s = result.ended_s
+        self._mode.language_ended(result.ended_s)
         self._times.record(duration_s, step.load.num_rows)
         self._book.log.language(result.started_s, result.ended_s, step.load, step.chunks, result.vision_s)
         self._budgets.on_language(step.load, step.budget, duration_s=duration_s, gap_s=gap_s, vision_s=result.vision_s)
@@ -241,7 +346,7 @@ class StageScheduler:
         return SchedulerStats(
             num_running=len(book.prefilling) + len(book.decoding),
             num_waiting=len(book.waiting),
-            num_encoding=len(book.encoding),
+            num_encoding=len(book.encoding) + len(book.jobs),
             kv_blocks_used=book.kv.num_held,
             kv_blocks_total=book.kv.num_blocks,
             image_blocks_used=book.features.num_held,
@@ -250,6 +355,8 @@ class StageScheduler:
             prompt_tokens=progress.prompt_tokens,
             generation_tokens=progress.generation_tokens,
             images_encoded=progress.images_encoded,
+            num_handing_over=len(book.handing_over),
+            num_arriving=len(book.arriving) + len(book.incoming),
         )
 
     def budget(self) -> BudgetReport:
@@ -261,24 +368,5 @@ class StageScheduler:
     def check(self) -> None:
         """Raises AssertionError if any of the books disagree with another."""
         check_book(self._book)
-        self._check_in_flight()
-
-    def _check_in_flight(self) -> None:
-        book = self._book
-        plans: dict[RequestId, int] = {}
-        rows = [0] * book.seats.num_seats
-        for vision in self._vision_plans.values():
-            for request_id in {item.request_id for item in vision.items}:
-                plans[request_id] = plans.get(request_id, 0) + 1
-        for step in self._language_steps.values():
-            for chunk in step.plan.chunks:
-                plans[chunk.request_id] = plans.get(chunk.request_id, 0) + 1
-            pairs = zip(step.plan.decodes.request_ids.tolist(), step.plan.decodes.seats.tolist(), strict=True)
-            for request_id, seat in pairs:
-                rows[seat] += 1
-                assert book.seats.held.get(request_id) == seat, f"request {request_id} has lost its seat in a plan"
-        assert rows == book.decodes.in_flight.tolist(), "decode rows in flight"
-        for request_id, state in book.states.items():
-            assert state.plans_in_flight == plans.pop(request_id, 0), f"request {request_id}: plans in flight"
-            assert state.ending is None or book.in_use(state), f"request {request_id} has ended and is still here"
-        assert not plans, f"plans name requests that are gone: {sorted(plans)}"
+        language = [step.plan for step in self._language_steps.values()]
+        check_in_flight(self._book, self._vision_plans.values(), language, self._pulls.in_flight.values())

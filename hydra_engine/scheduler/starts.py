@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.state import RequestState
+from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.draft import Draft
@@ -40,7 +40,7 @@ class PrefillStarter:
             if first := book.waiting.after(None):  # whoever starts needs a block at least, and nobody can give way
                 book.timelines[first.request.id].cause = "kv blocks"
             return
-        seen: set[int] = set()
+        seen: set[Order] = set()
         self._start_by_urgency(draft, short, seen)
         oldest = self._oldest()
         if oldest is None or oldest.order in seen or not draft.left:
@@ -48,7 +48,7 @@ class PrefillStarter:
         if short is None or oldest.order < short.order:
             self._consider(oldest, draft, num_early=0)
 
-    def _start_by_urgency(self, draft: Draft, short: RequestState | None, seen: set[int]) -> None:
+    def _start_by_urgency(self, draft: Draft, short: RequestState | None, seen: set[Order]) -> None:
         """A request that lacks room may be overtaken by younger ones `max_bypass` times; then nobody passes it, and
         what is freed is saved for it. `seen` takes the orders of those that were considered."""
         book = self._book
@@ -96,7 +96,7 @@ class PrefillStarter:
 
     # ---- in which order
 
-    def _candidates(self, seen: set[int]) -> Iterator[RequestState]:
+    def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
         """Each once, by urgency; but those that have been overtaken too often, by those before them in this step too,
         go first, the oldest of them before the others."""
         book = self._book
@@ -107,18 +107,15 @@ class PrefillStarter:
                 return
             yield state
 
-    def _overdue(self, seen: set[int]) -> RequestState | None:
+    def _overdue(self, seen: set[Order]) -> RequestState | None:
         book = self._book
         head = book.encoding.oldest()
         waits = head is not None and head.order not in seen and policy.may_insist(head, head=True)
         if head is not None and waits and book.overtaken(head) >= self._max_bypass:
             return head
         for state in islice(book.waiting, policy.MAX_PASSED):
-            if book.overtaken(state) >= self._max_bypass:
-                if state.order not in seen:
-                    return state
-            elif not state.num_preemptions:
-                break  # whoever is younger has been overtaken no more often
+            if book.overtaken(state) >= self._max_bypass and state.order not in seen:
+                return state
         return None
 
     def _oldest(self) -> RequestState | None:
@@ -145,19 +142,20 @@ class PrefillStarter:
                 if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
                     return found
             victim = policy.stalled_younger_than(state, self._book.prefilling) if insists else None
-            if victim is None:
+            if victim is None or not draft.preempt(victim):
                 return None
-            draft.preempt(victim)
 
     def _admit(self, state: RequestState, found: Sequence[int], draft: Draft) -> None:
-        """Grants what was found in the cache and the blocks of the first chunk, after a preemption those of everything.
+        """Grants what was found in the cache and the blocks of the first chunk, or those of everything.
 
         What was found may reach to an image without features. Then there is no chunk yet, but the features that lie
         before are let go, which the image may be waiting for.
         """
+        num_tokens = policy.kv_tokens_to_admit(state)
         self._book.start(state, len(found), draft.now)
         chunk = draft.chunk_of(state)
-        num_tokens = state.max_tokens if state.num_preemptions else state.num_computed + chunk
+        if not policy.takes_all_at_once(state):
+            num_tokens = state.num_computed + chunk
         granted = self._kv.grow(state.request.id, num_tokens, max_tokens=state.max_tokens)
         assert granted, "room was found and is gone"
         self._book.place(state)

@@ -75,11 +75,12 @@ class Timeline:
         "late_gaps",
     )
 
-    def __init__(self, instance: str, now: float, has_images: bool) -> None:
+    def __init__(self, instance: str, now: float, has_images: bool, *, prefills: bool = True) -> None:
+        """`prefills` False: an encode job, which waits for no language step."""
         self._instance = instance
         self._spans: list[StageSpan] = []
         self._encode_since_s = now if has_images else None
-        self._prefill_since_s: float | None = now
+        self._prefill_since_s: float | None = now if prefills else None
         self._wait_stage = "prefill_wait"
         self.cause = "images" if has_images else "queue"
         self.first_token_s = 0.0
@@ -137,6 +138,14 @@ class Timeline:
     def gap(self, since_s: float, until_s: float, cause: str, blame: Sequence[Blame] = ()) -> None:
         """The next token came late. What was decoded before has been told."""
         self._add("decode_wait", since_s, until_s, cause=cause, blame=blame)
+
+    def pulled(self, stage: str, started_s: float, ended_s: float, tokens: int) -> None:
+        """`stage` is pull_features or pull_kv; one copy of that many tokens."""
+        self._add(stage, started_s, ended_s, lane="transfer", tokens=tokens)
+
+    def offered(self, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
+        """What was computed waited to be fetched. `cause` says why it was not."""
+        self._add("offered", since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
 
     def preempted(self) -> None:
         if self._prefill_since_s is None:

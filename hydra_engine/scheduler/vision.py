@@ -3,13 +3,14 @@
 Images go by the urgency of their requests while blocks are free for all of them that go first, otherwise by arrival;
 those of one request by their place in the prompt. Language steps take no part in it, so no amount of prefill postpones
 an encode: an image waits at most for the images before it in that order and for the running vision step, as long as the
-image cache has blocks; blocks come back as older requests are prefilled. Rules of age are in `policy.py`.
+image cache has blocks; blocks come back as older requests are prefilled, or as features are fetched by the instances
+that they were encoded for. Rules of age are in `policy.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, groupby, islice
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import StepId
@@ -23,17 +24,23 @@ from hydra_engine.scheduler.budget import Budgets
 class VisionPlanner:
     """Blocks are granted in order, all of an image at once, and never to a later image while an earlier one lacks
     them; by arrival that leaves no cycle of waiting with `policy.features_to_take`, even if the cache has room for one
-    image. Urgency takes nothing from anybody, and no more time than the patience from the oldest image that waits."""
+    image. Urgency takes nothing from anybody, and no more time than the patience from the oldest image that waits.
+
+    Features of encode jobs leave room for the largest image that a request of this instance waits for, so that nobody
+    here waits for another instance to fetch something; an image too large for that counts as any other. Only jobs
+    give way for it, so the oldest job always gets on."""
 
     def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
         self._book = book
         self._budgets = budgets
         self._patience_s = config.encode_patience_ms / 1000
+        self._job_quota = 0  # blocks that features of jobs may hold, while a step is filled
 
     def plan(self, step_id: StepId, now: float, *, among: int | None = None) -> VisionPlan | None:
         """The next step, or None if nothing can be encoded. `among`: only images of so many requests, the first ones in
         order, are looked at. Its first image may exceed the budget."""
         unencoded = self._book.unencoded
+        self._job_quota = self._book.features.num_blocks - self._largest_local()
         items: list[EncodeItem] = []
         if unencoded.is_ranked and not self._is_impatient(unencoded.oldest(), now):
             items = self._fill(unencoded.by_urgency(), now, among, may_take=False)
@@ -53,9 +60,12 @@ class VisionPlanner:
         budget = self._budgets.vision()
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
+        jobs_wait = False  # one that has used up the quota keeps nobody but other jobs waiting
         for state, index in _images(islice(states, among)):
             if state.images[index] != ImageProgress.WAITING:
                 continue  # the same picture is in the step already
+            if state.is_job and jobs_wait:
+                continue
             image = state.request.images[index]
             num_blocks = self._book.features.blocks_for(image.num_tokens)
             if items and used + image.num_patches > budget:
@@ -64,9 +74,12 @@ class VisionPlanner:
                 if self._is_impatient(state, now) or used >= budget or num_skipped >= policy.MAX_PASSED:
                     break
                 continue
+            if state.is_job and not self._within_quota(state, index, num_blocks, now, may_take=may_take):
+                jobs_wait = True
+                continue
             if not self._make_room(state, index, num_blocks, reserved, now, may_take=may_take):
                 break
-            items.append(self._item(state, index))
+            items.append(self._item(state, index, now))
             used += image.num_patches
         return items
 
@@ -84,13 +97,45 @@ class VisionPlanner:
         if reserved or not may_take:
             return False
         missing = num_blocks - features.num_free
-        for key in policy.features_to_take(state, index, self._book.encoded_features(), missing):
-            self._book.take_features(key, now)
+        for key in policy.features_to_take(state, index, self._book.images.encoded(), missing):
+            self._book.images.take(key, now)
         return features.num_free >= num_blocks
 
-    def _item(self, state: RequestState, index: int) -> EncodeItem:
+    def _largest_local(self) -> int:
+        """Blocks of the largest image that a request of this instance lacks; 0 where there are no jobs."""
+        book = self._book
+        if not book.jobs:
+            return 0
+        sizes = (
+            book.features.blocks_for(image.num_tokens)
+            for state in chain(book.encoding, book.prefilling)
+            for image, progress in zip(state.request.images, state.images, strict=True)
+            if progress <= ImageProgress.ENCODING
+        )
+        return max(sizes, default=0)
+
+    def _within_quota(self, state: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
+        """Whether features of jobs may hold so many blocks more, after taking those of later jobs if it must and
+        may."""
+        book = self._book
+        if num_blocks > self._job_quota or self._job_quota == book.features.num_blocks:
+            return True
+        if (excess := self._held_by_jobs() + num_blocks - self._job_quota) <= 0:
+            return True
+        if may_take:
+            of_jobs = (holder for holder in book.images.encoded() if all(user.is_job for user, _ in holder[1]))
+            for key in policy.features_to_take(state, index, of_jobs, excess):
+                book.images.take(key, now)
+        return self._held_by_jobs() + num_blocks <= self._job_quota
+
+    def _held_by_jobs(self) -> int:
+        book = self._book
+        held = ((book.features.users(key), num_blocks) for key, _, num_blocks in book.features.held())
+        return sum(n for users, n in held if all(book.states[request_id].is_job for request_id, _ in users))
+
+    def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
         request, image = state.request, state.request.images[index]
-        self._book.reserve_features(state, index)
+        self._book.images.reserve(state, index, now)
         return EncodeItem(
             request_id=request.id,
             image_index=index,
@@ -102,8 +147,10 @@ class VisionPlanner:
 
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:
-    """Images that wait for an encode, request by request."""
-    for state in states:
-        for index, progress in enumerate(state.images):
-            if progress == ImageProgress.WAITING:
+    """Images that wait for an encode here, request by request. Encode jobs for one request stand side by side; their
+    images come in the order of its prompt, in which they are needed."""
+    for age, group in groupby(states, key=lambda state: state.order[0] if state.is_job else None):
+        pairs = ((state, index) for state in group for index in range(len(state.images)))
+        for state, index in pairs if age is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
+            if state.images[index] == ImageProgress.WAITING and index not in state.remote_images:
                 yield state, index

@@ -329,12 +329,13 @@ class Destination:
         return pull.heard_s + RENEWALS_UNCLAIMED * self._renew_s
 
     def _claim(self, pull: Pull) -> list[PullEvent]:
-        """The offer is for a request of ours."""
+        """The offer is for a request of ours. It takes the place of an earlier one of the same source; of two sources
+        that offer one image both are kept, for one may be about to withdraw."""
         if pull.image_index is None and self._records.sources[pull.request_id] != pull.peer:
             self.ignored += 1
             return []
         events: list[PullEvent] = []
-        earlier = self._records.wanted_for(pull.request_id, pull.image_index)
+        earlier = self._records.wanted_for(pull.request_id, pull.image_index, pull.peer)
         if earlier is not None:
             if not earlier.copies:
                 events.append(Gone(earlier.handle, earlier.request_id, earlier.image_index))

@@ -58,7 +58,7 @@ class Records:
         self.pulls: dict[int, Pull] = {}  # by handle: all of them
         self.peers: dict[str, Peer] = {}  # those that are up
         self.sources: dict[RequestId, str | None] = {}  # requests that may receive, with the peer of their KV
-        self._wanted: dict[RequestId, dict[int | None, Pull]] = {}  # by image, None: KV
+        self._wanted: dict[RequestId, dict[tuple[int | None, str], Pull]] = {}  # by image (None: KV) and source
 
     def peer(self, name: str, incarnation: int) -> Peer | None:
         peer = self.peers.get(name)
@@ -73,8 +73,8 @@ class Records:
     def wanted(self, request_id: RequestId) -> list[Pull]:
         return list(self._wanted.get(request_id, {}).values())
 
-    def wanted_for(self, request_id: RequestId, image_index: int | None) -> Pull | None:
-        return self._wanted.get(request_id, {}).get(image_index)
+    def wanted_for(self, request_id: RequestId, image_index: int | None, peer: str) -> Pull | None:
+        return self._wanted.get(request_id, {}).get((image_index, peer))
 
     def unclaimed(self, request_id: RequestId) -> list[Pull]:
         """Oldest first."""
@@ -92,7 +92,7 @@ class Records:
     def add_wanted(self, pull: Pull) -> None:
         self.pulls[pull.handle] = pull
         self.peers[pull.peer].wanted[pull.sequence] = pull
-        self._wanted.setdefault(pull.request_id, {})[pull.image_index] = pull
+        self._wanted.setdefault(pull.request_id, {})[pull.image_index, pull.peer] = pull
 
     def remove(self, pull: Pull) -> None:
         del self.pulls[pull.handle]
@@ -103,7 +103,7 @@ class Records:
             return
         del peer.wanted[pull.sequence]
         of_request = self._wanted[pull.request_id]
-        del of_request[pull.image_index]
+        del of_request[pull.image_index, pull.peer]
         if not of_request:
             del self._wanted[pull.request_id]
 
@@ -120,7 +120,7 @@ class Records:
         assert {pull.handle for pull in wanted} == by_peer, "offers by request and by peer"
         for pull in wanted:
             assert pull.request_id in self.sources and not pull.doomed, f"offer {pull.handle} is not wanted"
-            assert self._wanted[pull.request_id][pull.image_index] is pull
+            assert self._wanted[pull.request_id][pull.image_index, pull.peer] is pull
             assert pull.image_index is not None or self.sources[pull.request_id] == pull.peer, "KV of the wrong peer"
         for name, peer in self.peers.items():
             assert not peer.wanted.keys() & peer.unclaimed.keys()

@@ -66,6 +66,8 @@ class Recipe:
     def of(cls, request: Request) -> Recipe:
         params = request.sampling
         history = TokenHistory(request.prompt_token_ids) if params.needs_history else None
+        if history is not None:
+            history.record(request.num_prompt, request.generated_token_ids)
         ending = tuple(sorted({*request.eos_token_ids, *params.stop_token_ids}))
         return cls(params, request.seed, ending, history)
 

@@ -137,14 +137,26 @@ def test_a_doubled_or_late_offer_is_ignored(target) -> None:
     assert target.on_offer("e0", picture(4), 0.0) == []  # done already
 
 
-def test_a_second_offer_replaces_the_first_and_the_first_ones_source_hears_of_it(target) -> None:
+def test_a_second_offer_replaces_the_first_and_their_source_hears_of_it(target) -> None:
     target.expect(9, None)
     first = offered(target.on_offer("e0", picture(1), 0.0))
-    gone, second = target.on_offer("e1", picture(5), 0.0)
+    gone, second = target.on_offer("e0", picture(5), 0.0)
     assert gone == Gone(first, 9, 0) and isinstance(second, Offered)
     assert target.next_deadline() == -math.inf
     assert target.renewals(0.0)[0] == ("e0", Refuse(3, 1))
     assert target.live == 1 and target.refuse(first) is None
+    target.check()
+
+
+def test_offers_of_one_picture_by_two_sources_are_both_kept(target) -> None:
+    """The one that came first may be withdrawn later, and the other way round."""
+    target.expect(9, None)
+    first = offered(target.on_offer("e0", picture(1), 0.0))
+    second = offered(target.on_offer("e1", picture(1), 0.0))
+    assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(first, 9, 0)]
+    assert target.live == 1
+    assert target.begin(second, 0, 2) is not None
+    assert isinstance(target.end(second, valid=True, last=True), Committed)
     target.check()
 
 

@@ -212,9 +212,12 @@ class World:
         for event in events:
             if isinstance(event, Offered):
                 item = node.requests[event.request_id][event.image_index]
-                if item.handle is not None:
-                    assert node.target.copying(item.handle), "an offer is replaced, and nobody says that it is gone"
-                    node.leftover[item.handle] = item.blocks
+                if item.handle is not None:  # of another source, or its last copy is in flight: the later one is taken
+                    self._refuse(node, item.handle)
+                    if node.target.copying(item.handle):
+                        node.leftover[item.handle] = item.blocks
+                    else:
+                        node.memory.release(item.blocks)
                 if item.ready:  # a job that was sent twice
                     self._refuse(node, event.handle)
                     continue

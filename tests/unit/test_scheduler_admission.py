@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hydra_engine.cache.manager import CacheManager
@@ -38,13 +40,38 @@ def test_an_image_larger_than_the_image_cache_is_refused_by_its_number() -> None
         check_fits(make_request(1, Img(2), Img(9), max_new=1), LIMITS)
 
 
-def test_an_empty_prompt_and_images_without_an_encoder_are_invalid() -> None:
+def test_an_empty_prompt_is_invalid() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         check_fits(make_request(1), LIMITS)
-    text_only = Limits(Role.P | Role.D, 5, 4, 2, 4)
-    check_fits(make_request(1, 3), text_only)
-    with pytest.raises(InvalidRequest, match="no encoder"):
-        check_fits(make_request(1, 3, Img(2)), text_only)
+
+
+def test_each_part_of_a_request_needs_only_what_it_uses() -> None:
+    """Too long an answer for P, too large an image for D, no prompt for E."""
+    request = make_request(1, 8, Img(8), max_new=13)
+    check_fits(request, LIMITS, Role.E | Role.P)
+    with pytest.raises(RequestTooLarge, match="need 8 KV blocks"):
+        check_fits(request, LIMITS, Role.D)
+    no_images = Limits(Role.D, 8, 4, 0, 4)
+    check_fits(request, no_images)
+    with pytest.raises(RequestTooLarge, match=r"image 1 needs 2 blocks.*has 0"):
+        check_fits(request, Limits(Role.P, 8, 4, 0, 4))
+    job = replace(request, prompt_token_ids=())
+    check_fits(job, Limits(Role.E, 0, 4, 2, 4))
+    with pytest.raises(RequestTooLarge, match="image 1"):
+        check_fits(job, Limits(Role.E, 0, 4, 1, 4))
+
+
+def test_tokens_of_earlier_attempts_are_part_of_what_is_prefilled() -> None:
+    request = replace(make_request(1, 8, max_new=13), generated_token_ids=(1, 2, 3))
+    check_fits(request, Limits(Role.P, 3, 4, 0, 4))
+    with pytest.raises(RequestTooLarge):
+        check_fits(request, Limits(Role.P, 2, 4, 0, 4))
+
+
+def test_a_part_that_the_role_does_not_serve_is_refused() -> None:
+    with pytest.raises(Unavailable, match="stages ED are asked of an instance that serves PD") as caught:
+        check_fits(make_request(1, 8), Limits(Role.P | Role.D, 5, 4, 2, 4), Role.E | Role.D)
+    assert caught.value.code == "wrong_role"
 
 
 def test_a_full_queue_is_refused_and_an_oversized_request_is_told_so_even_then() -> None:
@@ -73,7 +100,32 @@ def test_below_the_limit_nothing_is_said() -> None:
     check_queue(1, 2, [])
 
 
-@pytest.mark.parametrize("letters", ["E", "P", "D", "EP", "ED"])
-def test_an_instance_that_cannot_finish_a_request_alone_is_a_configuration_error(letters: str) -> None:
-    with pytest.raises(ConfigError, match="must prefill and decode"):
-        StageScheduler(Role.parse(letters), CacheManager(1, 1), CacheManager(1, 1), config(), instance="t")
+@pytest.mark.parametrize("letters", ["E", "P", "D", "EP", "ED", "PD", "EPD"])
+def test_recurrent_states_need_prefill_and_decode_on_one_instance(letters: str) -> None:
+    role = Role.parse(letters)
+    kv, images = CacheManager(1, 1), CacheManager(1, 1)
+    if (Role.P in role) == (Role.D in role):
+        StageScheduler(role, kv, images, config(), instance="t", has_states=True)
+        return
+    with pytest.raises(ConfigError, match="recurrent states"):
+        StageScheduler(role, kv, images, config(), instance="t", has_states=True)
+
+
+def test_continued_requests_are_accepted_though_the_queue_is_full() -> None:
+    """The request was accepted where it came from."""
+    scheduler = StageScheduler(EPD, CacheManager(5, 4), CacheManager(2, 4), config(max_queue=1), instance="t")
+    scheduler.add(make_request(0, 4), 0.0)
+    scheduler.add(make_request(1, 4), 0.0, part=Role.D, pulls_kv=True)
+    scheduler.add(replace(make_request(2, Img(4)), prompt_token_ids=()), 0.0, part=Role.E)
+    with pytest.raises(Unavailable):
+        scheduler.add(make_request(3, 4), 0.0)
+
+
+def test_the_role_changes_only_at_rest() -> None:
+    scheduler = StageScheduler(Role.E | Role.P, CacheManager(5, 4), CacheManager(2, 4), config(), instance="t")
+    with pytest.raises(Unavailable):
+        scheduler.add(make_request(0, 4), 0.0, part=Role.D, pulls_kv=True)
+    scheduler.set_role(EPD)
+    scheduler.add(make_request(0, 4), 0.0, part=Role.D, pulls_kv=True)
+    with pytest.raises(AssertionError, match="while requests are served"):
+        scheduler.set_role(Role.E)

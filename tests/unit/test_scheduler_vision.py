@@ -142,7 +142,7 @@ Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
 
 
 def holder(blocks: int, *users: tuple[RequestState, int]) -> Holder:
-    name = ",".join(f"{state.order}.{index}" for state, index in users)
+    name = ",".join(f"{state.order[1]}.{index}" for state, index in users)
     return FeatureKey(name.encode()), list(users), blocks
 
 

@@ -1,0 +1,230 @@
+"""How far the images of all requests are, and what follows when their features come and go.
+
+All images with one picture are as far as its features are. Features are encoded here, or pulled from the instance that
+encoded them; features of an encode job are offered to another instance as long as they are here. Carries out what the
+planners decide and tells `outside` what others have to know; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from hydra_engine.cache.features import FeatureCache
+from hydra_engine.core.ids import FeatureKey, RequestId
+from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.scheduler.events import FeaturesEvent, FeaturesGoneEvent, UnneededEvent
+from hydra_engine.scheduler.outside import Outside
+from hydra_engine.scheduler.timeline import Timeline
+
+Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
+
+
+class ImageBook:
+    """Others have been asked for every remote image that WAITS (`images_asked`) and have offered it or will do so. An
+    offer is known (`image_offers`) only while the image WAITS or is ENCODING; one whose copy is in flight is not among
+    them."""
+
+    def __init__(
+        self,
+        features: FeatureCache,
+        states: Mapping[RequestId, RequestState],
+        timelines: Mapping[RequestId, Timeline],
+        outside: Outside,
+        place: Callable[[RequestState], None],
+    ) -> None:
+        self.patches_waiting = 0  # of images that need an encode here, once for each request that needs it
+        self.offers: dict[int, tuple[RequestState, int]] = {}  # those that are known and not being copied
+        self._features = features
+        self._states = states
+        self._timelines = timelines
+        self._outside = outside
+        self._place = place
+
+    # ---- requests
+
+    def arrive(self, state: RequestState, cached_tokens: int, now: float) -> None:
+        """A new request; images before `cached_tokens` need nothing if their KV stays where it is."""
+        for index, image in enumerate(state.request.images):
+            self.patches_waiting += image.num_patches * (index not in state.remote_images)
+            covered = state.arrival is not None or image.end <= cached_tokens
+            self._set(state, index, ImageProgress.CACHED if covered else self._need(state, index), now)
+
+    def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:
+        """Images that counted on cached KV and are not covered by it any more need features."""
+        for index, image in enumerate(state.request.images):
+            if state.images[index] == ImageProgress.CACHED and image.end > cached_tokens:
+                self._needs_features(state, index, now)
+
+    def lose_kv(self, state: RequestState) -> None:
+        """Images whose KV is gone are CACHED until they are looked at again."""
+        for index, progress in enumerate(state.images):
+            if progress == ImageProgress.CONSUMED:
+                state.images[index] = ImageProgress.CACHED
+
+    def consume(self, state: RequestState, now: float) -> None:
+        """Lets go of the features that are not needed any more, for the KV of the whole span is there."""
+        for index, image in enumerate(state.request.images):
+            progress = state.images[index]
+            if progress != ImageProgress.CONSUMED and image.end <= state.num_computed:
+                if progress <= ImageProgress.ENCODED:
+                    self._features.drop((state.request.id, index), state.image_keys[index])
+                self._set(state, index, ImageProgress.CONSUMED, now)
+
+    def release(self, state: RequestState, index: int, now: float) -> bool:
+        """The target of an encode job has the features of this image, or does not want them; True if that was the last
+        one. Nothing happens if they are not offered."""
+        if state.images[index] == ImageProgress.ENCODED:
+            self._features.drop((state.request.id, index), state.image_keys[index])
+            self._set(state, index, ImageProgress.CONSUMED, now)
+        return all(progress == ImageProgress.CONSUMED for progress in state.images)
+
+    def end(self, state: RequestState) -> None:
+        """The request is about to end: nothing is encoded for it any more, nothing offered, nothing wanted."""
+        for index, progress in enumerate(state.images):
+            if progress == ImageProgress.WAITING and index not in state.remote_images:
+                self.patches_waiting -= state.request.images[index].num_patches
+            if state.is_job and progress == ImageProgress.ENCODED:
+                self._outside.tell(FeaturesGoneEvent(state.request.id, index))
+        for index in list(state.image_offers):
+            self._refuse(state, index)
+        self._outside.forget_needs(state.request.id)
+
+    def drop(self, state: RequestState) -> None:
+        """What a request that has ended holds."""
+        for index, progress in enumerate(state.images):
+            if progress <= ImageProgress.ENCODED:
+                self._features.drop((state.request.id, index), state.image_keys[index])
+
+    # ---- features
+
+    def reserve(self, state: RequestState, index: int, now: float) -> None:
+        """The image gets blocks and its features will be written for this request, and for all others with the same
+        picture."""
+        key = state.image_keys[index]
+        granted = self._features.reserve(key)
+        assert granted, "room was made and is gone"
+        state.images_planned.add(index)
+        self._follow(key, now)
+
+    def finish(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
+        """An encode or a pull has come back. Returns the requests that it was for, as far as they still need it.
+
+        An encode that failed ends the request that it was planned for, which is not this method's business; those that
+        shared it wait again.
+        """
+        users = self._features.users(key)
+        self._features.finish(key, failed=failed)
+        if users:
+            self._follow(key, now)
+        return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
+
+    def settled(self, state: RequestState, now: float) -> None:
+        """The last image that a request waited for is ready, by somebody else's work."""
+        timeline = self._timelines[state.request.id]
+        timeline.images_found(now)
+        if not state.num_scheduled:
+            timeline.images_ready(now)
+
+    def take(self, key: FeatureKey, now: float) -> None:
+        """Frees the blocks of encoded features; whoever needs them waits for them again."""
+        self._features.take(key)
+        for request_id, index in self._features.users(key):
+            self._waits(self._states[request_id], index, now)
+        self._follow(key, now)
+
+    def encoded(self) -> Iterator[Holder]:
+        """(key, images that use it, blocks) of all features that wait in the cache."""
+        for key, progress, num_blocks in self._features.held():
+            if progress == ImageProgress.ENCODED:
+                yield key, self._users(key), num_blocks
+
+    def offer(self, state: RequestState, index: int, offer: int) -> bool:
+        """Features of a remote image can be pulled; False if they are not needed. Several instances may offer them, and
+        all but one may be about to take that back, so none is refused before the features are here."""
+        if index not in state.remote_images or state.images[index] > ImageProgress.ENCODING:
+            state.images_asked.discard(index)
+            return False
+        state.images_asked.add(index)
+        state.image_offers.setdefault(index, []).append(offer)
+        self.offers[offer] = state, index
+        return True
+
+    def claim(self, state: RequestState, index: int) -> int:
+        """The latest offer of an image; it is copied now, or refused, and known no longer."""
+        offer = state.image_offers[index][-1]
+        self.offer_gone(offer)
+        return offer
+
+    def offer_gone(self, offer: int) -> None:
+        """Unknown offers are ignored, and so are those that are being copied: the copy will not be valid."""
+        if offer in self.offers:
+            state, index = self.offers.pop(offer)
+            state.image_offers[index].remove(offer)
+            if not state.image_offers[index]:
+                del state.image_offers[index]
+
+    def _refuse(self, state: RequestState, index: int) -> None:
+        while index in state.image_offers:
+            self._outside.tell(UnneededEvent(self.claim(state, index)))
+
+    # ---- inside
+
+    def _users(self, key: FeatureKey) -> list[tuple[RequestState, int]]:
+        return [(self._states[request_id], index) for request_id, index in self._features.users(key)]
+
+    def _need(self, state: RequestState, index: int) -> ImageProgress:
+        num_tokens = state.request.images[index].num_tokens
+        return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
+
+    def _needs_features(self, state: RequestState, index: int, now: float) -> None:
+        """An image that needed no features does now; they may be there or on their way."""
+        progress = self._need(state, index)
+        if progress == ImageProgress.WAITING:
+            self._waits(state, index, now)
+        self._set(state, index, progress, now)
+
+    def _waits(self, state: RequestState, index: int, now: float) -> None:
+        if ImageProgress.WAITING not in state.images:
+            state.image_wait_since_s = now
+        if index not in state.remote_images:
+            self._timelines[state.request.id].encode_waits(now)
+
+    def _follow(self, key: FeatureKey, now: float) -> None:
+        """All images that use these features are as far as the features are."""
+        progress = self._features.progress(key)
+        for request_id, index in self._features.users(key):
+            state = self._states[request_id]
+            self._set(state, index, progress, now)
+            self._place(state)
+
+    def _set(self, state: RequestState, index: int, progress: ImageProgress, now: float) -> None:
+        before, state.images[index] = state.images[index], progress
+        if state.ending is not None:
+            return
+        if index in state.remote_images:
+            self._ask_others(state, index, progress)
+            return
+        change = (progress == ImageProgress.WAITING) - (before == ImageProgress.WAITING)
+        self.patches_waiting += change * state.request.images[index].num_patches
+        if state.is_job:
+            self._tell_target(state, index, progress, now)
+
+    def _ask_others(self, state: RequestState, index: int, progress: ImageProgress) -> None:
+        if progress == ImageProgress.WAITING and index not in state.images_asked:
+            state.images_asked.add(index)
+            self._outside.need(state.request.id, index)
+        elif progress > ImageProgress.ENCODING and index in state.image_offers:
+            state.images_asked.discard(index)
+            self._refuse(state, index)
+
+    def _tell_target(self, state: RequestState, index: int, progress: ImageProgress, now: float) -> None:
+        request_id = state.request.id
+        if progress == ImageProgress.ENCODED:
+            key, num_tokens = state.image_keys[index], state.request.images[index].num_tokens
+            block_ids = tuple(self._features.block_ids(key)[: self._features.blocks_for(num_tokens)].tolist())
+            self._outside.tell(FeaturesEvent(request_id, index, block_ids, num_tokens))
+            state.offered_s[index] = now
+        elif index in state.offered_s:
+            self._timelines[request_id].offered(state.offered_s.pop(index), now, state.request.images[index].num_tokens)
+            if progress == ImageProgress.WAITING:
+                self._outside.tell(FeaturesGoneEvent(request_id, index))
