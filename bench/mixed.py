@@ -18,7 +18,24 @@ from hydra_engine.core.outputs import Result
 from hydra_engine.errors import RequestAborted
 from hydra_engine.front.handle import Handle
 
-WORDS = "red blue green small large square circle left right above below between seven three old new".split()
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "small",
+    "large",
+    "square",
+    "circle",
+    "left",
+    "right",
+    "above",
+    "below",
+    "between",
+    "seven",
+    "three",
+    "old",
+    "new",
+]
 GIVES_UP_AFTER = 3  # tokens, of requests that are aborted
 
 

@@ -209,7 +209,15 @@ CODES = frozenset(
     {cls.default_code for cls in _BY_NAME.values() if cls.default_code is not None}
     | {"unsupported_image_format", "image_too_large", "image_aspect_ratio", "too_many_images", "model_not_found"}
     | {"unsupported_video_format", "video_too_large", "video_decode_failed", "too_many_videos", "video_not_supported"}
-    | {"draining", "not_ready", "instance_lost", "numerical_error", "request_poisoned", "unsupported_parameter"}
+    | {
+        "wrong_role",
+        "draining",
+        "not_ready",
+        "instance_lost",
+        "numerical_error",
+        "request_poisoned",
+        "unsupported_parameter",
+    }
 )
 
 

@@ -1,4 +1,4 @@
-"""Kill an instance of each role while requests run: each request ends with its tokens or a clear error, nothing leaks."""
+"""Kill an instance of each role while requests run: each request ends with its tokens or a clear error; no leaks."""
 
 from __future__ import annotations
 

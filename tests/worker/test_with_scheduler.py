@@ -49,7 +49,7 @@ class Loop:
         self.rig = rig
         kv: CacheManager[RequestId] = CacheManager(num_blocks, BLOCK)
         images: CacheManager[FeatureKey] = CacheManager(8, BLOCK)
-        config = SchedulerConfig(max_num_seqs=MAX_SEQS, token_budget=13)
+        config = SchedulerConfig(max_num_seqs=MAX_SEQS, token_budget=13, look_ahead=True)
         self.scheduler = StageScheduler(EPD, kv, images, config, instance="test")
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishEvent] = {}
