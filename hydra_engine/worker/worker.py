@@ -110,12 +110,14 @@ class Worker:
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
         assert request.id not in self._requests, "request id added twice"
         by_digest = {payload.digest: payload for payload in pixels}
+        # Encode jobs for other instances have pictures and no prompt.
+        has_positions = self._spec.language.rope_sections is not None and request.num_prompt > 0
         record = WorkerRequest(
             request,
             Recipe.of(request),
             by_digest,
             sum(len(payload.data) for payload in by_digest.values()),
-            None if self._spec.language.rope_sections is None else PromptPositions.of_request(request),
+            PromptPositions.of_request(request) if has_positions else None,
         )
         self._requests[request.id] = record
         self._pixel_bytes += record.pixel_bytes

@@ -74,7 +74,7 @@ def test_where_everything_would_not_fit_a_role_may() -> None:
 
 
 def test_an_instance_that_would_not_fit_is_named(llava: Path) -> None:
-    with pytest.raises(ResourceError, match=r"^p0 would not fit: the KV cache holds 0 tokens"):
+    with pytest.raises(ResourceError, match=r"^p0 would not fit: instance role P needs KV for \d+ tokens"):
         found(llava, "E+P+D", 24)
     result = found(llava, "E@cuda:0+PD@cuda:1", 13.5)
     assert result.wholes == (None, None) and "EPD would not fit" in report_lines(result, "m")[2]

@@ -1,0 +1,49 @@
+"""Other model families over several instances: rotary positions, feature planes and tiles move with the blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.mixed import alone, mixture, together
+from hydra_engine import Engine
+from hydra_engine.errors import ConfigError
+from hydra_engine.models.tiny import make_tiny
+from tests.engine.conftest import EngineFactory, assert_at_rest
+from tests.engine.test_topologies import differences
+
+REQUESTS = mixture(10, tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2_5_vl", {}),
+        ("qwen3_vl", {"token_budget": 24}),
+        ("llava_next", {}),
+        ("internvl", {"dtype": "bfloat16"}),
+    ],
+)
+def test_families_give_the_tokens_of_one_instance(
+    make_engine: EngineFactory, tmp_path: Path, family: str, options: dict[str, object]
+) -> None:
+    make_tiny(family, tmp_path, seed=3)
+    common = {"threads": 1, "block_size": 4, "num_kv_blocks": 2048, "max_model_len": 4096} | options
+    with Engine(tmp_path, **common) as engine:
+        golden = alone(engine, REQUESTS)
+    engine = make_engine(model=tmp_path, topology="E+P+D", **common)
+    for _ in range(2):
+        assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
+    assert_at_rest(engine)
+
+
+def test_recurrent_states_stay_where_they_are(make_engine: EngineFactory, tmp_path: Path) -> None:
+    text = {**HYBRID, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    make_tiny("minicpmv4_6", tmp_path, seed=3, text_type="qwen3_5_text", text=text)
+    with pytest.raises(ConfigError, match=r"E\+PD"):
+        make_engine(model=tmp_path, topology="E+P+D")
+    with Engine(tmp_path, threads=1) as engine:
+        golden = alone(engine, REQUESTS)
+    engine = make_engine(model=tmp_path, topology="E+PD", num_kv_blocks=2048, max_model_len=4096)
+    assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
