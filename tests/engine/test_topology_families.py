@@ -11,6 +11,7 @@ from hydra_engine import Engine
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.tiny import make_tiny
 from tests.engine.conftest import EngineFactory, assert_at_rest
+from tests.engine.test_hybrid import HYBRID
 from tests.engine.test_topologies import differences
 
 REQUESTS = mixture(10, tokens=8)
