@@ -41,8 +41,7 @@ class StageSpan:
 
     `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (a moment: KV of `tokens`
     tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted; between
-    instances offered (computed, not fetched yet; `cause` is features or kv), pull_wait (for KV that is computed
-    elsewhere), pull_features and pull_kv.
+    instances offered_features, offered_kv (computed, not fetched yet), pull_features and pull_kv.
     `lane` is front, vision, language or transfer; `batch` how many requests shared the step (0: not a step); `tokens`
     how many tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for;
     `blame` shares the time of a late token out among what ran instead, largest part first.

@@ -109,6 +109,7 @@ class RequestState:
     hands_over: bool = False
     offered_s: dict[int, float] = field(default_factory=dict)  # since when: images of a job, or -1 for its KV
     arrival: Arrival | None = None
+    borrowed: bool = False  # decoded elsewhere before, which goes on with other requests meanwhile
 
     @classmethod
     def new(
@@ -181,6 +182,12 @@ class RequestState:
     def is_decode(self) -> bool:
         """One step away from a new token, with at least one token before."""
         return bool(self.generated) and self.num_computed == self.num_tokens - 1
+
+    @property
+    def goes_on(self) -> bool:
+        """It is one step away from a new token and that step is not planned yet: a decode, or a prefill that lacks
+        nothing but its last token."""
+        return self.is_decode and self.arrival is None and not self.num_scheduled
 
     @property
     def waits_for_images(self) -> bool:

@@ -25,7 +25,7 @@ _NUM_LABELS = 6
 _LATE = "#d81b26"
 _STYLES = {  # name in the legend: colour, stages; later ones are drawn over earlier ones
     "intake": ("#b9b4c7", ("fetch", "tokenize", "preprocess")),
-    "wait for another instance": ("#eeeeee", ("pull_wait", "offered")),
+    "wait for another instance": ("#eeeeee", ("offered_features", "offered_kv")),
     "encode wait": ("#fbe3c0", ("encode_wait",)),
     "prefill wait": ("#d5e4f7", ("prefill_wait",)),
     "preempted": ("#c77fc0", ("preempted",)),

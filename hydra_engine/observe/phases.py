@@ -33,9 +33,10 @@ _PHASE_OF = {
     "prefill": "prefill",
     "decode_wait": "decode_queue",
     "decode": "decode",
-    "pull_features": "ep_migration",
-    **dict.fromkeys(("pull_kv", "pull_wait"), "pd_migration"),
+    **dict.fromkeys(("offered_features", "pull_features"), "ep_migration"),
+    **dict.fromkeys(("offered_kv", "pull_kv"), "pd_migration"),
 }
+_PHASE_OF_WAIT: dict[str | None, str] = {"images": "encode_queue", "transfer": "pd_migration"}
 _BEFORE = {"encode": "encode_queue", "prefill": "prefill_queue", "decode": "decode_queue"}
 _WAITS = frozenset(_BEFORE.values())
 
@@ -86,9 +87,9 @@ def _edges(spans: Sequence[StageSpan], *marks: float) -> list[tuple[float, int, 
 
 
 def _phase_of(span: StageSpan) -> str:
-    if span.stage == "offered":  # by the instance that has computed it
-        return "ep_migration" if span.cause == "features" else "pd_migration"
-    return "encode_queue" if (span.stage, span.cause) == ("prefill_wait", "images") else _PHASE_OF[span.stage]
+    if span.stage == "prefill_wait":  # perhaps for work that others do
+        return _PHASE_OF_WAIT.get(span.cause, "prefill_queue")
+    return _PHASE_OF[span.stage]
 
 
 def _first_token_s(spans: Sequence[StageSpan]) -> float:

@@ -18,11 +18,12 @@ from hydra_engine.observe.phases import intake_s, phases
 # The order in which a request meets them; a wait is drawn even when it took no time.
 _ORDER = (
     *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "pull_features", "prefill_wait", "cached", "prefill"),
-    *("offered", "pull_wait", "pull_kv", "preempted", "decode_wait", "decode"),
+    *("offered_features", "offered_kv", "pull_kv", "preempted", "decode_wait", "decode"),
 )
 _ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
-_WAITS = frozenset({"encode_wait", "prefill_wait", "offered", "pull_wait", "preempted", "decode_wait"})
-_QUEUES = _WAITS - {"offered", "pull_wait"}  # others work on the request meanwhile
+_QUEUES = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
+_WAITS = _QUEUES | {"offered_features", "offered_kv"}
+_ELSEWHERE = ("images", "transfer")  # causes of a wait during which others work on the request
 _MAX_LATE_SHARE = 0.1  # of the gaps between tokens (HydraInfer, section 5.1)
 _MAX_LATE_LINES = 3
 _MAX_DESCRIPTION = 600  # characters in a header
@@ -59,7 +60,7 @@ def metrics_of(
         ttft_s=None if first_token_s is None else first_token_s - arrival_s,
         tpot_s=tpot_s,
         e2e_s=finished_s - arrival_s,
-        queue_s=sum(s.end_s - s.start_s for s in timeline if s.stage in _QUEUES and s.cause != "images"),
+        queue_s=sum(s.end_s - s.start_s for s in timeline if s.stage in _QUEUES and s.cause not in _ELSEWHERE),
         encode_s=total(frozenset({"encode"})),
         prefill_s=total(frozenset({"prefill"})),
         decode_s=total(frozenset({"decode"})),

@@ -17,7 +17,7 @@ from hydra_engine.core.outputs import StageSpan
 
 _RING = 2_000
 _REQUESTS = "requests"
-_MOVING = frozenset({"offered", "pull_wait", "pull_features", "pull_kv"})  # beside whatever else happens
+_MOVING = frozenset({"offered_features", "offered_kv", "pull_features", "pull_kv"})  # beside whatever else happens
 
 
 class TraceRing:

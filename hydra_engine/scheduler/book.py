@@ -301,6 +301,7 @@ class RequestBook:
         state.arrival = None
         if end.earlier_token_ids is not None:
             state.generated[:] = end.earlier_token_ids
+            state.borrowed = True
         state.generated.append(end.token_id)
         if end.num_tokens != state.num_tokens - 1:
             self.end(state, Ending(Departure.RETURNED))
@@ -314,6 +315,12 @@ class RequestBook:
         self.place(state)
 
     # ---- questions
+
+    @property
+    def only_borrowed(self) -> bool:
+        """There are decodes that other instances have lent, and nothing else to compute."""
+        running = [state for queue in (self.prefilling, self.decoding) for state in queue if state.arrival is None]
+        return bool(running) and all(state.borrowed for state in running) and not self.waiting
 
     def youngest_running(self) -> RequestState | None:
         """The youngest request that holds KV blocks and is not ending."""

@@ -27,8 +27,12 @@ class Draft:
 
     def chunk_of(self, state: RequestState) -> int:
         """How many tokens of a prefill come next: at most what is left, unless an image that must not be cut needs
-        more. Where prompts are not cut, all that can be computed or nothing."""
+        more. Where prompts are not cut, all that can be computed or nothing. A request that lacks its last token only
+        (its KV has been pulled, or found) is a decode but in name, and waits for nobody's budget; together with the
+        decodes it fits a step, for there are no more seats than a step has tokens."""
         start, end = state.num_planned, state.num_computable
+        if state.goes_on:
+            return 1
         if self._whole:
             return end - start if self.takes_whole(end - start) else 0
         return policy.chunk_end(start, min(end, start + self.left), state.request.images) - start

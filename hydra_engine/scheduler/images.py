@@ -225,6 +225,7 @@ class ImageBook:
             self._outside.tell(FeaturesEvent(request_id, index, block_ids, num_tokens))
             state.offered_s[index] = now
         elif index in state.offered_s:
-            self._timelines[request_id].offered(state.offered_s.pop(index), now, state.request.images[index].num_tokens)
+            since_s, num_tokens = state.offered_s.pop(index), state.request.images[index].num_tokens
+            self._timelines[request_id].offered("offered_features", since_s, now, num_tokens)
             if progress == ImageProgress.WAITING:
                 self._outside.tell(FeaturesGoneEvent(request_id, index))

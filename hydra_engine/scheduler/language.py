@@ -127,7 +127,7 @@ class LanguagePlanner:
         A prefill that has more to compute uses up the budget, so whoever starts in the rest of it finds the blocks of
         all others taken; one that stands before an image keeps nothing free and holds nobody up.
         """
-        for state in list(self._book.prefilling):
+        for state in sorted(self._book.prefilling, key=lambda state: not state.goes_on):
             if state.request.id not in self._book.prefilling:
                 continue  # gave way to an older one just now
             if state.num_planned == state.num_tokens:

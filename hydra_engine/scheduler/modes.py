@@ -1,7 +1,7 @@
 """Which lane may get a step when: the stage schedule that the engine is made for, and two others to compare it with.
 
-An instance that encodes and decodes, and does not prefill, decodes what others lend it or send it while it has nothing
-to encode: there the vision lane goes first at every step.
+An instance that encodes and decodes may borrow decodes from others (HeteroServe, section 5.3): as long as it has no
+others, the vision lane goes first at every step. Its own decodes run beside encodes as everywhere.
 
 Request schedule: as engines without stages do it, all images of the requests that are served next are encoded, then
 their prompts are prefilled whole in steps of their own, and decodes go on when that is done. Without lanes at most one
@@ -10,24 +10,22 @@ step of either model is under way and the two take turns. Decides about lanes on
 
 from __future__ import annotations
 
-import math
-
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.roles import EPD, Role
 
-# How long decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for an image
-# is late by far more.
+# How long borrowed decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for
+# an image is late by far more. With a TPOT limit no longer than half of that.
 STEAL_PATIENCE_S = 0.1
 
 
-def yields_to_vision(*, vision_runs: bool, since_step_s: float) -> bool:
+def yields_to_vision(*, vision_runs: bool, since_step_s: float, patience_s: float = STEAL_PATIENCE_S) -> bool:
     """Whether the next language step waits, so that the vision lane has the device to itself. `since_step_s`: since the
     last language step has ended.
 
     An image that could be encoded is in a vision step already, for vision goes first; for one that lacks room there is
     nothing to wait for. The vision lane itself waits for nothing but the language step that runs.
     """
-    return vision_runs and since_step_s < STEAL_PATIENCE_S
+    return vision_runs and since_step_s < patience_s
 
 
 class Mode:
@@ -37,16 +35,18 @@ class Mode:
         self._look_ahead = config.look_ahead
         self._last_was_vision = True
         self._language_ended_s = 0.0
+        self._patience_s = STEAL_PATIENCE_S if config.tpot_slo is None else min(STEAL_PATIENCE_S, config.tpot_slo / 2)
         self.set_role(role)
 
     def set_role(self, role: Role) -> None:
-        lends_time = Role.E in role and Role.D in role and Role.P not in role
-        self._decodes_yield = lends_time and self._lanes and not self.whole_requests
+        may_borrow = Role.E in role and Role.D in role
+        self._borrows = may_borrow and self._lanes and not self.whole_requests
+        self._prefills = Role.P in role
 
     @property
     def vision_first(self) -> bool:
         """Whether vision is asked for a step before language is, and not only behind it."""
-        if self.whole_requests or self._decodes_yield:
+        if self.whole_requests or (self._borrows and not self._prefills):
             return True
         return not self._lanes and not self._last_was_vision
 
@@ -63,17 +63,23 @@ class Mode:
     def may_plan_vision(self, *, vision_runs: bool, language_runs: bool) -> bool:
         return not vision_runs and (self._lanes or not language_runs)
 
-    def yields(self, now: float, *, vision_runs: bool, language_runs: bool) -> bool:
+    def may_yield(self, *, vision_runs: bool) -> bool:
+        """Whether it matters if all that the language lane could compute is borrowed."""
+        return self._borrows and vision_runs
+
+    def yields(self, now: float, *, vision_runs: bool, language_runs: bool, only_borrowed: bool) -> bool:
         """Whether the next language step waits for the vision lane although both could run."""
         since_step_s = 0.0 if language_runs else now - self._language_ended_s
-        return self._decodes_yield and yields_to_vision(vision_runs=vision_runs, since_step_s=since_step_s)
+        waits = yields_to_vision(vision_runs=vision_runs, since_step_s=since_step_s, patience_s=self._patience_s)
+        return self._borrows and only_borrowed and waits
 
     def language_ended(self, ended_s: float) -> None:
         self._language_ended_s = ended_s
 
-    def due_s(self, *, vision_runs: bool) -> float:
-        """When a language step may be planned although nothing has happened meanwhile; infinite if never."""
-        return self._language_ended_s + STEAL_PATIENCE_S if self._decodes_yield and vision_runs else math.inf
+    @property
+    def due_s(self) -> float:
+        """When a language step that has yielded may be planned."""
+        return self._language_ended_s + self._patience_s
 
     def planned(self, *, vision: bool) -> None:
         self._last_was_vision = vision

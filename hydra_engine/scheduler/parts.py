@@ -65,5 +65,6 @@ class Parts:
         timeline = self._book.timelines[state.request.id]
         for index, since_s in state.offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
-            timeline.offered(since_s, now, tokens, cause)
+            stage = "offered_kv" if index == _KV else "offered_features"
+            timeline.offered(stage, since_s, now, tokens, cause)
         state.offered_s.clear()

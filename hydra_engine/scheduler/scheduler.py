@@ -105,6 +105,7 @@ class StageScheduler:
         self._encodes: dict[StepId, tuple[tuple[RequestId, int], ...]] = {}  # (request, patches) of these plans
         self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
+        self._yielded = False  # the language lane is idle so that the vision lane has the device
         self._language_ended_s = 0.0
         self._patches_in_flight = 0
         self._finish_times: deque[float] = deque(maxlen=32)
@@ -239,8 +240,7 @@ class StageScheduler:
     @property
     def language_due_s(self) -> float:
         """When `plan_language` is worth calling again although nothing has happened; infinite if never."""
-        idle = not self._language_steps and bool(self._book.states)
-        return self._mode.due_s(vision_runs=bool(self._vision_plans)) if idle else math.inf
+        return self._mode.due_s if self._yielded else math.inf
 
     def plan_language(self, now: float) -> LanguagePlan | None:
         """The next language step, or None when nothing can run or as many as may be are in flight.
@@ -250,11 +250,14 @@ class StageScheduler:
         """
         ahead, vision_runs = bool(self._language_steps), bool(self._vision_plans)
         images_wait = bool(self._book.unencoded)
+        self._yielded = False
         if not self._book.states or len(self._language_steps) > 1 or not self._limits.role.needs_language:
             return None
         if not self._mode.may_plan_language(vision_runs=vision_runs, language_runs=ahead, images_wait=images_wait):
             return None
-        if self._mode.yields(now, vision_runs=vision_runs, language_runs=ahead):
+        only_borrowed = self._mode.may_yield(vision_runs=vision_runs) and self._book.only_borrowed
+        if self._mode.yields(now, vision_runs=vision_runs, language_runs=ahead, only_borrowed=only_borrowed):
+            self._yielded = not ahead
             return None
         patches = self._patches_in_flight
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)

@@ -143,9 +143,10 @@ class Timeline:
         """`stage` is pull_features or pull_kv; one copy of that many tokens."""
         self._add(stage, started_s, ended_s, lane="transfer", tokens=tokens)
 
-    def offered(self, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
-        """What was computed waited to be fetched. `cause` says why it was not."""
-        self._add("offered", since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
+    def offered(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
+        """`stage` is offered_features or offered_kv: what was computed waited to be fetched. `cause` says why it was
+        not."""
+        self._add(stage, since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
 
     def preempted(self) -> None:
         if self._prefill_since_s is None:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.cache.manager import CacheManager
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import KvEnd, LanguageResult
 from hydra_engine.core.roles import Role
 from hydra_engine.scheduler.modes import STEAL_PATIENCE_S, Mode
-from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.sim import Img, Simulator, config, make_request
 from tests.unit.stepper import Stepper
 from tests.unit.test_scheduler_progress import minimum_pools, workloads
@@ -157,11 +150,12 @@ def test_pictures_and_text_without_end_starve_nobody(schedule: str, lanes: bool)
 # ---- instances that encode and decode
 
 
-@given(st.lists(st.tuples(st.floats(0.001, 0.3), st.floats(0.001, 0.3)), min_size=1, max_size=30))
-def test_decodes_stand_still_for_vision_no_longer_than_the_patience(steps) -> None:
+@pytest.mark.parametrize(("tpot_slo", "patience_s"), [(None, STEAL_PATIENCE_S), (0.04, 0.02), (3.0, STEAL_PATIENCE_S)])
+@given(steps=st.lists(st.tuples(st.floats(0.001, 0.3), st.floats(0.001, 0.3)), min_size=1, max_size=30))
+def test_borrowed_decodes_stand_still_for_vision_no_longer_than_the_patience(steps, tpot_slo, patience_s) -> None:
     """One vision step behind the other, and language steps whenever they may: vision never waits, not even for the
     language step that runs, and decodes get a step at least every patience."""
-    mode = Mode(config(), Role.E | Role.D)
+    mode = Mode(config(tpot_slo=tpot_slo), Role.E | Role.D)
     mode.language_ended(0.0)
     assert mode.vision_first
     now = language_ended_s = 0.0
@@ -169,42 +163,25 @@ def test_decodes_stand_still_for_vision_no_longer_than_the_patience(steps) -> No
         assert mode.may_plan_vision(vision_runs=False, language_runs=True)
         vision_until_s = now + vision_s
         while now < vision_until_s:
-            if mode.yields(now, vision_runs=True, language_runs=False):
-                due_s = mode.due_s(vision_runs=True)
-                assert now <= due_s == language_ended_s + STEAL_PATIENCE_S
-                now = min(due_s + 1e-9, vision_until_s)
+            if mode.yields(now, vision_runs=True, language_runs=False, only_borrowed=True):
+                assert now <= mode.due_s == language_ended_s + patience_s
+                now = min(mode.due_s + 1e-9, vision_until_s)
                 continue
-            assert not mode.yields(now, vision_runs=True, language_runs=False)
-            assert now - language_ended_s <= STEAL_PATIENCE_S + 1e-6
+            assert now - language_ended_s <= patience_s + 1e-6
             now = language_ended_s = now + language_s
             mode.language_ended(now)
-    assert not mode.yields(now, vision_runs=False, language_runs=False), "the lane is free"
+    assert not mode.yields(now, vision_runs=False, language_runs=False, only_borrowed=True), "the lane is free"
 
 
 @given(st.floats(0.0, 10.0), st.booleans())
-def test_only_an_instance_that_cannot_prefill_lets_vision_go_first(since_s: float, language_runs: bool) -> None:
-    for letters in ("E", "P", "D", "EP", "PD", "EPD"):
+def test_only_what_is_borrowed_lets_vision_go_first(since_s: float, language_runs: bool) -> None:
+    for letters in ("E", "P", "D", "EP", "PD"):
         mode = Mode(config(), Role.parse(letters))
-        assert not mode.yields(since_s, vision_runs=True, language_runs=language_runs) and not mode.vision_first
-        assert mode.due_s(vision_runs=True) == math.inf
-    mode = Mode(config(), Role.E | Role.D)
-    assert mode.yields(since_s, vision_runs=True, language_runs=language_runs) == (
-        language_runs or since_s < STEAL_PATIENCE_S
-    )
-    assert not mode.yields(since_s, vision_runs=False, language_runs=language_runs)
-    assert mode.due_s(vision_runs=False) == math.inf
-
-
-def test_a_lent_decode_waits_for_the_image_that_is_encoded_but_not_for_ever() -> None:
-    kv, images = CacheManager(16, 4), CacheManager(16, 4)
-    s = StageScheduler(Role.E | Role.D, kv, images, config(), instance="t")
-    s.add(make_request(1, 4), 1.0, part=Role.D, pulls_kv=True)
-    s.kv_offered(RequestId(1), 1, 1, KvEnd(4, 7, 0.9, 0.9), 1.0)
-    (pull,) = s.plan_pulls(1.0)
-    s.on_pull(pull.step_id, 1.0, valid=True, started_s=1.0, ended_s=1.0)
-    plan = s.plan_language(1.0)
-    s.on_language(LanguageResult(plan.step_id, 1.0, 1.05, np.array([5])), 1.05)
-    s.add(replace(make_request(2, Img(4)), prompt_token_ids=()), 1.05, part=Role.E)
-    assert s.plan_vision(1.05) is not None
-    assert s.plan_language(1.1) is None and s.language_due_s == pytest.approx(1.15)
-    assert s.plan_language(1.1501) is not None and s.language_due_s == math.inf
+        assert not mode.yields(since_s, vision_runs=True, language_runs=language_runs, only_borrowed=True)
+        assert not mode.vision_first
+    for letters in ("ED", "EPD"):
+        mode = Mode(config(), Role.parse(letters))
+        expected = language_runs or since_s < STEAL_PATIENCE_S
+        assert mode.yields(since_s, vision_runs=True, language_runs=language_runs, only_borrowed=True) == expected
+        assert not mode.yields(since_s, vision_runs=False, language_runs=language_runs, only_borrowed=True)
+        assert not mode.yields(since_s, vision_runs=True, language_runs=language_runs, only_borrowed=False)
