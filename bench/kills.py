@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,13 +22,14 @@ from tqdm import tqdm
 from bench.common import card, emit
 from bench.mixed import Mixed, Outcome, agrees, alone, mixture, submit
 from hydra_engine import Engine
-from hydra_engine.core.instances import Condition
+from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
 from hydra_engine.models.tiny import make_tiny
 
 ANSWER_S = 30.0  # a request without an answer for this long is lost
 READY_S = 60.0  # after a kill the topology is whole again within this time, or the campaign fails
+KILLS_IN_A_ROW, SPARED_S = 3, 60.0  # of one instance, within so many seconds
 CLEAR = ("instance_lost", "request_poisoned", "not_ready", "overloaded")
 
 
@@ -61,6 +62,7 @@ class Campaign:
         self._next = 0
         self._over = threading.Event()
         self._killed_s = 0.0
+        self._kills: defaultdict[str, list[float]] = defaultdict(list)
         self._threads = [threading.Thread(target=self._drive, name=f"client-{i}") for i in range(concurrency)]
 
     def run(self, kills: int, rng: random.Random, *, stops: bool, targets: str = "") -> Tally:
@@ -78,8 +80,7 @@ class Campaign:
         return self.tally
 
     def _kill(self, rng: random.Random, *, stops: bool, targets: str) -> None:
-        victims = [i for i in self._engine.instances() if i.pid is not None and i.name.startswith(targets)]
-        victim = rng.choice(victims)
+        victim = self._victim(rng, targets)
         assert victim.pid is not None
         stop = stops and rng.random() < 0.3
         self._killed_s = began = time.monotonic()
@@ -97,6 +98,23 @@ class Campaign:
                 raise TimeoutError(f"{victim.name} has not come back")
             time.sleep(0.02)
         self.tally.slowest_recovery_s = max(self.tally.slowest_recovery_s, time.monotonic() - began)
+
+    def _victim(self, rng: random.Random, targets: str) -> InstanceState:
+        """Nobody so often that it would not be started again: that is another test."""
+        while True:
+            since_s = time.monotonic() - SPARED_S
+            victims = [
+                i
+                for i in self._engine.instances()
+                if i.pid is not None
+                and i.name.startswith(targets)
+                and sum(at_s > since_s for at_s in self._kills[i.name]) < KILLS_IN_A_ROW
+            ]
+            if victims:
+                victim = rng.choice(victims)
+                self._kills[victim.name].append(time.monotonic())
+                return victim
+            time.sleep(0.1)
 
     def _is(self, name: str, incarnation: int) -> bool:
         return any(i.name == name and i.incarnation == incarnation for i in self._engine.instances())

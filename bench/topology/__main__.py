@@ -1,0 +1,187 @@
+"""Topologies: simulated on many devices, measured with real processes on this machine, and one request seen moving.
+
+`python -m bench.topology simulate`: TTFT, TPOT, throughput and goodput of 8 devices (or others) over every ratio of
+roles, with the real router, schedulers and migration on a virtual clock. `real`: six small topologies on the cores of
+this machine, in turns, with a breakdown of latencies, and how far the simulator is off. `timeline`: a request with two
+pictures through E, P and D. Tables go to standard error; standard output is one JSON document, so
+`> bench/results/topology-simulate.json` keeps it.
+
+Step costs come from the profile of the model on this machine, which is measured if none is saved (`--profile FILE`
+takes one that `hydra-engine profile --output FILE` has written anywhere).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.common import card, emit
+from bench.serve.harness import say
+from bench.serve.options import seconds
+from bench.serve.shapes import SHAPES
+from bench.serve.workload import Workload
+from bench.topology import real, simulate, timeline
+from bench.topology.costs import UNKNOWN, Costs, machine_costs, read_costs
+from bench.topology.node import GIB, Site
+from bench.topology.ratios import FAMILIES
+from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.errors import HydraError
+from hydra_engine.specs.registry import load_spec
+
+_MODES: dict[str, Any] = {"simulate": simulate, "real": real, "timeline": timeline}
+_REQUESTS = {"simulate": (60, 300), "real": (8, 24), "timeline": (1, 1)}  # of a load: quick, full
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.pictures is not None or options.redraw is not None:
+        from bench.topology import drawing  # noqa: F401  before the run: a missing matplotlib should not cost one
+    if options.redraw is not None:
+        document = json.loads(options.redraw.read_text(encoding="utf-8"))
+    else:
+        try:
+            document = _measure(options)
+        except (HydraError, ValueError) as error:
+            say(f"bench.topology: {error}")
+            return 1
+    if options.pictures is not None:
+        for path in _draw(document, options.pictures):
+            say(f"picture: {path}")
+    emit(document)
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    mode = _MODES[options.mode]
+    quick, full = _REQUESTS[options.mode]
+    options.requests = options.requests or (quick if options.quick else full)
+    options.load = _workload(options)
+    if options.mode == "real":
+        options.rounds = options.rounds or (1 if options.quick else 3)
+        real.pin(options.cores)
+    site = _site(options)
+    result = mode.run(options, site)
+    mode.report(result)
+    shapes = options.load.shapes
+    return {
+        "bench": "topology",
+        "mode": options.mode,
+        "model": os.path.basename(options.model.rstrip("/")),
+        "load": {
+            **asdict(options.load),
+            "workload": "mixed" if len(shapes) > 1 else shapes[0],
+            "arrivals": options.arrivals,
+            "requests": options.requests,
+        },
+        "costs": site.costs.document(),
+        "result": result,
+        "card": card(),
+    }
+
+
+def _site(options: argparse.Namespace) -> Site:
+    config = EngineConfig(
+        model=options.model,
+        threads=options.threads,
+        profile_dir=options.profile_dir,
+        scheduler=SchedulerConfig(token_budget=options.token_budget),
+    )
+    spec = load_spec(config.model_path, config.spec_options)
+    if spec.vision is None:
+        raise ValueError("the model has no vision tower; topologies with E need one")
+    return Site(spec, config, _costs(options, config), options.device_gib * GIB)
+
+
+def _costs(options: argparse.Namespace, config: EngineConfig) -> Costs:
+    if options.mode == "timeline":
+        return UNKNOWN  # nothing is simulated
+    if options.profile is not None:
+        found = read_costs(options.profile)
+    else:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
+        say("step costs: looking for a saved profile, else measuring one")
+        found = machine_costs(config, options.profile_seconds)
+    rate = options.gbytes_per_s
+    return found if rate is None else replace(found, pull_bytes_per_s=rate * 1e9)
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    shapes = tuple(SHAPES) if options.workload == "mixed" else tuple(options.workload.split(","))
+    if unknown := [shape for shape in shapes if shape not in SHAPES]:
+        raise ValueError(f"no workload is called {unknown[0]!r}; there are mixed, {', '.join(SHAPES)}")
+    return Workload(shapes, options.text_share, options.scale, not options.no_reuse, options.seed)
+
+
+def _draw(document: dict[str, Any], folder: Path) -> list[Path]:
+    if document["mode"] == "timeline":
+        folder.mkdir(parents=True, exist_ok=True)
+        return [timeline.picture(document["result"], folder / "topology-timeline.png")]
+    from bench.topology import drawing
+
+    return drawing.draw(document, folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=tuple(_MODES))
+    parser.add_argument("--model", default="demo", help="Hugging Face directory (default: demo)")
+    parser.add_argument("--quick", action="store_true", help="few ratios, rates, rounds and requests")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="write PNGs there (needs matplotlib)")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="only draw the pictures of a document kept before")
+    _add_load(parser.add_argument_group("load"))
+    _add_costs(parser.add_argument_group("costs"))
+    _add_modes(parser)
+    return parser
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--workload", default="mixed", help=f"mixed, or of {', '.join(SHAPES)} (default: mixed)")
+    group.add_argument("--text-share", type=float, default=0.25, help="share of requests without a picture")
+    group.add_argument("--scale", type=float, default=0.5, help="shrinks picture sides, prompts and outputs")
+    group.add_argument("--no-reuse", action="store_true", help="no two questions share a picture")
+    group.add_argument("--arrivals", default="poisson", help="poisson, gamma:CV or onoff:ON,OFF seconds")
+    group.add_argument("--requests", type=int, help="requests of each load")
+    group.add_argument("--rate", type=float, help="real: requests per second; simulate: at which latencies are drawn")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--token-budget", type=int, default=SchedulerConfig().token_budget)
+
+
+def _add_costs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--profile", type=Path, metavar="FILE", help="written by `hydra-engine profile --output FILE`")
+    group.add_argument("--profile-dir", metavar="DIR", help="where profiles of this machine are kept")
+    group.add_argument("--profile-seconds", type=float, help="most time to measure one")
+    group.add_argument("--threads", type=int, help="threads of a lane (default: all cores)")
+    group.add_argument("--gbytes-per-s", type=float, help="of a pull between two instances")
+    group.add_argument("--device-gib", type=int, default=16, help="memory of a simulated device")
+
+
+def _add_modes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulate")
+    group.add_argument("--devices", type=int, default=8)
+    group.add_argument("--families", help=f"of {','.join(FAMILIES)} (default: all)")
+    group.add_argument("--rates", type=_numbers, help="requests per second; default: around the estimated capacity")
+    group.add_argument("--ttft-slo", type=seconds, metavar="TIME", help="default: 5 times that of an idle EPD")
+    group.add_argument("--tpot-slo", type=seconds, metavar="TIME", help="default: 3 gaps of an idle EPD")
+    group.add_argument("--no-limits", action="store_true", help="the instances are not told the limits")
+    group = parser.add_argument_group("real")
+    group.add_argument("--topologies", default=real.TOPOLOGIES)
+    group.add_argument("--rounds", type=int)
+    group.add_argument("--cores", default="", help="pin everything to these, for example 0,1 (default: all)")
+    group = parser.add_argument_group("timeline")
+    group.add_argument("--topology", default="E+P+D")
+    group.add_argument("--words", type=int, default=64, help="of the prompt, behind its two pictures")
+    group.add_argument("--tokens", type=int, default=16, help="of the answer")
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

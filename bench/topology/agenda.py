@@ -1,0 +1,37 @@
+"""Virtual time: what happens when, in order, as fast as it can be computed. Does not know what happens."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+Action = Callable[[], None]
+
+
+class Agenda:
+    """A clock that jumps from one event to the next. Events of one moment happen in the order of their scheduling, so
+    equal runs are equal."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Action]] = []
+        self._num_scheduled = 0
+
+    def now(self) -> float:
+        return self._now_s
+
+    def at(self, time_s: float, action: Action) -> None:
+        """A time that is over means now."""
+        self._num_scheduled += 1
+        heapq.heappush(self._events, (max(time_s, self._now_s), self._num_scheduled, action))
+
+    def after(self, seconds: float, action: Action) -> None:
+        self.at(self._now_s + seconds, action)
+
+    def step(self) -> bool:
+        """The next event; False if there is none."""
+        if not self._events:
+            return False
+        self._now_s, _, action = heapq.heappop(self._events)
+        action()
+        return True

@@ -1,0 +1,183 @@
+"""A worker that computes nothing and takes its time: `WorkerPort` over a simulated machine.
+
+Steps take what the cost surface says, slowed by what runs beside them; every row samples the same token. Pulls copy
+nothing but take bytes over bandwidth, and their validity is decided as a real one's is: by the source's control word,
+read after the copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from bench.topology.agenda import Agenda
+from bench.topology.costs import Costs
+from bench.topology.machine import LANGUAGE, VISION, Job, Machine
+from hydra_engine.core.cost import VisionLoad
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.plans import (
+    EncodeOutcome,
+    LanguagePlan,
+    LanguageResult,
+    PullJob,
+    PullResult,
+    VisionPlan,
+    VisionResult,
+)
+from hydra_engine.core.pools import Exports
+from hydra_engine.core.request import Request
+from hydra_engine.planner.synthetic import load_of
+
+TOKEN = 7
+NUM_WORDS = 4096
+EXPORTS = Exports(pools=(), words=0, num_words=NUM_WORDS)
+
+Result = VisionResult | LanguageResult | PullResult
+Start = Callable[[], None]
+
+
+class _Lane:
+    """Starts one job after the other. An idle lane needs a moment to begin."""
+
+    def __init__(self, agenda: Agenda, delay_s: float) -> None:
+        self._agenda = agenda
+        self._delay_s = delay_s
+        self._waiting: deque[Start] = deque()
+        self._busy = False
+
+    def submit(self, start: Start) -> None:
+        if self._busy:
+            self._waiting.append(start)
+            return
+        self._busy = True
+        self._agenda.after(self._delay_s, start)
+
+    def ended(self) -> None:
+        """The job that ran has ended."""
+        if self._waiting:
+            self._waiting.popleft()()
+        else:
+            self._busy = False
+
+
+class SimulatedWorker:
+    """`block_bytes` by pool. `wake` is called whenever a result has arrived."""
+
+    def __init__(
+        self,
+        name: str,
+        agenda: Agenda,
+        machine: Machine,
+        costs: Costs,
+        block_bytes: Mapping[str, int],
+        wake: Callable[[], None],
+    ) -> None:
+        self.words: dict[int, int] = {}
+        self.peers: dict[str, SimulatedWorker] = {}
+        self.num_requests = 0
+        self.pixel_bytes = 0
+        self._name = name
+        self._agenda = agenda
+        self._machine = machine
+        self._costs = costs
+        self._block_bytes = block_bytes
+        self._wake = wake
+        self._results: list[Result] = []
+        self._pixels: dict[RequestId, int] = {}
+        delay_s = costs.turn_s + costs.submit_s
+        self._vision, self._language, self._transfer = (_Lane(agenda, delay_s) for _ in range(3))
+
+    # ---- requests
+
+    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
+        assert request.id not in self._pixels, "a request was added twice"
+        self._pixels[request.id] = sum(len(payload.data) for payload in pixels)
+        self.pixel_bytes += self._pixels[request.id]
+        self.num_requests += 1
+
+    def remove_request(self, request_id: RequestId) -> None:
+        self.pixel_bytes -= self._pixels.pop(request_id)
+
+    # ---- steps
+
+    def submit_vision(self, plan: VisionPlan) -> None:
+        surface = self._costs.surface
+        patches = [item.num_patches for item in plan.items]
+        load = VisionLoad(sum(patches), float(sum(count * count for count in patches)))
+        beside = {LANGUAGE: surface.vision_slowdown, VISION: self._even}
+
+        def done(job: Job) -> None:
+            outcomes = tuple(EncodeOutcome(item.request_id, item.image_index) for item in plan.items)
+            self._vision.ended()
+            self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), outcomes))
+
+        job = Job(self._name, VISION, surface.vision_s(load), beside, done)
+        self._vision.submit(lambda: self._machine.run(job))
+
+    def submit_language(self, plan: LanguagePlan) -> None:
+        surface, load = self._costs.surface, load_of(plan)
+        beside = {VISION: surface.slowdown(load), LANGUAGE: self._even}
+        tokens = np.full(plan.num_rows, TOKEN, dtype=np.int64)
+        tokens[len(plan.decodes) :] = [TOKEN if chunk.sample else -1 for chunk in plan.chunks]
+
+        def done(job: Job) -> None:
+            ended_s = self._agenda.now()
+            self._language.ended()
+            self._deliver(LanguageResult(plan.step_id, job.started_s, ended_s, tokens, vision_s=job.vision_s))
+
+        job = Job(self._name, LANGUAGE, surface.language_s(load), beside, done, allowance_s=plan.vision_s)
+        self._language.submit(lambda: self._machine.run(job))
+
+    @property
+    def _even(self) -> float:
+        """Of two lanes of one kind, which only different instances on one machine have."""
+        return max(1.0, 2 * self._costs.threads / self._costs.cores)
+
+    def submit_pull(self, job: PullJob) -> None:
+        source = self.peers[job.peer]
+        num_bytes = len(job.source_blocks) * self._block_bytes[job.pool]
+
+        def start() -> None:
+            started_s = self._agenda.now()
+
+            def done() -> None:
+                valid = source.words.get(job.slot) == job.word
+                self._transfer.ended()
+                self._deliver(PullResult(job.step_id, started_s, self._agenda.now(), valid, num_bytes))
+
+            self._agenda.after(self._costs.pulled_s(num_bytes), done)
+
+        self._transfer.submit(start)
+
+    def _deliver(self, result: Result) -> None:
+        def arrive() -> None:
+            self._results.append(result)
+            self._wake()
+
+        self._agenda.after(self._costs.collect_s, arrive)
+
+    def poll(self) -> list[Result]:
+        results, self._results = self._results, []
+        return results
+
+    # ---- peers
+
+    def exports(self) -> tuple[Exports, tuple[int, ...]]:
+        return EXPORTS, ()
+
+    def set_word(self, slot: int, word: int) -> None:
+        self.words[slot] = word
+
+    def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        return (0,) * len(blocks)
+
+    def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
+        """All workers are in this process; `peers` is filled when the cluster is made."""
+        assert name in self.peers
+
+    def close_peer(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
