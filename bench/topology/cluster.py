@@ -108,8 +108,8 @@ class Cluster:
             name: Node(name, role, site, self.agenda, shared or Machine(self.agenda), self._on_messages)
             for name, role in roles.items()
         }
-        for name, role in roles.items():
-            self.dispatcher.on_up(name, role, 0.0)
+        for name in roles:
+            self.dispatcher.on_up(name, 0.0)
         for one, other in itertools.combinations(self.nodes.values(), 2):
             one.connect(other)
         num_pairs = len(roles) * (len(roles) - 1) // 2
