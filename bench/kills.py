@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,14 +22,16 @@ from tqdm import tqdm
 from bench.common import card, emit
 from bench.mixed import Mixed, Outcome, agrees, alone, mixture, submit
 from hydra_engine import Engine
-from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.instances import Condition
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
 from hydra_engine.models.tiny import make_tiny
 
 ANSWER_S = 30.0  # a request without an answer for this long is lost
 READY_S = 60.0  # after a kill the topology is whole again within this time, or the campaign fails
-KILLS_IN_A_ROW, SPARED_S = 3, 60.0  # of one instance, within so many seconds
+# Of one engine, then a new one takes its place: an instance that dies again and again is started later each time, and in
+# the end not at all, which is another test.
+KILLS_OF_ONE = 6
 CLEAR = ("instance_lost", "request_poisoned", "not_ready", "overloaded")
 
 
@@ -53,8 +55,10 @@ class Tally:
 class Campaign:
     """`concurrency` requests are in flight all the time."""
 
-    def __init__(self, engine: Engine, requests: list[Mixed], golden: list[Outcome], concurrency: int) -> None:
-        self.tally = Tally()
+    def __init__(
+        self, engine: Engine, requests: list[Mixed], golden: list[Outcome], concurrency: int, tally: Tally
+    ) -> None:
+        self.tally = tally
         self._engine = engine
         self._requests = requests
         self._golden = golden
@@ -62,25 +66,24 @@ class Campaign:
         self._next = 0
         self._over = threading.Event()
         self._killed_s = 0.0
-        self._kills: defaultdict[str, list[float]] = defaultdict(list)
         self._threads = [threading.Thread(target=self._drive, name=f"client-{i}") for i in range(concurrency)]
 
-    def run(self, kills: int, rng: random.Random, *, stops: bool, targets: str = "") -> Tally:
+    def run(self, kills: int, rng: random.Random, *, stops: bool, targets: str = "") -> None:
         """`targets`: only instances whose names begin so."""
         for thread in self._threads:
             thread.start()
         try:
-            for _ in tqdm(range(kills), unit="kill", disable=None):
+            for _ in range(kills):
                 time.sleep(rng.uniform(0.0, 0.6))
                 self._kill(rng, stops=stops, targets=targets)
         finally:
             self._over.set()
             for thread in self._threads:
                 thread.join()
-        return self.tally
 
     def _kill(self, rng: random.Random, *, stops: bool, targets: str) -> None:
-        victim = self._victim(rng, targets)
+        victims = [i for i in self._engine.instances() if i.pid is not None and i.name.startswith(targets)]
+        victim = rng.choice(victims)
         assert victim.pid is not None
         stop = stops and rng.random() < 0.3
         self._killed_s = began = time.monotonic()
@@ -98,23 +101,6 @@ class Campaign:
                 raise TimeoutError(f"{victim.name} has not come back")
             time.sleep(0.02)
         self.tally.slowest_recovery_s = max(self.tally.slowest_recovery_s, time.monotonic() - began)
-
-    def _victim(self, rng: random.Random, targets: str) -> InstanceState:
-        """Nobody so often that it would not be started again: that is another test."""
-        while True:
-            since_s = time.monotonic() - SPARED_S
-            victims = [
-                i
-                for i in self._engine.instances()
-                if i.pid is not None
-                and i.name.startswith(targets)
-                and sum(at_s > since_s for at_s in self._kills[i.name]) < KILLS_IN_A_ROW
-            ]
-            if victims:
-                victim = rng.choice(victims)
-                self._kills[victim.name].append(time.monotonic())
-                return victim
-            time.sleep(0.1)
 
     def _is(self, name: str, incarnation: int) -> bool:
         return any(i.name == name and i.incarnation == incarnation for i in self._engine.instances())
@@ -192,18 +178,37 @@ def campaign(
     requests = [request for request in mixture(tokens=24) if not request.gives_up]
     with Engine(model, threads=1, block_size=4, num_kv_blocks=2048) as engine:
         golden = alone(engine, requests)
-    pids: set[int] = set()
+    tally, rng = Tally(), random.Random(seed)
+    with tqdm(total=kills, unit="kill", disable=None) as bar:
+        while bar.n < kills:
+            count = min(KILLS_OF_ONE, kills - bar.n)
+            _one_engine(model, topology, tally, requests, golden, count, rng, concurrency, stops=stops, targets=targets)
+            bar.update(count)
+    return tally
+
+
+def _one_engine(
+    model: Path,
+    topology: str,
+    tally: Tally,
+    requests: list[Mixed],
+    golden: list[Outcome],
+    kills: int,
+    rng: random.Random,
+    concurrency: int,
+    *,
+    stops: bool,
+    targets: str,
+) -> None:
     options = {"block_size": 4, "num_kv_blocks": 1024, "token_budget": 64, "threads": 1, "recovery_s": 15.0}
     with Engine(model, topology=topology, processes=True, **options) as engine:
-        fight = Campaign(engine, requests, golden, concurrency)
         before = descriptors()
-        tally = fight.run(kills, random.Random(seed), stops=stops, targets=targets)
-        pids |= {i.pid for i in engine.instances() if i.pid is not None}
+        Campaign(engine, requests, golden, concurrency, tally).run(kills, rng, stops=stops, targets=targets)
+        pids = {i.pid for i in engine.instances() if i.pid is not None}
         tally.leaks += at_rest(engine)
         if descriptors() > before + 2:  # a client thread more or less
             tally.leaks.append(f"{descriptors()} descriptors in the front, {before} before")
     tally.leaks += left_over(pids)
-    return tally
 
 
 def main() -> None:
