@@ -29,8 +29,8 @@ from hydra_engine.models.tiny import make_tiny
 
 ANSWER_S = 30.0  # a request without an answer for this long is lost
 READY_S = 60.0  # after a kill the topology is whole again within this time, or the campaign fails
-# Of one engine, then a new one takes its place: an instance that dies again and again is started later each time, and in
-# the end not at all, which is another test.
+# Of one engine, then a new one takes its place: an instance that dies again and again is started later each time, and
+# in the end not at all, which is another test.
 KILLS_OF_ONE = 6
 CLEAR = ("instance_lost", "request_poisoned", "not_ready", "overloaded")
 

@@ -125,13 +125,13 @@ def test_vision_waits_at_the_gate_when_its_seconds_are_used_up() -> None:
 # ---- the whole
 
 
-@pytest.mark.parametrize("topology", ["2EPD", "1EP2D", "2ED1P", "1E1P1D"])
+@pytest.mark.parametrize("topology", ["2ED1P", "1E1P1D"])
 def test_equal_runs_are_equal(topology: str) -> None:
     first, second = (run(topology, 12.0)[1] for _ in range(2))
     assert first == second
 
 
-@pytest.mark.parametrize("topology", ["EPD", "2EP1D", "2ED2P", "2E2PD", "1E1P2D"])
+@pytest.mark.parametrize("topology", ["2EP1D", "2ED2P", "1E1P2D"])
 @pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 34, "num_image_blocks": 4, "block_size": 4}])
 def test_every_request_ends_once_with_all_its_tokens_and_nothing_is_held(topology: str, sizes: dict[str, int]) -> None:
     """Also where caches are so small that requests give way; `run` raises if one ends twice or anything is held."""
