@@ -1,7 +1,9 @@
 """`python -m bench.kills`: instances are killed or stopped at random moments while requests run; what becomes of them.
 
 Every request must end: with exactly the tokens that it has when it runs alone, or with a clear error. Afterwards
-nothing may be held, and no process, descriptor or shared memory may be left over. Writes a tally.
+nothing may be held, no process or shared memory may be left over, and no process may have more descriptors, mappings or
+threads than before. With --stops some instances are stopped instead: for a moment, until they count as silent, or until
+they are killed for it. Writes a tally.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
 from bench.common import card, emit
-from bench.mixed import Mixed, Outcome, agrees, alone, mixture, submit
+from bench.mixed import Mixed, Outcome, agrees, alone, mixture, submit, together
+from bench.restless import Footprint, RestlessEngine, footprint
 from hydra_engine import Engine
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.outputs import Result
@@ -28,10 +31,9 @@ from hydra_engine.errors import HydraError
 from hydra_engine.models.tiny import make_tiny
 
 ANSWER_S = 30.0  # a request without an answer for this long is lost
+SUSPECT_S, FENCE_S = 1.0, 3.0  # with stops
+STOPS_S = (0.3, 1.5, 5.0)
 READY_S = 60.0  # after a kill the topology is whole again within this time, or the campaign fails
-# Of one engine, then a new one takes its place: an instance that dies again and again is started later each time, and
-# in the end not at all, which is another test.
-KILLS_OF_ONE = 6
 CLEAR = ("instance_lost", "request_poisoned", "not_ready", "overloaded")
 
 
@@ -39,6 +41,7 @@ CLEAR = ("instance_lost", "request_poisoned", "not_ready", "overloaded")
 class Tally:
     kills: int = 0
     stops: int = 0
+    fenced: int = 0  # of the stopped, those that were killed for it
     right: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -55,10 +58,8 @@ class Tally:
 class Campaign:
     """`concurrency` requests are in flight all the time."""
 
-    def __init__(
-        self, engine: Engine, requests: list[Mixed], golden: list[Outcome], concurrency: int, tally: Tally
-    ) -> None:
-        self.tally = tally
+    def __init__(self, engine: Engine, requests: list[Mixed], golden: list[Outcome], concurrency: int) -> None:
+        self.tally = Tally()
         self._engine = engine
         self._requests = requests
         self._golden = golden
@@ -68,18 +69,19 @@ class Campaign:
         self._killed_s = 0.0
         self._threads = [threading.Thread(target=self._drive, name=f"client-{i}") for i in range(concurrency)]
 
-    def run(self, kills: int, rng: random.Random, *, stops: bool, targets: str = "") -> None:
+    def run(self, kills: int, rng: random.Random, *, stops: bool, targets: str = "") -> Tally:
         """`targets`: only instances whose names begin so."""
         for thread in self._threads:
             thread.start()
         try:
-            for _ in range(kills):
+            for _ in tqdm(range(kills), unit="kill", disable=None):
                 time.sleep(rng.uniform(0.0, 0.6))
                 self._kill(rng, stops=stops, targets=targets)
         finally:
             self._over.set()
             for thread in self._threads:
                 thread.join()
+        return self.tally
 
     def _kill(self, rng: random.Random, *, stops: bool, targets: str) -> None:
         victims = [i for i in self._engine.instances() if i.pid is not None and i.name.startswith(targets)]
@@ -90,8 +92,11 @@ class Campaign:
         os.kill(victim.pid, signal.SIGSTOP if stop else signal.SIGKILL)
         if stop:
             self.tally.stops += 1
-            time.sleep(rng.choice((0.2, 3.0)))
-            os.kill(victim.pid, signal.SIGCONT)
+            time.sleep(rng.choice(STOPS_S))
+            if self._is(victim.name, victim.incarnation):
+                os.kill(victim.pid, signal.SIGCONT)
+            else:
+                self.tally.fenced += 1
         else:
             self.tally.kills += 1
             while self._is(victim.name, victim.incarnation):
@@ -155,8 +160,23 @@ def at_rest(engine: Engine, within_s: float = 10.0) -> list[str]:
         time.sleep(0.02)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def footprints(engine: Engine) -> dict[str, Footprint]:
+    """Of the front and of all instances, by name."""
+    found = {i.name: footprint(i.pid) for i in engine.instances() if i.pid is not None}
+    front = replace(footprint(os.getpid()), threads=0)  # its pools of bounded size fill up in their own time
+    return found | {"front": front}
+
+
+def growth(engine: Engine, before: dict[str, Footprint], within_s: float = 5.0) -> list[str]:
+    """Whose counts exceed those of before, in words. Whatever life an instance is in, it needs no more than in its
+    first one; what belonged to a dead peer may take a moment to go."""
+    deadline = time.monotonic() + within_s
+    while True:
+        after = footprints(engine)
+        grown = [f"{name} has {now}, before {before[name]}" for name, now in after.items() if now.grown(before[name])]
+        if not grown or time.monotonic() > deadline:
+            return grown
+        time.sleep(0.05)
 
 
 def left_over(pids: set[int]) -> list[str]:
@@ -178,37 +198,20 @@ def campaign(
     requests = [request for request in mixture(tokens=24) if not request.gives_up]
     with Engine(model, threads=1, block_size=4, num_kv_blocks=2048) as engine:
         golden = alone(engine, requests)
-    tally, rng = Tally(), random.Random(seed)
-    with tqdm(total=kills, unit="kill", disable=None) as bar:
-        while bar.n < kills:
-            count = min(KILLS_OF_ONE, kills - bar.n)
-            _one_engine(model, topology, tally, requests, golden, count, rng, concurrency, stops=stops, targets=targets)
-            bar.update(count)
-    return tally
-
-
-def _one_engine(
-    model: Path,
-    topology: str,
-    tally: Tally,
-    requests: list[Mixed],
-    golden: list[Outcome],
-    kills: int,
-    rng: random.Random,
-    concurrency: int,
-    *,
-    stops: bool,
-    targets: str,
-) -> None:
+    pids: set[int] = set()
     options = {"block_size": 4, "num_kv_blocks": 1024, "token_budget": 64, "threads": 1, "recovery_s": 15.0}
-    with Engine(model, topology=topology, processes=True, **options) as engine:
-        before = descriptors()
-        Campaign(engine, requests, golden, concurrency, tally).run(kills, rng, stops=stops, targets=targets)
-        pids = {i.pid for i in engine.instances() if i.pid is not None}
+    if stops:
+        options |= {"suspect_s": SUSPECT_S, "fence_s": FENCE_S}
+    with RestlessEngine(model, topology=topology, processes=True, **options) as engine:
+        fight = Campaign(engine, requests, golden, concurrency)
+        together(engine, requests)  # every lane and thread has run
+        before = footprints(engine)
+        tally = fight.run(kills, random.Random(seed), stops=stops, targets=targets)
+        pids |= {i.pid for i in engine.instances() if i.pid is not None}
         tally.leaks += at_rest(engine)
-        if descriptors() > before + 2:  # a client thread more or less
-            tally.leaks.append(f"{descriptors()} descriptors in the front, {before} before")
+        tally.leaks += growth(engine, before)
     tally.leaks += left_over(pids)
+    return tally
 
 
 def main() -> None:

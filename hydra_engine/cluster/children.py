@@ -21,6 +21,9 @@ from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
 from hydra_engine.cluster.descriptors import send_with
 
+# LLVM's and Intel's OpenMP, which some builds of torch come with, keep a page of this name for each process and remove
+# it in an exit handler, which a killed process never runs. One page for each death would fill the volume in the end.
+_OPENMP_PAGE = "/dev/shm/__KMP_REGISTERED_LIB_{pid}_{uid}"
 # An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
 _OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -89,8 +92,13 @@ class ProcessChild:
         return cls(start.incarnation, end, control, process)
 
     def how_it_ended(self) -> str | None:
+        was_reaped = self._process.returncode is not None
         code = self._process.poll()
-        return None if code is None else describe_exit(code)
+        if code is None:
+            return None
+        if not was_reaped:
+            _remove_openmp_page(self.pid)
+        return describe_exit(code)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -145,6 +153,12 @@ def describe_exit(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"was killed by {name}"
+
+
+def _remove_openmp_page(pid: int) -> None:
+    """Of a process that has just been reaped. Where there is none, or it is not ours, nothing happens."""
+    with contextlib.suppress(OSError):
+        os.unlink(_OPENMP_PAGE.format(pid=pid, uid=os.getuid()))
 
 
 def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:

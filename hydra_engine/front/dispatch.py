@@ -22,6 +22,7 @@ from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unava
 from hydra_engine.front.active import ActiveRequest
 from hydra_engine.front.flights import Flight, Job
 from hydra_engine.front.holders import Holders, Send
+from hydra_engine.front.suspects import Suspects
 
 # Attempts without anybody's death: each has a cause that passes (a full cache, a lost lease). This many have another.
 MAX_REPLAYS = 32
@@ -58,6 +59,7 @@ class Dispatcher:
         self.flights: dict[RequestId, Flight] = {}  # by the user's request
         self.places = {name: Place(name, role) for name, role in roles.items()}
         self.holders = Holders(send)
+        self.suspects = Suspects(self.flights, config.cluster.max_attempts)
         self._cluster = config.cluster
         self._next_id = next_id
         self._report = report
@@ -83,6 +85,8 @@ class Dispatcher:
             self.places[other].pairs.discard(name)
         place.pairs.clear()
         self.holders.down(name)
+        for flight in self.suspects.late(name, now):
+            self._blame(flight, name, now)
         self._lose_all(name, now)
         if not restarts:
             self.wake(now)  # those that wait for it in vain are told
@@ -161,12 +165,15 @@ class Dispatcher:
             self.close(flight, now)
 
     def tick(self, now: float) -> None:
-        """A few times a second: ends what has waited too long, and what a broken connection has cut off."""
+        """A few times a second: ends what has waited too long and what a broken connection has cut off, and lets the
+        next suspect begin."""
         due = [broken for broken in self._broken if broken.due_s <= now]
         self._broken = [broken for broken in self._broken if broken.due_s > now]
         for broken in due:
             self._lose_pair(broken, now)
         for flight in self._by_age():
+            if flight.attempt is None and not flight.closing and self.suspects.is_suspect(flight):
+                self.start(flight, now)
             if flight.deadline_s is not None and flight.deadline_s <= now:
                 self._expire(flight, now)
 
@@ -186,7 +193,10 @@ class Dispatcher:
     # ---- attempts
 
     def start(self, flight: Flight, now: float) -> None:
-        """A new attempt, or it waits for an instance that can serve it."""
+        """A new attempt, or it waits for an instance that can serve it, or for its turn."""
+        if self.suspects.in_line(flight):
+            flight.deadline_s = now + self._cluster.recovery_s
+            return
         route = self._router.route(flight.request)
         if isinstance(route, Missing):
             self._wait(flight, now)
@@ -248,6 +258,8 @@ class Dispatcher:
 
     def replay(self, flight: Flight, now: float, *, died: bool = False) -> None:
         """Ends this attempt everywhere and begins another, as long as there is sense in it."""
+        if not died:
+            self.suspects.left(flight, flight.parts, now)
         self._leave(flight)
         if not self._may_go_on(flight, now, died=died):
             return
@@ -262,7 +274,7 @@ class Dispatcher:
         """Counts one more attempt, or one more encode of an image. False: the request has failed."""
         flight.deaths += died
         flight.replays += not died
-        if flight.deaths >= self._cluster.max_attempts:
+        if self.suspects.is_poison(flight):
             told = f"{flight.deaths} instances ended while they worked on this request; it is not tried again"
             self.fail(flight, RequestFailed(told, code="request_poisoned"), now)
         elif flight.replays > MAX_REPLAYS:
@@ -275,7 +287,16 @@ class Dispatcher:
     def encode_again(self, flight: Flight, jobs: Sequence[Job], now: float, *, died: bool = False) -> None:
         """These jobs, which are not the flight's any more, have ended without their images having been fetched."""
         indices = {index for job in jobs for index in job.pending}
-        if indices and self._may_go_on(flight, now, died=died):
+        if not indices:
+            return
+        if not died:
+            self.suspects.left(flight, {job.name for job in jobs}, now)
+        if not self._may_go_on(flight, now, died=died):
+            return
+        if self.suspects.in_line(flight):
+            self._leave(flight)
+            self.start(flight, now)
+        else:
             self.encode(flight, indices, now)
 
     # ---- losses
@@ -283,6 +304,16 @@ class Dispatcher:
     def _lose_all(self, name: str, now: float) -> None:
         for flight in self._by_age():
             self._lose(flight, name, now)
+
+    def _blame(self, flight: Flight, name: str, now: float) -> None:
+        """It has left the instance `name`, which turns out to be dead; the attempt that has begun since goes on unless
+        it has to be the only one of its kind."""
+        if flight.is_at(name):
+            return
+        flight.replays -= 1
+        if self._may_go_on(flight, now, died=True) and flight.attempt is not None and self.suspects.in_line(flight):
+            self._leave(flight)
+            self.start(flight, now)
 
     def _lose(self, flight: Flight, name: str, now: float) -> None:
         """Nothing is expected of instance `name` any more."""

@@ -110,6 +110,9 @@ class Flight:
     attempts: int = 0
     deaths: int = 0
     replays: int = 0
+    cleared: bool = False  # of being what instances die of
+    left: frozenset[str] = frozenset()  # instances that it was taken away from lately, and when
+    left_s: float = 0.0
     gave_way: bool = False
     reports: list[Finished] = field(default_factory=list)
     charges: list[Charge] = field(default_factory=list)

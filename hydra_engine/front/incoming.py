@@ -67,6 +67,8 @@ class Incoming:
             if flight.early and flight.parts == {flight.decoder}:
                 self._dispatcher.fail(flight, _skipped(), now)
                 return
+        if flight.decoder_spoke:
+            self._dispatcher.suspects.spoke(flight)
         if flight.victim == name and not flight.closing:
             self._lending.victim_sent(flight, len(token_ids))
 

@@ -30,6 +30,7 @@ from hydra_engine.scheduler.events import (
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
 from hydra_engine.transfer.pulls import Committed, Destination, Extended, Gone, Lost, Offered
+from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BEFORE_ACK, BEFORE_FREE
 
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
@@ -42,12 +43,6 @@ if TYPE_CHECKING:
     from hydra_engine.scheduler.scheduler import StageScheduler
 
 logger = logging.getLogger(__name__)
-
-AFTER_OFFER = "src.after_offer"
-BEFORE_FREE = "src.before_free"
-AFTER_RESERVE = "dst.after_reserve"
-BEFORE_ACK = "dst.before_ack"
-AFTER_ACK = "dst.after_ack"
 
 RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
 
@@ -197,7 +192,10 @@ class Migration:
             case Ack():
                 return self._release(self._source.on_ack(peer, message.incarnation, message.sequence), now)
             case Refuse():
-                return self._release(self._source.on_refuse(peer, message.incarnation, message.sequence), now)
+                owner = self._source.on_refuse(peer, message.incarnation, message.sequence)
+                if message.failed and owner is not None:
+                    return self._give_up(owner, now)
+                return self._release(owner, now)
         return []
 
     # ---- what we offer
@@ -287,7 +285,7 @@ class Migration:
         return self._scheduler.release_features(request_id, index, now)
 
     def _give_up(self, owner: Owner, now: float) -> list[Event]:
-        """Nobody has fetched what was offered."""
+        """Nobody has fetched what was offered, or could."""
         self._leaving.pop(owner, None)
         self._unsent.pop(owner, None)
         return self._scheduler.withdraw(owner[0], now, Departure.WITHDRAWN)

@@ -79,10 +79,12 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """Target to source: not wanted (found in a cache, or its request is gone). As good as an acknowledgement."""
+    """Target to source: not wanted (found in a cache, or its request is gone). As good as an acknowledgement, unless
+    `failed`: then it is wanted, but could not be copied or is not what was offered, and somebody has to begin again."""
 
     incarnation: int
     sequence: int
+    failed: bool = False
 
 
 TransferMessage = Offer | More | Withdraw | Renew | Ack | Refuse

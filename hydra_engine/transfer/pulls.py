@@ -251,7 +251,7 @@ class Destination:
         assert pull.copies > 0, f"no copy of offer {handle} is in flight"
         if not valid and not pull.doomed:
             # If it was not too late, but the bytes were wrong, the source still holds the blocks for us.
-            self._refusals.append((pull.peer, Refuse(pull.incarnation, pull.sequence)))
+            self._refusals.append((pull.peer, Refuse(pull.incarnation, pull.sequence, failed=True)))
             self._records.doom(pull)
         pull.copies -= 1
         pull.last_ended |= last

@@ -318,7 +318,7 @@ def test_a_copy_that_was_too_late_is_lost_and_its_source_need_not_keep_it(target
     target.begin(handle, 0, 2)
     assert target.end(handle, valid=False, last=True) == Lost(handle, 9, 0)
     assert (target.invalid, target.pulled, target.live) == (1, 0, 0)
-    assert target.renewals(0.0) == [("e0", Refuse(3, 1))]
+    assert target.renewals(0.0) == [("e0", Refuse(3, 1, failed=True))]
     target.check()
 
 

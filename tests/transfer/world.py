@@ -394,7 +394,7 @@ class World:
             self._over(node, owner, delivered=True)
         elif isinstance(message, Refuse):
             owner = node.source.on_refuse(packet.sender, message.incarnation, message.sequence)
-            self._over(node, owner, delivered=True)
+            self._over(node, owner, delivered=not message.failed)
 
     def kill(self, n: int) -> None:
         """An instance dies and starts again with nothing. Whatever was on its way to it is lost; the others hear of it

@@ -1,0 +1,123 @@
+"""Instances die, hang or throw at named points of a step or a migration: each request still gets its own tokens.
+
+One engine for each topology is served the same load again and again, with one fault armed at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.mixed import Outcome
+from bench.restless import RestlessEngine
+from hydra_engine.worker.faults import KILLED_EXIT_CODE
+from tests.engine.faulty import OPTIONS, Rig, few_requests, right_answers, until
+
+REQUESTS = few_requests()
+SOURCE = ("src.after_offer", "src.before_free")
+TARGET = ("dst.after_reserve", "dst.mid_copy", "dst.after_copy", "dst.before_ack", "dst.after_ack")
+STEP = ("eng.before_step", "eng.mid_step")
+# (instance, point) of each topology. D of E+P+D does nothing that D of EP+D does not do.
+EP_D = [("ep0", point) for point in (*SOURCE, *STEP, "vis.before_step")] + [("d0", p) for p in (*TARGET, *STEP)]
+E_P_D = [("e0", point) for point in (*SOURCE, "vis.before_step")] + [("p0", point) for point in (*SOURCE, *TARGET)]
+
+
+@pytest.fixture(scope="module")
+def golden(tiny_model: Path) -> list[Outcome]:
+    return right_answers(tiny_model, REQUESTS)
+
+
+def make_rig(model: Path, topology: str, golden: list[Outcome], **options: Any) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYDRA_FAULTS", "1")
+        with RestlessEngine(model, topology=topology, **(OPTIONS | options)) as engine:
+            yield Rig(engine, REQUESTS, golden)
+
+
+@pytest.fixture(scope="module")
+def ep_d(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
+    yield from make_rig(tiny_model, "EP+D", golden)
+
+
+@pytest.fixture(scope="module")
+def e_p_d(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
+    """Here what moves is compared with what was offered."""
+    yield from make_rig(tiny_model, "E+P+D", golden, check_transfers=True)
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    found: Rig = request.getfixturevalue(request.param)
+    yield found
+    found.settle()
+
+
+def strike(rig: Rig, name: str, point: str, action: str, argument: str) -> bool:
+    """Serves the load with this fault armed. Whether the instance died of it."""
+    before = rig.state(name)
+    rig.arm(name, point, action, argument)
+    assert rig.serve() == []
+    rig.settle()
+    return rig.died(name, before)
+
+
+KILLS = [("ep_d", *case) for case in EP_D] + [("e_p_d", *case) for case in E_P_D]
+
+
+@pytest.mark.parametrize(("rig", "name", "point"), KILLS, indirect=["rig"])
+def test_an_instance_that_dies_there_costs_nobody_a_token(
+    rig: Rig, name: str, point: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert strike(rig, name, point, "kill", "times=1"), "the fault was not met"
+    assert f"instance {name} ended with exit code {KILLED_EXIT_CODE}" in caplog.text
+
+
+IN_THE_LOOP = [("ep_d", "ep0", "src.after_offer"), ("e_p_d", "e0", "src.before_free")]
+IN_THE_LOOP += [("ep_d", "d0", "dst.after_reserve"), ("e_p_d", "p0", "dst.after_ack")]
+
+
+@pytest.mark.parametrize(("rig", "name", "point"), IN_THE_LOOP, indirect=["rig"])
+def test_an_exception_in_the_loop_of_an_instance_ends_it_loudly(
+    rig: Rig, name: str, point: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is a bug, and what the instance believes to hold cannot be trusted any more; so it begins anew."""
+    assert strike(rig, name, point, "raise", "times=1"), "the fault was not met"
+    assert f"instance {name} ended with exit code 1" in caplog.text
+
+
+IN_A_LANE = [("ep_d", "d0", "dst.mid_copy"), ("ep_d", "d0", "dst.after_copy"), ("e_p_d", "p0", "dst.mid_copy")]
+
+
+@pytest.mark.parametrize(("rig", "name", "point"), IN_A_LANE, indirect=["rig"])
+def test_an_exception_in_a_copy_costs_another_attempt(rig: Rig, name: str, point: str) -> None:
+    invalid = num_invalid(rig, name)
+    assert not strike(rig, name, point, "raise", "times=3")
+    until(lambda: num_invalid(rig, name) >= invalid + 3, "three copies that do not count")
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
+@pytest.mark.parametrize("point", ["dst.mid_copy", "dst.after_copy"])
+@pytest.mark.parametrize("rig", ["e_p_d"], indirect=True)
+def test_bytes_that_change_on_their_way_are_noticed(rig: Rig, name: str, point: str) -> None:
+    invalid = num_invalid(rig, name)
+    assert not strike(rig, name, point, "corrupt", "times=2")
+    until(lambda: num_invalid(rig, name) >= invalid + 2, "two copies that do not count")
+
+
+def num_invalid(rig: Rig, name: str) -> int:
+    return rig.engine.statuses()[name].transfer.invalid
+
+
+DELAYS = [("e_p_d", "e0", "src.after_offer"), ("e_p_d", "p0", "src.before_free"), ("e_p_d", "p0", "dst.after_reserve")]
+DELAYS += [("ep_d", "d0", "dst.mid_copy"), ("ep_d", "d0", "dst.before_ack"), ("ep_d", "ep0", "vis.before_step")]
+
+
+@pytest.mark.parametrize(("rig", "name", "point"), DELAYS, indirect=["rig"])
+def test_a_delay_there_is_a_delay(rig: Rig, name: str, point: str) -> None:
+    began = time.monotonic()
+    assert not strike(rig, name, point, "delay", "seconds=0.5 times=1")
+    assert time.monotonic() - began >= 0.5, "the fault was not met"
