@@ -195,7 +195,8 @@ class Dispatcher:
     def start(self, flight: Flight, now: float) -> None:
         """A new attempt, or it waits for an instance that can serve it, or for its turn."""
         if self.suspects.in_line(flight):
-            flight.deadline_s = now + self._cluster.recovery_s
+            if flight.deadline_s is None:  # from when it stands in line, however often its turn is looked for
+                flight.deadline_s = now + self._cluster.recovery_s
             return
         route = self._router.route(flight.request)
         if isinstance(route, Missing):

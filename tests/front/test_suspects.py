@@ -78,7 +78,7 @@ def test_suspects_are_tried_one_at_a_time_and_the_guilty_takes_nobody_along() ->
     assert [request.age for request in die_and_return(rig, "epd0")] == [1, 2, 3]
     (first,) = die_and_return(rig, "epd0")
     assert first.age == 1
-    rig.wait(100.0)  # in line there is no hurry
+    rig.wait(1.0)
     assert begun(rig, "epd0") == [] and not rig.results
     rig.speak("epd0", first, 0)
     rig.wait(0.1)
@@ -101,6 +101,17 @@ def test_suspects_are_tried_one_at_a_time_and_the_guilty_takes_nobody_along() ->
     rig.finish("epd0", third.id, LENGTH, 4)
     rig.assert_done(3, 4)
     rig.assert_at_rest()
+
+
+def test_nobody_stands_in_line_for_ever() -> None:
+    rig = Rig("EPD", max_attempts=3)
+    for number in (1, 2):
+        rig.submit(number)
+    die_and_return(rig, "epd0"), die_and_return(rig, "epd0")
+    rig.wait(100.0)
+    error = rig.error(2)
+    assert error is not None and error.code == "instance_lost"
+    assert rig.error(1) is None, "it is being tried"
 
 
 def test_with_one_attempt_nobody_stands_in_line() -> None:
