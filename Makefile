@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test check support bench build clean help
+.PHONY: demo serve test test-all check support bench build clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
-	@echo "make test    the whole test suite"
+	@echo "make test    the test suite, under ten minutes"
+	@echo "make test-all  with the slow tests, most of them instances that die"
 	@echo "make check   format, lint, types, architecture"
 	@echo "make support the README's table of model families, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine"
@@ -38,6 +39,9 @@ serve: build
 	@$(BIN)/python -m hydra_engine serve demo $(ARGS)
 
 test: build
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: build
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 check: build

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -185,6 +186,14 @@ def left_over(pids: set[int]) -> list[str]:
     return found + [f"/dev/shm/{name} is left" for name in os.listdir("/dev/shm") if "hydra" in name]
 
 
+@cache
+def load(model: Path) -> tuple[list[Mixed], list[Outcome]]:
+    """Requests and what each of them yields when it runs alone."""
+    requests = [request for request in mixture(tokens=24) if not request.gives_up]
+    with Engine(model, threads=1, block_size=4, num_kv_blocks=2048) as engine:
+        return requests, alone(engine, requests)
+
+
 def campaign(
     model: Path,
     topology: str,
@@ -195,9 +204,7 @@ def campaign(
     stops: bool = False,
     targets: str = "",
 ) -> Tally:
-    requests = [request for request in mixture(tokens=24) if not request.gives_up]
-    with Engine(model, threads=1, block_size=4, num_kv_blocks=2048) as engine:
-        golden = alone(engine, requests)
+    requests, golden = load(model)
     pids: set[int] = set()
     options = {"block_size": 4, "num_kv_blocks": 1024, "token_budget": 64, "threads": 1, "recovery_s": 15.0}
     if stops:

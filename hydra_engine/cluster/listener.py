@@ -15,7 +15,7 @@ class InstanceLink:
     """One life of an instance. `end.send` belongs to the front's loop and is harmless after the instance's death."""
 
     name: str
-    role: Role  # that it serves when it comes up; it may have weights for more
+    role: Role  # what it has weights for
     device: str  # as configured
     incarnation: int
     end: FrontEnd

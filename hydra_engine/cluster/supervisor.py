@@ -219,7 +219,7 @@ class Supervisor:
             child.end.send([SetRole(member.role.letters)])
         link = InstanceLink(
             member.name,
-            member.role,
+            member.loaded,
             member.config.device,
             child.incarnation,
             child.end,

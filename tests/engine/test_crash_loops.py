@@ -65,6 +65,7 @@ def drive_to_failure(rig: Rig, name: str) -> None:
     assert "died 5 times within 60 s" in state.reason
 
 
+@pytest.mark.slow
 def test_the_other_one_serves_on(tiny_model: Path, golden: list[Outcome]) -> None:
     with Impatient(tiny_model, topology="2EPD", **OPTIONS) as engine:
         rig = Rig(engine, REQUESTS, golden)
@@ -111,9 +112,8 @@ def poison(engine: Engine, point: str) -> None:
     front.set_fault(point, "kill", f"token={POISON}")
 
 
-@pytest.mark.parametrize(
-    ("topology", "point"), [("2EPD", "eng.mid_step"), ("EP+D", "dst.before_ack"), ("EP+D", "eng.before_step")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "point"), [("2EPD", "eng.mid_step"), ("EP+D", "dst.before_ack")])
 def test_a_request_that_kills_takes_nobody_with_it(
     tiny_model: Path, golden: list[Outcome], monkeypatch: pytest.MonkeyPatch, topology: str, point: str
 ) -> None:

@@ -21,9 +21,10 @@ REQUESTS = few_requests()
 SOURCE = ("src.after_offer", "src.before_free")
 TARGET = ("dst.after_reserve", "dst.mid_copy", "dst.after_copy", "dst.before_ack", "dst.after_ack")
 STEP = ("eng.before_step", "eng.mid_step")
-# (instance, point) of each topology. D of E+P+D does nothing that D of EP+D does not do.
+# (instance, point) of each topology. D of E+P+D does nothing that D of EP+D does not do, and P pulls like D.
 EP_D = [("ep0", point) for point in (*SOURCE, *STEP, "vis.before_step")] + [("d0", p) for p in (*TARGET, *STEP)]
-E_P_D = [("e0", point) for point in (*SOURCE, "vis.before_step")] + [("p0", point) for point in (*SOURCE, *TARGET)]
+IMAGES = ("dst.after_reserve", "dst.mid_copy", "dst.before_ack")
+E_P_D = [("e0", point) for point in (*SOURCE, "vis.before_step")] + [("p0", point) for point in (*SOURCE, *IMAGES)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,15 @@ def strike(rig: Rig, name: str, point: str, action: str, argument: str) -> bool:
     return rig.died(name, before)
 
 
-KILLS = [("ep_d", *case) for case in EP_D] + [("e_p_d", *case) for case in E_P_D]
+# Each costs a start of an instance; without the slow ones a point of each side and of a step is left.
+ALWAYS = {("e0", "src.after_offer"), ("p0", "src.before_free"), ("p0", "dst.mid_copy")}
+
+
+def cases(topology: str, found: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(topology, *c, marks=() if c in ALWAYS else pytest.mark.slow) for c in found]
+
+
+KILLS = cases("ep_d", EP_D) + cases("e_p_d", E_P_D)
 
 
 @pytest.mark.parametrize(("rig", "name", "point"), KILLS, indirect=["rig"])
@@ -80,6 +89,7 @@ IN_THE_LOOP = [("ep_d", "ep0", "src.after_offer"), ("e_p_d", "e0", "src.before_f
 IN_THE_LOOP += [("ep_d", "d0", "dst.after_reserve"), ("e_p_d", "p0", "dst.after_ack")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rig", "name", "point"), IN_THE_LOOP, indirect=["rig"])
 def test_an_exception_in_the_loop_of_an_instance_ends_it_loudly(
     rig: Rig, name: str, point: str, caplog: pytest.LogCaptureFixture
@@ -92,6 +102,7 @@ def test_an_exception_in_the_loop_of_an_instance_ends_it_loudly(
 IN_A_LANE = [("ep_d", "d0", "dst.mid_copy"), ("ep_d", "d0", "dst.after_copy"), ("e_p_d", "p0", "dst.mid_copy")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rig", "name", "point"), IN_A_LANE, indirect=["rig"])
 def test_an_exception_in_a_copy_costs_another_attempt(rig: Rig, name: str, point: str) -> None:
     invalid = num_invalid(rig, name)
@@ -116,6 +127,7 @@ DELAYS = [("e_p_d", "e0", "src.after_offer"), ("e_p_d", "p0", "src.before_free")
 DELAYS += [("ep_d", "d0", "dst.mid_copy"), ("ep_d", "d0", "dst.before_ack"), ("ep_d", "ep0", "vis.before_step")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rig", "name", "point"), DELAYS, indirect=["rig"])
 def test_a_delay_there_is_a_delay(rig: Rig, name: str, point: str) -> None:
     began = time.monotonic()

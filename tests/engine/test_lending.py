@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.mixed import Mixed, alone, mixture, together
 from hydra_engine import Engine
 from tests.engine.conftest import EngineFactory, assert_at_rest
@@ -26,6 +28,7 @@ def test_decodes_that_are_lent_go_on_with_the_same_tokens(make_engine: EngineFac
     assert_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_nothing_is_lent_when_that_is_switched_off(make_engine: EngineFactory) -> None:
     requests = long_answers()
     engine = make_engine(topology="ED+PD", max_num_seqs=4, steal_decodes=False)

@@ -63,6 +63,7 @@ def stop_amid_load(rig: Rig, name: str, seconds: float = math.inf) -> list[str]:
         waker.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["e0", "p0", "d0"])
 def test_a_short_stop_is_a_delay(rig: Rig, name: str) -> None:
     before = rig.state(name)
@@ -80,6 +81,7 @@ def test_an_instance_that_wakes_before_it_is_killed_does_no_harm(rig: Rig, name:
     assert rig.serve() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["e0", "p0", "d0"])
 def test_an_instance_that_does_not_wake_is_killed_and_begins_anew(rig: Rig, name: str) -> None:
     before, began = rig.state(name), time.monotonic()
@@ -98,6 +100,7 @@ def seen(rig: Rig, name: str, conditions: set[Condition]) -> bool:
     return Condition.STARTING in conditions
 
 
+@pytest.mark.slow
 def test_what_a_stopped_target_does_not_fetch_is_taken_back(
     tiny_model: Path, golden: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

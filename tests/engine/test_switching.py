@@ -65,6 +65,7 @@ def total_pulled(engine: Engine) -> int:
     return sum(status.transfer.pulled for status in engine.statuses().values())
 
 
+@pytest.mark.slow
 def test_a_switch_outlives_a_death_and_what_cannot_be_is_refused(tiny_model: Path, golden: list[Outcome]) -> None:
     with RestlessEngine(tiny_model, topology="EP+PD", **OPTIONS) as engine:
         rig = Rig(engine, REQUESTS, golden)

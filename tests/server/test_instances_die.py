@@ -200,6 +200,7 @@ def test_sigterm_lets_everything_finish_that_moves_between_instances(served: Ser
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_at_once(served: Served) -> None:
     pids = children_of(served.process.pid)
     stream = Stream().start(served.url, long_chat(max_tokens=1900))
