@@ -31,7 +31,7 @@ class Draft:
         (its KV has been pulled, or found) is a decode but in name, and waits for nobody's budget; together with the
         decodes it fits a step, for there are no more seats than a step has tokens."""
         start, end = state.num_planned, state.num_computable
-        if state.goes_on:
+        if state.goes_on and not self._whole:
             return 1
         if self._whole:
             return end - start if self.takes_whole(end - start) else 0
