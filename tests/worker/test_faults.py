@@ -35,6 +35,8 @@ def test_nothing_can_be_armed_unless_enabled() -> None:
         ("dst.mid_copy", "nan", ""),
         ("dst.mid_copy", "raise", "request=3"),
         ("dst.after_copy", "delay", "token=3"),
+        ("dst.before_ack", "nan", ""),
+        ("src.after_offer", "corrupt", ""),
     ],
 )
 def test_unknown_words_are_refused(point: str, action: str, argument: str) -> None:
