@@ -47,21 +47,9 @@ class Role(Flag):
 EPD = Role.E | Role.P | Role.D
 
 
-def sends_features(source: Role, target: Role) -> bool:
-    """Whether features that one instance encodes are ever fetched by the other."""
-    return Role.E in source and Role.P in target
-
-
-def sends_kv(source: Role, target: Role) -> bool:
-    """Whether requests are ever handed over to the other to decode there. What prefills and decodes keeps its requests,
-    but may lend some to an instance that encodes and decodes while that has nothing to encode."""
-    if Role.P not in source or Role.D not in target:
-        return False
-    return Role.D not in source or lends_decodes(source, target)
-
-
 def lends_decodes(source: Role, target: Role) -> bool:
-    """Never in a circle: who may borrow encodes, who lends does not."""
+    """Whether an instance that decodes may lend some to another while that has nothing to encode. Never in a circle:
+    who may borrow encodes, who lends does not."""
     return Role.D in source and Role.E not in source and Role.E in target and Role.D in target
 
 

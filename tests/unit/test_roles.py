@@ -18,8 +18,7 @@ from hydra_engine.core.roles import (
     check_devices,
     check_serves,
     check_states,
-    sends_features,
-    sends_kv,
+    lends_decodes,
 )
 from hydra_engine.errors import ConfigError
 
@@ -137,11 +136,8 @@ def test_states_stay_where_they_are_computed(topology: Topology) -> None:
     (better,) = suggested(refusal(check_states, topology))
     check_states(better)
     assert len(better.instances) == len(topology.instances) and better.served & EPD == topology.served
-    # Nobody prefills for another: what moves KV at all only lends decodes, which such a model has to be kept from.
-    assert all(
-        BOTH in source.role for source in better.instances for target in better.instances
-        if sends_kv(source.role, target.role)
-    )  # fmt: skip
+    # Nobody prefills for another.
+    assert all(BOTH in spec.role or not spec.role & BOTH for spec in better.instances)
 
 
 def test_sentences_for_models() -> None:
@@ -186,11 +182,9 @@ def test_long_topologies_make_short_messages() -> None:
     assert suggested(refusal(Topology.parse, alternating)) == [Topology.parse("EPD")]
 
 
-def test_wait_for_edges_have_no_circle() -> None:
-    """Features go from E to P, KV from P to D; an instance with P and D sends KV to such that lend none back."""
+def test_decodes_are_never_lent_in_a_circle() -> None:
     for source in ROLES:
         for target in ROLES:
-            if sends_kv(source, target):
-                assert Role.P in source and Role.D in target
-                assert Role.D not in source or not sends_kv(target, source)
-            assert sends_features(source, target) == (Role.E in source and Role.P in target)
+            if lends_decodes(source, target):
+                assert Role.D in source and Role.D in target
+                assert not any(lends_decodes(target, other) for other in ROLES), "who borrows does not lend"
