@@ -65,6 +65,8 @@ class LanguagePlanner:
             self._starter.start(draft, short)
             if self._whole and not draft.chunks:
                 seats = self._ready_decodes(draft)
+                if not len(seats):  # the decodes gave way, which may have made room for a prefill
+                    self._continue_prefills(draft)
         except NeedsResult:
             return None
         if not len(seats) and not draft.chunks:
