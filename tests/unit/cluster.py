@@ -259,14 +259,15 @@ class Cluster:
         return True
 
     def _turn(self, node: Node) -> bool:
-        """Plans what idle lanes can do; whether there was anything."""
+        """Plans what idle lanes can do; whether there was anything, for them or for other instances."""
         scheduler, before = node.scheduler, len(node.language) + len(node.vision) + len(node.pulls)
+        told = self.counts["told"]
         plans = [self._plan_vision, self._plan_pulls]  # behind the language step, which may start what needs them
         self.random.shuffle(plans)
         for plan in [*([self._plan_vision] if scheduler.vision_first else []), self._plan_language, *plans]:
             plan(node)
         self._after(node)
-        return len(node.language) + len(node.vision) + len(node.pulls) > before
+        return len(node.language) + len(node.vision) + len(node.pulls) > before or self.counts["told"] > told
 
     def _plan_language(self, node: Node) -> None:
         if len(node.language) < 1 + node.look_ahead:
@@ -403,6 +404,7 @@ class Cluster:
 
     def _after(self, node: Node) -> None:
         for event in node.scheduler.take_events():
+            self.counts["told"] += 1
             match event:
                 case NeedEvent(request_id, indices):
                     self._encode(self.owner[request_id], node, request_id, list(indices))
