@@ -20,6 +20,7 @@ from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, Usage
+from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest
@@ -131,12 +132,14 @@ class Engine:
         slo: Slo | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        template: TemplateOptions | None = None,
+        pixels: PixelBudget | None = None,
         **parameters: Any,
     ) -> Handle:
         """Starts a request and returns at once; what is wrong with it is raised to the handle's readers. `prompt` is
         text, token ids or chat messages."""
         front = self.front
-        call = _call(prompt, images, sampling, parameters, raw, slo, cache_salt, priority)
+        call = _call(prompt, images, sampling, parameters, raw, slo, cache_salt, priority, template, pixels)
         number, handle = front.open_handle(request_id)
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(front.submit_detached(number, handle, call), self._loop)
@@ -154,12 +157,14 @@ class Engine:
         slo: Slo | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        template: TemplateOptions | None = None,
+        pixels: PixelBudget | None = None,
         **parameters: Any,
     ) -> Handle:
         """Starts a request and returns when it is admitted; raises its RequestError here if it is refused."""
         front = self.front
         what = messages if messages is not None else prompt
-        call = _call(what, images, sampling, parameters, raw, slo, cache_salt, priority)
+        call = _call(what, images, sampling, parameters, raw, slo, cache_salt, priority, template, pixels)
         number, handle = front.open_handle(request_id)
         await self._await(front.submit(number, handle, call))
         return handle
@@ -244,13 +249,15 @@ class Engine:
         slo: Slo | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        template: TemplateOptions | None = None,
+        pixels: PixelBudget | None = None,
         on_error: OnError = "raise",
         progress: bool | None = None,
         **parameters: Any,
     ) -> Any:
         front = self.front
         calls = [
-            _call(item, images, sampling, parameters, raw, slo, cache_salt, priority)
+            _call(item, images, sampling, parameters, raw, slo, cache_salt, priority, template, pixels)
             for item, images in zip(items, pictures, strict=True)
         ]
         # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
@@ -426,6 +433,8 @@ def _call(
     slo: Slo | None,
     cache_salt: str,
     priority: int,
+    template: TemplateOptions | None,
+    pixels: PixelBudget | None,
 ) -> Call:
     if sampling is not None and parameters:
         raise InvalidRequest(f"give either sampling= or keywords, not both ({next(iter(parameters))})")
@@ -436,7 +445,17 @@ def _call(
     chosen = sampling or SamplingParams(**parameters)
     is_chat = bool(what) and not isinstance(what, str) and isinstance(what[0], dict)
     asked: dict[str, Any] = {"messages" if is_chat else "prompt": what}
-    return Call(chosen, **asked, images=images, raw=raw, slo=slo or Slo(), cache_salt=cache_salt, priority=priority)
+    return Call(
+        chosen,
+        **asked,
+        images=images,
+        raw=raw,
+        slo=slo or Slo(),
+        cache_salt=cache_salt,
+        priority=priority,
+        template=template or TemplateOptions(),
+        pixels=pixels or PixelBudget(),
+    )
 
 
 def _failed(request_id: str, error: HydraError) -> Result:

@@ -14,7 +14,7 @@ from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 # ---- front -> instance
@@ -64,6 +64,13 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
     role: str
 
 
+class ResetCaches(msgspec.Struct, frozen=True, tag=True):
+    """Forget reusable KV, reusable image features, or both; what requests hold stays."""
+
+    kv: bool
+    images: bool
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """The owner has lost interest; unknown ids are ignored. The instance answers with Finished(reason="abort")."""
 
@@ -86,7 +93,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish nothing more and exit; draining is the front's business (it stops submitting and waits)."""
 
 
-ToInstance = Submit | Encode | Abort | HandOver | SetRole | QueryLedger | SetFault | Shutdown
+ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryLedger | SetFault | Shutdown
 
 
 # ---- instance -> front
@@ -241,6 +248,17 @@ class BudgetReport(msgspec.Struct, frozen=True):
     limit_used: float = 0.0  # mean share of the limit that the latest full steps took
 
 
+class StepReport(msgspec.Struct, frozen=True):
+    """A step that runs on a lane, or the latest one. `tokens` of prefill chunks and decodes, or patches."""
+
+    running: bool = False
+    since_s: float = 0.0  # monotonic, when it began
+    decodes: int = 0
+    prefills: int = 0
+    images: int = 0
+    tokens: int = 0
+
+
 class Status(msgspec.Struct, frozen=True, tag=True):
     """Sent a few times a second while busy and once when idle: gauges for metrics, health and the page."""
 
@@ -265,6 +283,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     num_handing_over: int = 0  # computed here, not fetched yet
     num_arriving: int = 0  # wait for KV of other instances
     transfer: TransferReport = TransferReport()
+    language_step: StepReport = StepReport()
+    vision_step: StepReport = StepReport()
 
     @property
     def kv_used(self) -> float:
@@ -299,6 +319,15 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
         return not (self.num_requests or held or self.offers or self.pulls or self.problems)
 
 
+class PromptScores(msgspec.Struct, frozen=True, tag=True):
+    """Log probabilities of prompt tokens that a chunk has computed: `logprobs[i]` is that of the token at `start` + i
+    under what comes before it. Chunks may be computed again; equal positions then say the same."""
+
+    request_id: RequestId
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The instance cannot start or cannot go on; it exits after this."""
 
@@ -306,4 +335,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-ToFront = Loading | Ready | Delta | Tokens | Finished | NeedImages | PeerState | Status | LedgerReport | Failed
+ToFront = (
+    Loading | Ready | Delta | Tokens | PromptScores | Finished | NeedImages | PeerState | Status | LedgerReport | Failed
+)

@@ -137,13 +137,23 @@ class Result:
     logprobs: tuple[TextLogprob, ...] | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
     error: Exception | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None  # of every prompt token but the first, which has None
+    choices: tuple[
+        Result, ...
+    ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a stream yields: new text (may be empty on the last one), the new tokens, and at the end the result."""
+    """What a stream yields: new text (may be empty on the last one), the new tokens, and at the end the result.
+
+    With n > 1 pieces of all answers come mixed; `index` says whose, and each answer ends with a piece that carries its
+    result.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprob, ...] = field(default=())
     result: Result | None = None
+    index: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem
 from hydra_engine.errors import InvalidRequest
@@ -13,6 +15,9 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_TOKENS_LIMIT = 1 << 20
+MAX_CHOICES = 64
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +26,10 @@ class SamplingParams:
 
     temperature 0 is greedy. `seed` None lets the engine draw one; with a seed the text depends on nothing but the
     request. `max_tokens` None means the rest of the context. `logprobs` None: none; k >= 0: the chosen token's and the
-    k best ones'. `stop` strings are matched on text in the front process and never appear in the output.
+    k best ones'; `prompt_logprobs` the same for the tokens of the prompt. `stop` strings are matched on text in the
+    front process and never appear in the output. `n` answers to one prompt, which is prefilled once; answer i draws
+    with seed + i. `logit_bias` (token id -> what is added to its logit; a mapping or pairs), `allowed_token_ids`
+    (empty: all) and `grammar` say which tokens may come.
     Raises `InvalidRequest` naming the field.
     """
 
@@ -41,6 +49,11 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    n: int = 1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -48,9 +61,13 @@ class SamplingParams:
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in pairs))
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
         self._check_stops()
+        self._check_tokens()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
 
@@ -63,6 +80,19 @@ class SamplingParams:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", param="stop_token_ids")
         for token in self.stop_token_ids:
             _check_range("stop_token_ids", token, 0, (1 << 31) - 1)
+
+    def _check_tokens(self) -> None:
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", param="logit_bias")
+        for token, value in self.logit_bias:
+            _check_range("logit_bias token ids", token, 0, (1 << 31) - 1)
+            _check_range("logit_bias", value, -100.0, 100.0)
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise InvalidRequest(
+                f"at most {MAX_ALLOWED_TOKENS} allowed_token_ids are allowed", param="allowed_token_ids"
+            )
+        for token in self.allowed_token_ids:
+            _check_range("allowed_token_ids", token, 0, (1 << 31) - 1)
 
     @property
     def greedy(self) -> bool:
@@ -87,9 +117,14 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("n", 1, MAX_CHOICES),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
-_INTEGERS = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop_token_ids"})
-_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs"})
+_INTEGERS = frozenset(
+    {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop_token_ids"}
+    | {"n", "prompt_logprobs", "allowed_token_ids", "logit_bias token ids"}
+)
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 
 
 def _check_range(name: str, value: object, low: float, high: float) -> None:

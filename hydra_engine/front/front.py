@@ -35,6 +35,7 @@ from hydra_engine.core.messages import (
     Tokens,
 )
 from hydra_engine.core.outputs import Result
+from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed, HydraError, RequestAborted, Unavailable
@@ -74,6 +75,8 @@ class Call:
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
     priority: int = 0
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    pixels: PixelBudget = field(default_factory=PixelBudget)
 
 
 class Front:
@@ -209,6 +212,8 @@ class Front:
                 arrival_s=arrival_s,
                 cache_salt=call.cache_salt,
                 priority=call.priority,
+                template=call.template,
+                pixels=call.pixels,
             )
             self._check_running()
         finally:

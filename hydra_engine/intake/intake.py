@@ -18,6 +18,7 @@ from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from hydra_engine.intake.chat import ChatTemplate, Conversation, MediaRef, parse_messages, user_message
@@ -97,6 +98,8 @@ class Intake:
         arrival_s: float | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        template: TemplateOptions | None = None,
+        pixels: PixelBudget | None = None,
     ) -> Prepared:
         """Exactly one of `prompt` (text or token ids) and `messages`. Text goes through the chat template unless `raw`;
         a raw text and token ids hold the image placeholder once per image. Raises RequestError; cancelling it leaves

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from hydra_engine.errors import PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from hydra_engine.server.context import CONFIG
-from hydra_engine.server.schema import parse_request
+from hydra_engine.server.protocol.names import parse_request
 
 R = TypeVar("R", bound=msgspec.Struct)
 

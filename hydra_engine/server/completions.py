@@ -11,12 +11,18 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import Piece, Result, TextLogprob
-from hydra_engine.server import answers
-from hydra_engine.server.answers import TextChoice, TextCompletion
 from hydra_engine.server.body import read_request
 from hydra_engine.server.context import LIFECYCLE, loaded_engine
 from hydra_engine.server.generate import Identity, UsageMeter, identify, respond
-from hydra_engine.server.schema import CompletionRequest
+from hydra_engine.server.protocol.common import FINGERPRINT, Metrics, Usage, metrics_of, usage_of
+from hydra_engine.server.protocol.completions import (
+    CompletionRequest,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    text_logprobs,
+)
+from hydra_engine.server.sse import DONE, event
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -53,48 +59,55 @@ class CompletionAnswer:
         choice = TextChoice(
             0,
             result.text,
-            answers.text_logprobs(result.logprobs, 0) if result.logprobs is not None else None,
+            text_logprobs(result.logprobs, 0) if result.logprobs is not None else None,
             result.finish_reason.value,
             result.stop_reason,
         )
-        metrics = answers.metrics_of(result) if self._asked.return_metrics else UNSET
-        return self._completion([choice], answers.usage_of(result.usage), metrics)
+        metrics = metrics_of(result) if self._asked.return_metrics else UNSET
+        return self._completion([choice], usage_of(result.usage), metrics)
 
-    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+    @property
+    def last(self) -> bytes:
+        return DONE
+
+    def events(self, piece: Piece) -> bytes:
+        return b"".join(event(msgspec.json.encode(chunk)) for chunk in self._chunks(piece))
+
+    def _chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
         self.meter.add(piece)
         chunks = []
         if piece.text or piece.logprobs:
             chunks.append(self._chunk(TextChoice(0, piece.text, self._logprobs(piece.logprobs))))
         if (result := piece.result) is not None:
             closing = TextChoice(0, "", None, result.finish_reason.value, result.stop_reason)
-            metrics = answers.metrics_of(result, streamed=True) if self._asked.return_metrics else UNSET
+            metrics = metrics_of(result, streamed=True) if self._asked.return_metrics else UNSET
             chunks.append(self._chunk(closing, metrics))
             if self.meter.wanted:
-                chunks.append(self._completion([], answers.usage_of(result.usage)))
+                chunks.append(self._completion([], usage_of(result.usage)))
         return chunks
 
-    def _logprobs(self, entries: Sequence[TextLogprob]) -> answers.TextLogprobs | None:
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> TextLogprobs | None:
         if not entries:
             return None
-        logprobs = answers.text_logprobs(entries, self._offset)
+        logprobs = text_logprobs(entries, self._offset)
         self._offset += sum(len(entry.token) for entry in entries)
         return logprobs
 
-    def _chunk(self, choice: TextChoice, metrics: answers.Metrics | UnsetType = UNSET) -> TextCompletion:
+    def _chunk(self, choice: TextChoice, metrics: Metrics | UnsetType = UNSET) -> TextCompletion:
         return self._completion([choice], self.meter.now(), metrics)
 
     def _completion(
         self,
         choices: list[TextChoice],
-        usage: answers.Usage | UnsetType | None,
-        metrics: answers.Metrics | UnsetType = UNSET,
+        usage: Usage | UnsetType | None,
+        metrics: Metrics | UnsetType = UNSET,
     ) -> TextCompletion:
         return TextCompletion(
             id=self._identity.id,
             object="text_completion",
             created=self._identity.created,
             model=self._identity.model,
-            system_fingerprint=answers.FINGERPRINT,
+            system_fingerprint=FINGERPRINT,
             choices=choices,
             usage=usage,
             metrics=metrics,

@@ -6,7 +6,7 @@ Chat and completions differ only in the `Answer` they bring. Does not know their
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -17,12 +17,12 @@ from hydra_engine.core import outputs
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.observe import timeline
-from hydra_engine.server.answers import Usage, usage_of
 from hydra_engine.server.context import CONFIG, LIFECYCLE, MODEL_NAME, REQUEST_ID
 from hydra_engine.server.errors import STREAM
 from hydra_engine.server.port import Handle
-from hydra_engine.server.schema import SamplingFields
-from hydra_engine.server.sse import EventStream, event
+from hydra_engine.server.protocol.common import Usage, usage_of
+from hydra_engine.server.protocol.fields import SamplingFields
+from hydra_engine.server.sse import EventStream
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -60,8 +60,14 @@ class Answer(Protocol):
 
     def whole(self, result: Result) -> msgspec.Struct: ...
 
-    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
-        """The events of one piece, none where there is nothing to show; the last piece closes the answer."""
+    def events(self, piece: Piece) -> bytes:
+        """Whole events of a piece, of whichever choice it is; empty where there is nothing to show. A piece with a
+        result closes its choice, the last one of them the answer."""
+        ...
+
+    @property
+    def last(self) -> bytes:
+        """The event behind all others."""
         ...
 
 
@@ -113,11 +119,11 @@ async def _stream(request: web.Request, submit: Callable[[], Awaitable[Handle]],
             async with EventStream(request, keepalive_s=request.app[CONFIG].keepalive_s) as events:
                 request[STREAM] = events
                 async for piece in handle:
-                    if chunks := answer.chunks(piece):
-                        await events.send(b"".join(event(msgspec.json.encode(chunk)) for chunk in chunks))
+                    if data := answer.events(piece):
+                        await events.send(data)
         finally:
             handle.cancel()
-    return await events.finish()
+    return await events.finish(answer.last)
 
 
 def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
+from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
 
 
@@ -59,6 +60,8 @@ class EnginePort(Protocol):
         slo: Slo | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        template: TemplateOptions | None = None,
+        pixels: PixelBudget | None = None,
     ) -> Handle:
         """Fetches, decodes, renders, tokenises and admits before it returns. Raises the request's HydraError;
         cancelling the call gives up everything that it has begun."""

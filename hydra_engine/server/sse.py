@@ -29,8 +29,13 @@ _HEADERS = {
 }
 
 
-def event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str = "") -> bytes:
+    """OpenAI's events have no name."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + data + b"\n\n"
+
+
+DONE = event(b"[DONE]")
 
 
 class EventStream:
@@ -66,9 +71,11 @@ class EventStream:
         async with self._lock:
             await self._write(data)
 
-    async def finish(self) -> web.StreamResponse:
+    async def finish(self, last: bytes = DONE) -> web.StreamResponse:
+        """`last`: the event behind all others; empty for none."""
         async with self._lock:
-            await self._write(event(b"[DONE]"))
+            if last:
+                await self._write(last)
             await self._end()
         return self._response
 

@@ -9,7 +9,8 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.body import read_request
 from hydra_engine.server.context import loaded_engine
 from hydra_engine.server.generate import check_model, json_response
-from hydra_engine.server.schema import DetokenizeRequest, TokenizeRequest, plain_messages
+from hydra_engine.server.protocol.chat import plain_messages
+from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 class Tokens(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from hydra_engine.core.outputs import (
     TextLogprob,
     Usage,
 )
+from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
@@ -42,6 +43,8 @@ class Submission:
     cache_salt: str
     slo: Slo
     priority: int
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+    pixels: PixelBudget = field(default_factory=PixelBudget)
 
 
 class StubHandle:
@@ -195,6 +198,8 @@ class StubEngine:
         slo: Slo | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        template: TemplateOptions | None = None,
+        pixels: PixelBudget | None = None,
     ) -> StubHandle:
         try:
             await asyncio.sleep(self.intake_s)
@@ -214,6 +219,8 @@ class StubEngine:
             cache_salt,
             slo or Slo(),
             priority,
+            template or TemplateOptions(),
+            pixels or PixelBudget(),
         )
         self.submissions.append(submission)
         text, num_images = _text_of(submission)

@@ -170,11 +170,11 @@ async def test_defaults_and_ignored_fields_are_accepted(served: Served, name: st
 
 
 async def test_unknown_fields_are_logged_once_a_name(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hydra_engine.server.schema"):
+    with caplog.at_level(logging.INFO, "hydra_engine.server.protocol.names"):
         for _ in range(3):
             async with served.chat(never_heard_of=1, user="me") as response:
                 assert response.status == 200
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("schema")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("names")]
     assert lines == ["ignoring the request field 'never_heard_of'"]
 
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import CODES, InvalidRequest
-from hydra_engine.server import schema, strict_json
+from hydra_engine.server import strict_json
 from hydra_engine.server.app import build_app
+from hydra_engine.server.protocol import names
+from hydra_engine.server.protocol.chat import ChatCompletionRequest
+from hydra_engine.server.protocol.completions import CompletionRequest
+from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from hydra_engine.server.runner import listen
-from hydra_engine.server.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.server.stub import StubEngine
 
 REQUESTS = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -54,8 +57,8 @@ def test_the_check_finds_an_unbounded_field() -> None:
 
 def test_no_field_is_both_known_and_refused() -> None:
     for kind in (ChatCompletionRequest, CompletionRequest):
-        assert not set(kind.__struct_fields__) & (schema.UNSUPPORTED.keys() | schema.IGNORED)
-    assert not schema.UNSUPPORTED.keys() & schema.IGNORED
+        assert not set(kind.__struct_fields__) & (names.UNSUPPORTED.keys() | names.IGNORED)
+    assert not names.UNSUPPORTED.keys() & names.IGNORED
 
 
 @pytest.mark.parametrize("depth", [strict_json.MAX_DEPTH, strict_json.MAX_DEPTH + 1])
@@ -115,8 +118,8 @@ _names = sorted(
     {
         *ChatCompletionRequest.__struct_fields__,
         *CompletionRequest.__struct_fields__,
-        *schema.UNSUPPORTED,
-        *schema.IGNORED,
+        *names.UNSUPPORTED,
+        *names.IGNORED,
     }
     - {"messages", "prompt", "model"}
 )

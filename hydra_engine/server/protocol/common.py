@@ -1,19 +1,15 @@
-"""The answers of the API as structs, in OpenAI's field order, and how they follow from what the engine returns.
-
-Does not know when they are sent.
-"""
+"""What all answers have in common: usage, and the metrics that `return_metrics` asks for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from hydra_engine import __version__
 from hydra_engine.core import outputs
-from hydra_engine.core.outputs import Result, TextLogprob
+from hydra_engine.core.outputs import Result
 from hydra_engine.observe import timeline
 
 FINGERPRINT = f"hydra-{__version__}"
@@ -89,110 +85,6 @@ class Metrics(msgspec.Struct, frozen=True):
     server_timing: str | UnsetType = UNSET
 
 
-# ---- chat
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: str | int | None
-
-
-class ChatCompletion(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    metrics: Metrics | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, frozen=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | UnsetType | None = UNSET
-
-
-class ChatChunk(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    metrics: Metrics | UnsetType = UNSET
-
-
-# ---- completions
-
-
-class TextLogprobs(msgspec.Struct, frozen=True):
-    text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]]
-
-
-class TextChoice(msgspec.Struct, frozen=True):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | UnsetType | None = UNSET
-
-
-class TextCompletion(msgspec.Struct, frozen=True):
-    """Whole answer and chunk of a stream alike."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[TextChoice]
-    usage: Usage | UnsetType | None = UNSET
-    metrics: Metrics | UnsetType = UNSET
-
-
-# ---- from the engine's results
-
-
 def usage_of(usage: outputs.Usage, completion_tokens: int | None = None) -> Usage:
     """`completion_tokens` overrides the count while the request still runs."""
     completed = usage.completion_tokens if completion_tokens is None else completion_tokens
@@ -251,37 +143,5 @@ def _span_of(span: outputs.StageSpan) -> Span:
     )
 
 
-def chat_logprobs(entries: Sequence[TextLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                token=entry.token,
-                logprob=_finite(entry.logprob),
-                bytes=_utf8(entry.token),
-                top_logprobs=[TopLogprob(text, _finite(logprob), _utf8(text)) for _, text, logprob in entry.top],
-            )
-            for entry in entries
-        ]
-    )
-
-
-def text_logprobs(entries: Sequence[TextLogprob], offset: int) -> TextLogprobs:
-    """`offset`: how many characters of the answer come before the first entry."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token)
-    return TextLogprobs(
-        text_offset=offsets,
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
-        tokens=[entry.token for entry in entries],
-        top_logprobs=[{text: _finite(logprob) for _, text, logprob in entry.top} for entry in entries],
-    )
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
-
-
-def _utf8(text: str) -> list[int]:
-    return list(text.encode("utf-8"))

@@ -1,0 +1,90 @@
+"""What the requests of all generating endpoints have in common: field types with their bounds, and sampling.
+
+Does not know what an endpoint is asked for besides.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
+from hydra_engine.core.request import (
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOKENS_LIMIT,
+    SamplingParams,
+    Slo,
+)
+
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_SALT_CHARS = 256
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
+RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and completions have in common; null means the default everywhere."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    max_tokens: TokenCount | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    request_id: RequestName | None = None
+    return_metrics: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)] | None = None
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(
+            ttft_s=None if self.ttft_ms is None else self.ttft_ms / 1e3,
+            tpot_s=None if self.tpot_ms is None else self.tpot_ms / 1e3,
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def sampling_of(fields: SamplingFields, **chosen: Any) -> SamplingParams:
+    """What the request names; SamplingParams has OpenAI's defaults for the rest."""
+    for name in SamplingParams.__dataclass_fields__:
+        if name not in chosen and (value := getattr(fields, name)) is not None:
+            chosen[name] = value
+    return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
