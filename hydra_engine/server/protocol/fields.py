@@ -12,6 +12,10 @@ from msgspec import Meta
 
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
 from hydra_engine.core.request import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BIASED_TOKENS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
@@ -30,6 +34,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
+TokenName = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]  # an id as a key of a JSON object
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 
 
@@ -65,6 +71,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def slo(self) -> Slo:
@@ -84,7 +94,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 def sampling_of(fields: SamplingFields, **chosen: Any) -> SamplingParams:
     """What the request names; SamplingParams has OpenAI's defaults for the rest."""
-    for name in SamplingParams.__dataclass_fields__:
-        if name not in chosen and (value := getattr(fields, name)) is not None:
+    if fields.logit_bias:
+        chosen["logit_bias"] = {int(token): bias for token, bias in fields.logit_bias.items()}
+    for name in SamplingParams.__dataclass_fields__.keys() & fields.__struct_fields__:
+        if name not in chosen and name != "logit_bias" and (value := getattr(fields, name)) is not None:
             chosen[name] = value
     return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})

@@ -21,14 +21,11 @@ IGNORED = frozenset(
 
 # name -> the values that ask for nothing. Anything else would change the answer and is refused.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -53,7 +50,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
     "json_schema": (),
-    "allowed_token_ids": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
