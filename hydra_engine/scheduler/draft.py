@@ -41,6 +41,9 @@ class Draft:
         """Whether so many tokens can be added without a cut; the first may exceed the budget where none is made."""
         return not self._whole or not self.chunks or num_tokens <= self.left
 
+    def __contains__(self, state: RequestState) -> bool:
+        return any(other is state for other, _ in self.chunks)
+
     def add(self, state: RequestState, chunk: int) -> None:
         if chunk:
             self.chunks.append((state, chunk))

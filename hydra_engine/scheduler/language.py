@@ -147,11 +147,12 @@ class LanguagePlanner:
         return None
 
     def _grow_for_chunk(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
-        """Room for a chunk, from younger prefills if need be. Decodes are left alone: they have their rows already
-        and free their blocks by ending or by giving way themselves."""
+        """Room for a chunk, from younger prefills if need be. Decodes are left alone, and so is what goes on after a
+        move and comes before all prefills: they have their rows already and free their blocks by ending or by giving
+        way themselves."""
         while not self._kv.grow(state.request.id, num_tokens, max_tokens=state.max_tokens):
-            victim = self._book.prefilling.youngest()
-            if victim is None or victim.order <= state.order or not draft.preempt(victim):
+            younger = [other for other in self._book.prefilling if other.order > state.order and other not in draft]
+            if not younger or not draft.preempt(younger[-1]):
                 return False
         return True
 

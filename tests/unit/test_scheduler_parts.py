@@ -632,6 +632,17 @@ def test_what_is_computed_to_its_end_goes_before_a_prefill_that_stands_before_an
     assert s.pull().request_id == 5
 
 
+def test_an_older_prefill_takes_no_room_of_what_goes_on_in_the_same_step() -> None:
+    """What goes on comes first in a step whatever its age, so it has its row when the older one lacks blocks."""
+    s = Part(P | D, kv_blocks=6, token_budget=12)
+    s.put(make_request(1, 23, max_new=1), age=1)
+    assert s.language() == [(1, 12)]
+    s.put(make_request(2, 7, max_new=2), age=2, pulls_kv=True)
+    arrive(s, 2, 2)
+    assert s.language() == [(2, 1)] and 2 in s.finished
+    assert s.language() == [(1, 11)] and s.finished[1].num_preemptions == 0
+
+
 def test_a_decode_without_prefill_returns_when_it_must_give_way() -> None:
     s = Part(D, kv_blocks=8)
     for number in (1, 2):
