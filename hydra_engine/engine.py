@@ -27,6 +27,7 @@ from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest
 from hydra_engine.front.front import Call, Front
 from hydra_engine.front.handle import Handle
 from hydra_engine.front.progress import BatchProgress, LoadProgress
+from hydra_engine.observe.live import Activity
 
 T = TypeVar("T")
 OnError = Literal["raise", "return"]
@@ -190,7 +191,8 @@ class Engine:
     def generate(self, prompts: Any, images: Any = None, **options: Any) -> Any:
         """Text in, `Result` out; a list in, a list out in the same order. For a list, `images` is a list with one
         entry per prompt (None, one image or a list). See `SamplingParams` for keywords; `on_error="return"` puts the
-        error of a failed request into its Result, "raise" (default) raises the first one after all have ended."""
+        error of a failed request into its Result, "raise" (default) raises the first one after all have ended. With
+        `n=3` a Result is its first answer and has all three as `.choices`."""
         partial: list[Result | None] = []
         return self._wait_batch(self._generate(prompts, images, options, partial), partial)
 
@@ -263,7 +265,8 @@ class Engine:
         # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
         limits = self.config.scheduler
         partial.extend([None] * len(calls))
-        window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2)))
+        num_answers = max((call.sampling.n for call in calls), default=1)
+        window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2) // num_answers))
         with BatchProgress(len(calls), _wanted(progress) and len(calls) > 1, front.stats) as bar:
 
             async def run(index: int, call: Call) -> Result:
@@ -305,6 +308,11 @@ class Engine:
         return self.front.max_model_len
 
     @property
+    def chat_template(self) -> str | None:
+        """The model's own, or the one given instead."""
+        return self.front.intake.chat_template
+
+    @property
     def model_name(self) -> str:
         return self.config.model_name
 
@@ -321,6 +329,10 @@ class Engine:
         """The instances of the topology: roles, conditions, restarts, latest reports. None before they are started and
         after they have been stopped."""
         return () if self._closed or self._front is None else self._front.instances()
+
+    def activity(self, since: int = 0, limit: int = 100) -> Activity:
+        """Where running requests are, and the stages of those that have ended behind the first `since` ones."""
+        return self.front.activity(since, limit)
 
     def set_topology(self, text: str) -> None:
         """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.
@@ -351,20 +363,29 @@ class Engine:
     async def aledger(self) -> LedgerReport:
         return await self._await(self.front.ledger())
 
+    def reset_caches(self, *, kv: bool = True, images: bool = True) -> None:
+        """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays."""
+        self._wait(self.front.reset_caches(kv=kv, images=images))
+
+    async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
+        await self._await(self.front.reset_caches(kv=kv, images=images))
+
+    async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
+        """How long the prompt of these messages is, with what their pictures take; nothing is generated."""
+        call = _call(messages, None, None, {}, False, None, "", 0, template, None)
+        return await self._await(self.front.count_tokens(call))
+
     async def atokenize(
         self,
         prompt: str | None = None,
         *,
         messages: Messages | None = None,
         add_special_tokens: bool = True,
-        add_generation_prompt: bool = True,
+        template: TemplateOptions | None = None,
     ) -> list[int]:
         return await self._await(
             self.front.intake.tokenize(
-                prompt,
-                messages=messages,
-                add_special_tokens=add_special_tokens,
-                add_generation_prompt=add_generation_prompt,
+                prompt, messages=messages, add_special_tokens=add_special_tokens, template=template
             )
         )
 
@@ -378,6 +399,10 @@ class Engine:
     def export_trace(self, path: str | Path) -> None:
         """Chrome trace JSON of the last requests' stages; open it in ui.perfetto.dev."""
         self.front.trace.write(path)
+
+    def trace_events(self, seconds: float) -> list[dict[str, Any]]:
+        """The same as events, of the last `seconds` only. From any thread."""
+        return self.front.trace_events(seconds)
 
     # ---- end
 

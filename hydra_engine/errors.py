@@ -14,6 +14,7 @@
     |   +-- NotFound                 404  unknown model or route
     |   +-- MethodNotAllowed         405
     |   +-- RequestTimeout           408  the body did not arrive in time
+    |   +-- RateLimited              429  this client has too many requests, now or in the last minute
     |   +-- RequestFailed            500  this request failed inside the engine (numerical_error, ...)
     |   +-- Unavailable              503  try again later: overloaded, draining, not_ready, instance_lost
     |   +-- DeadlineExceeded         504
@@ -133,6 +134,14 @@ class RequestTimeout(RequestError):
     status = 408
     error_type = "invalid_request_error"
     default_code = "request_timeout"
+
+
+class RateLimited(RequestError):
+    """This client asks for more than its share; others are served."""
+
+    status = 429
+    error_type = "requests"
+    default_code = "rate_limit_exceeded"
 
 
 class RequestFailed(RequestError):

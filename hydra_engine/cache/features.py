@@ -132,6 +132,10 @@ class FeatureCache:
             self._blocks.forget(self._names(key, entry.num_tokens))
         entry.progress = ImageProgress.WAITING
 
+    def forget_unused(self) -> None:
+        """Features that nobody needs now are not found again."""
+        self._blocks.forget_unheld()
+
     # ---- inside
 
     def _names(self, key: FeatureKey, num_tokens: int) -> Iterator[BlockHash]:

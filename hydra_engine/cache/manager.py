@@ -129,6 +129,11 @@ class CacheManager(Generic[Holder]):
         for name in names:
             self._pool.forget(name)
 
+    def forget_unheld(self) -> int:
+        """Makes all content that nobody holds impossible to find; how many blocks that were. What is held keeps its
+        names, and can be found by others as before."""
+        return self._pool.forget_evictable()
+
     def names(self, holder: Holder) -> list[BlockHash | None]:
         """What the blocks of a holder can be found by, in order; empty if it holds nothing."""
         table = self._tables.get(holder)

@@ -111,6 +111,12 @@ class BlockPool:
         self._free.append(block)
         return True
 
+    def forget_evictable(self) -> int:
+        """`forget` for everything that nobody holds; how many blocks that were."""
+        count = len(self._evictable)
+        self._free.extend([self._evict() for _ in range(count)])
+        return count
+
     def _evict(self) -> int:
         block = next(iter(self._evictable))
         del self._evictable[block]

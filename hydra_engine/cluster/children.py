@@ -20,6 +20,7 @@ from typing import Protocol
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
 from hydra_engine.cluster.descriptors import send_with
+from hydra_engine.config import SECRET_VARIABLES
 
 # LLVM's and Intel's OpenMP, which some builds of torch come with, keep a page of this name for each process and remove
 # it in an exit handler, which a killed process never runs. One page for each death would fill the volume in the end.
@@ -173,7 +174,7 @@ def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
 
 def _spawn(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
     package_parent = str(Path(__file__).resolve().parents[2])
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
     environment.setdefault(*_OPENMP_IDLE)
     descriptors = [channel.fileno(), control.fileno()]

@@ -74,7 +74,7 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
     end = InstanceSocket(socket.socket(fileno=arguments.fd))
     control = socket.socket(fileno=arguments.control)
     start = end.receive_start()
-    log.configure(start.config.log_level, instance=start.name)
+    log.configure(start.config.log_level, instance=start.name, log_format=start.config.log_format)
     if start.version != WIRE_VERSION:
         error = ConfigError(f"the front speaks wire version {start.version}, not {WIRE_VERSION}")
         end.send([Failed(error.info(), error.exit_code)])

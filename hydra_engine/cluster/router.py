@@ -57,10 +57,12 @@ class Router:
         self._prefilled = _Memory()  # a picture's digest: where its request was prefilled
         self._encoded = _Memory()
 
-    def route(self, request: Request) -> Route | Missing:
+    def route(self, request: Request, near: str = "") -> Route | Missing:
+        """`near`: the instance that has just computed all of the prompt and more than earns a queue, if it is there."""
         found = prefillers(self._places.values(), images=bool(request.images))
         if isinstance(found, Missing):
             return found
+        found = [place for place in found if place.name == near] or found
         prefill = self._choose("P", found, _language_key, self._known_prefill(request, found), BUSIER_TOKENS)
         self._remember_prefill(request, prefill.name)
         remote = bool(request.images) and self._encodes_elsewhere(request, prefill)

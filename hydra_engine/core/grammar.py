@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from hydra_engine.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 64 << 10
-KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """`source`: for json_object nothing, for json_schema the schema as JSON text, for regex the expression, for choice
-    a JSON list of texts, for lark the grammar. Raises `InvalidRequest` naming the field `param`."""
+    a JSON list of texts, for lark the grammar, for ebnf rules with `::=`, one of them `root`. Raises `InvalidRequest`
+    naming the field `param`."""
 
     kind: str
     source: str = ""
@@ -26,6 +27,8 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidRequest(f"a grammar must be one of {', '.join(KINDS)}", param=self.param)
+        if not isinstance(self.source, str):
+            raise InvalidRequest("a grammar's source must be text (for a schema or choices: JSON)", param=self.param)
         if len(self.source) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR_CHARS} are allowed",

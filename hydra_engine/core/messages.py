@@ -285,6 +285,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     transfer: TransferReport = TransferReport()
     language_step: StepReport = StepReport()
     vision_step: StepReport = StepReport()
+    num_decoding: int = 0  # of num_running, those that have their whole prompt
 
     @property
     def kv_used(self) -> float:

@@ -144,12 +144,12 @@ class Result:
     ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every token, and that would cost three times as much
 class Piece:
     """What a stream yields: new text (may be empty on the last one), the new tokens, and at the end the result.
 
     With n > 1 pieces of all answers come mixed; `index` says whose, and each answer ends with a piece that carries its
-    result.
+    result. What a reader may want to know of the prompt is in the first piece of each answer.
     """
 
     text: str
@@ -157,3 +157,5 @@ class Piece:
     logprobs: tuple[TextLogprob, ...] = field(default=())
     result: Result | None = None
     index: int = 0
+    prompt_token_ids: tuple[int, ...] = ()  # of an answer's first piece
+    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None  # the same, where they were asked for

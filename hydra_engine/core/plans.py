@@ -77,7 +77,8 @@ class DecodeRows:
 class ChunkRow:
     """One prefill chunk: compute KV for `token_ids` at positions [start, start + len(token_ids)).
 
-    `sample` asks for a token after the last position: in the last chunk of a prefill.
+    `sample` asks for a token after the last position: in the last chunk of a prefill. `scored` asks how likely each
+    prompt token behind one of these positions is, the first one behind the chunk included.
     """
 
     request_id: RequestId
@@ -89,6 +90,7 @@ class ChunkRow:
     sample: bool
     num_generated: int
     images: tuple[ImageSlice, ...] = ()
+    scored: bool = False
 
     @property
     def num_pairs(self) -> float:
@@ -153,6 +155,7 @@ class LanguageResult:
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, ..) of rows that asked for them
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
     vision_s: float = 0.0
+    scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (row, ..) of the tokens behind a scored chunk's
 
 
 @dataclass(frozen=True, slots=True, eq=False)

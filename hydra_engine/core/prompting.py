@@ -1,28 +1,172 @@
-"""What a caller may ask of the way from messages to a prompt: template options, and how many pixels pictures get."""
+"""What a caller may ask of the way from messages to a prompt: template options, and how many pixels pictures get.
+
+Only what it is, with bounds that hold before any template is rendered. Does not know templates or models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from hydra_engine.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_TOOL_CHARS = 32 << 10  # of all names and strings of one tool
+MAX_VARIABLES = 64
+MAX_VARIABLE_CHARS = 32 << 10  # of all together
+MAX_JSON_VALUES = 10_000
+MAX_JSON_DEPTH = 32
+TOOL_NAME = r"[A-Za-z0-9_.:/\-]{1,128}"
+MAX_PIXELS = 1 << 31
+LOW_DETAIL_PIXELS = 512 * 512
+DETAILS = ("auto", "low", "high")
+
+# Names that a template, or what renders it, has a use for already.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "functions", "documents", "conversation", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "self", "template"}
+    | {"raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler", "joiner", "namespace"}
+)
+_VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_TOOL_NAME = re.compile(TOOL_NAME)
+_LARGEST_INTEGER = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """For the model's chat template. `tools` in OpenAI's form ({"type": "function", "function": {...}}); `variables`
-    are more names that the template can read (vLLM's chat_template_kwargs). With `continue_final_message` the prompt
-    ends inside the last message, which the answer goes on with; then `add_generation_prompt` must be off."""
+    are more names that the template can read (vLLM's chat_template_kwargs), plain JSON. With `continue_final_message`
+    the prompt ends inside the last message, which the answer goes on with; then `add_generation_prompt` must be off.
+    Raises `InvalidRequest` naming the field."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt contradict each other; set one of them to false",
+                param="continue_final_message",
+            )
+        if not isinstance(self.tools, Sequence) or isinstance(self.tools, str) or len(self.tools) > MAX_TOOLS:
+            raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS} tools", param="tools")
+        object.__setattr__(self, "tools", tuple(self.tools))
+        for index, tool in enumerate(self.tools):
+            _check_tool(tool, f"tools[{index}]")
+        self._check_variables()
+
+    def _check_variables(self) -> None:
+        param = "chat_template_kwargs"
+        if not isinstance(self.variables, Mapping) or len(self.variables) > MAX_VARIABLES:
+            raise InvalidRequest(f"{param} must be an object with at most {MAX_VARIABLES} names", param=param)
+        for name in self.variables:
+            if not isinstance(name, str) or not _VARIABLE_NAME.fullmatch(name):
+                raise InvalidRequest(
+                    f"{param} may have names of up to 64 letters, digits and underscores, beginning with a letter",
+                    param=param,
+                )
+            if name in RESERVED_VARIABLES or name.endswith(("_token", "_tokens")):
+                raise InvalidRequest(f"{param} must not replace {name}; leave it out", param=f"{param}.{name}")
+        check_json(self.variables, param, MAX_VARIABLE_CHARS)
+
+
+def _check_tool(tool: object, path: str) -> None:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise InvalidRequest(f'{path} must be {{"type": "function", "function": {{...}}}}', param=path)
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{path}.function.name must have 1 to 128 letters, digits and characters of _ . : / -",
+            param=f"{path}.function.name",
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequest(
+            f"{path}.function.parameters must be a JSON schema, an object", param=f"{path}.function.parameters"
+        )
+    check_json(tool, path, MAX_TOOL_CHARS)
+
+
+def check_json(value: object, param: str, max_chars: int) -> None:
+    """Raises InvalidRequest naming `param` unless `value` is plain JSON: bounded in depth, in values and in the
+    characters of its strings and names."""
+    problem = json_problem(value, max_chars)
+    if problem is not None:
+        raise InvalidRequest(f"{param} {problem}", param=param)
+
+
+def json_problem(value: object, max_chars: int) -> str | None:
+    """Why `value` is not plain JSON within these bounds."""
+    num_chars = 0
+    for num_values, (one, depth) in enumerate(_values_of(value), 1):
+        if depth > MAX_JSON_DEPTH:
+            return f"is nested deeper than {MAX_JSON_DEPTH} levels"
+        if isinstance(one, str):
+            num_chars += len(one)
+        elif not _is_plain(one):
+            return "must be plain JSON: objects, lists, text, finite numbers, true, false and null"
+        if num_values > MAX_JSON_VALUES or num_chars > max_chars:
+            return f"may hold at most {MAX_JSON_VALUES} values and {max_chars} characters"
+    return None
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """All strings in plain JSON, names of objects included."""
+    return (one for one, _ in _values_of(value) if isinstance(one, str))
+
+
+def _values_of(value: object) -> Iterator[tuple[object, int]]:
+    """Every value and name inside `value`, with its depth; the reader stops where it is too deep."""
+    stack: list[tuple[object, int]] = [(value, 0)]
+    while stack:
+        one, depth = stack.pop()
+        yield one, depth
+        if isinstance(one, Mapping):
+            stack.extend((inner, depth + 1) for pair in one.items() for inner in pair)
+        elif isinstance(one, list | tuple):
+            stack.extend((inner, depth + 1) for inner in one)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) for name in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):  # bools too
+        return abs(value) < _LARGEST_INTEGER
+    return value is None or isinstance(value, list | tuple)
+
 
 @dataclass(frozen=True, slots=True)
 class PixelBudget:
     """Pixels that each picture of a request is resized to lie between, within what the engine allows; None: as
-    configured. Families with one fixed size have nothing to change."""
+    configured. A picture that is cut into tiles gets as few or as many as come nearest. Families with one fixed size
+    have nothing to change, and videos stay as configured. Raises `InvalidRequest`."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_pixels", "max_pixels"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value <= MAX_PIXELS):
+                raise InvalidRequest(f"{name} must be an integer from 1 to {MAX_PIXELS}", param=name)
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise InvalidRequest("min_pixels must not exceed max_pixels", param="min_pixels")
+
+    def at(self, detail: str) -> PixelBudget:
+        """Of one picture, by OpenAI's image_url.detail: low has at most 512 x 512 pixels; auto and high have what this
+        budget says."""
+        if detail != "low":
+            return self
+        most = LOW_DETAIL_PIXELS if self.max_pixels is None else min(self.max_pixels, LOW_DETAIL_PIXELS)
+        return PixelBudget(None if self.min_pixels is None else min(self.min_pixels, most), most)
+
+
+AS_CONFIGURED = PixelBudget()

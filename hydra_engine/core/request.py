@@ -99,9 +99,13 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def needs_history(self) -> bool:
-        """Penalties look at the tokens so far."""
+    def penalises(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Penalties and grammars look at the tokens so far."""
+        return self.penalises or self.grammar is not None
 
 
 # name, lowest, highest; None is allowed where the default is None. ints must be ints, bools are not numbers.
@@ -177,6 +181,13 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end it. Under a grammar end-of-sequence comes only where the text is complete, and always ends:
+        with `ignore_eos` when nothing else may come."""
+        ignores = self.sampling.ignore_eos and self.sampling.grammar is None
+        return frozenset((*(() if ignores else self.eos_token_ids), *self.sampling.stop_token_ids))
 
     @property
     def num_media(self) -> int:

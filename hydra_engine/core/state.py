@@ -124,7 +124,6 @@ class RequestState:
         pulls_kv: bool = False,
     ) -> RequestState:
         """`arrived` counts arrivals; `ttft_s` is the limit of requests that bring none."""
-        ignored = () if request.sampling.ignore_eos else request.eos_token_ids
         limit_s = request.slo.ttft_s if request.slo.ttft_s is not None else ttft_s
         due_s = math.inf if limit_s is None else request.arrival_s + limit_s
         order = request.age, arrived
@@ -132,7 +131,7 @@ class RequestState:
             request=request,
             order=order,
             images=[ImageProgress.WAITING] * len(request.images),
-            stop_ids=frozenset((*ignored, *request.sampling.stop_token_ids)),
+            stop_ids=request.stop_ids,
             generated=list(request.generated_token_ids),
             image_wait_since_s=now,
             urgency=(request.priority, due_s, order),
@@ -182,6 +181,12 @@ class RequestState:
     def is_decode(self) -> bool:
         """One step away from a new token, with at least one token before."""
         return bool(self.generated) and self.num_computed == self.num_tokens - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Somebody wants to know how likely each prompt token was, and has not been told all of it: that is before the
+        first token. Every row of the prompt is computed for that, also where the cache has its KV."""
+        return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property
     def goes_on(self) -> bool:

@@ -152,8 +152,9 @@ class Dispatcher:
 
     # ---- requests
 
-    def submit(self, active: ActiveRequest, pixels: Sequence[PixelPayload], now: float) -> None:
-        flight = Flight(active, tuple(pixels))
+    def submit(self, active: ActiveRequest, pixels: Sequence[PixelPayload], now: float, *, near: str = "") -> None:
+        """`near` an instance that has computed this prompt, if anybody has."""
+        flight = Flight(active, tuple(pixels), near)
         self.flights[active.request.id] = flight
         self.start(flight, now)
 
@@ -198,7 +199,7 @@ class Dispatcher:
             if flight.deadline_s is None:  # from when it stands in line, however often its turn is looked for
                 flight.deadline_s = now + self._cluster.recovery_s
             return
-        route = self._router.route(flight.request)
+        route = self._router.route(flight.request, flight.near)
         if isinstance(route, Missing):
             self._wait(flight, now)
             return
@@ -409,7 +410,10 @@ class Dispatcher:
         self._report(active, piece.result)
 
     def fail(self, flight: Flight, error: HydraError, now: float) -> None:
-        """Told at once; what still runs somewhere is aborted."""
+        """Told at once; what still runs somewhere is aborted. One that has ended meanwhile, as other answers of its
+        handle do when one of them fails, is passed over."""
+        if flight.request.id not in self.flights:
+            return
         active = flight.active
         self._leave(flight)
         del self.flights[flight.request.id]

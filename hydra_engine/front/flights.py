@@ -21,6 +21,7 @@ from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.front.active import ActiveRequest
+from hydra_engine.observe.live import LiveRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Flight:
 
     active: ActiveRequest
     pixels: tuple[PixelPayload, ...]
+    near: str = ""  # who has computed the same prompt for another answer, if anybody has
     attempt: RequestId | None = None
     route: Route | None = None
     base: int = 0  # tokens known when the attempt began
@@ -136,6 +138,20 @@ class Flight:
         """The attempt has had a first token."""
         return self.attempt is not None and self.num_known > self.base
 
+    def goes_on(self, name: str, number: int, position: int) -> bool:
+        """Whether a token is like most: the next one, from where the attempt decodes, not its first one, and nothing is
+        to be decided about it."""
+        return (
+            number == self.attempt
+            and name == self.decoder
+            and position == len(self.active.token_ids)
+            and position > self.base
+            and self.decoder_spoke
+            and name in self.parts
+            and self.final is None
+            and not (self.closing or self.early or self.victim or self.deaths)
+        )
+
     def needs(self, name: str) -> bool:
         """The attempt cannot go on without what this instance has, or has not told yet."""
         return name in self.parts and (name == self.decoder or not self.decoder_spoke or bool(self.early))
@@ -161,6 +177,21 @@ class Flight:
     def is_at(self, name: str) -> bool:
         return name in self.parts or any(job.name == name for job in list(self.jobs.values()))
 
+    def live(self) -> LiveRequest:
+        """Where it is now, as far as the front knows."""
+        if self.attempt is None or self.route is None:
+            stage, where = "queued", ""
+        elif self.jobs and not self.prefilled:
+            stage, where = "encode", next(iter(self.jobs.values())).name
+        elif self.prefilled and self.decoder_spoke:
+            stage, where = "decode", self.decoder
+        elif self.prefilled:
+            stage, where = "migrate", self.victim or self.route.prefill
+        else:
+            stage, where = "prefill", self.route.prefill
+        active = self.active
+        return LiveRequest(active.handle.id, self.request.arrival_s, active.first_token_s, self.num_known, stage, where)
+
     def may_need_images(self) -> bool:
         return self.attempt is not None and not self.prefilled and self.route is not None and self.route.remote_images
 
@@ -184,8 +215,7 @@ class Flight:
         request, tokens = self.request, self.active.token_ids
         if not tokens:
             return None
-        stops = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else request.eos_token_ids)}
-        if tokens[-1] in stops:
+        if tokens[-1] in request.stop_ids:
             return Finished(request.id, FinishReason.STOP.value, len(tokens), stop_token_id=tokens[-1])
         if len(tokens) >= request.max_new_tokens:
             return Finished(request.id, FinishReason.LENGTH.value, len(tokens))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,9 @@ from hydra_engine.core.messages import (
     LedgerReport,
     Loading,
     NeedImages,
+    PromptScores,
     QueryLedger,
+    ResetCaches,
     SetFault,
     Status,
     ToFront,
@@ -37,9 +40,11 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.retry import retry_after_s
 from hydra_engine.core.roles import Topology
-from hydra_engine.errors import EngineClosed, HydraError, RequestAborted, Unavailable
+from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable
 from hydra_engine.front.active import ActiveRequest, activate, usage_of
+from hydra_engine.front.choices import Choices
 from hydra_engine.front.dispatch import RETRY_AFTER_S, Dispatcher
 from hydra_engine.front.handle import Handle
 from hydra_engine.front.incoming import Incoming
@@ -52,6 +57,7 @@ from hydra_engine.front.switching import RoleSwitch, plan_switches
 from hydra_engine.front.watch import Watch
 from hydra_engine.intake.intake import Intake
 from hydra_engine.intake.tokenizer import load_tokenizer
+from hydra_engine.observe.live import Activity
 from hydra_engine.observe.trace import TraceRing
 from hydra_engine.specs.registry import load_spec
 
@@ -103,6 +109,7 @@ class Front:
         self._intake: Intake | None = None
         self._placement = Placement()
         self._admitting = 0
+        self._finish_times: deque[float] = deque(maxlen=32)
         self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._ids = itertools.count(1)
         topology = Topology.parse(config.topology)
@@ -110,6 +117,7 @@ class Front:
         self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
         self._lending = Lending(config, self._dispatcher)
         self._incoming = Incoming(self._dispatcher, self._lending)
+        self._choices = Choices(self._dispatcher, config.scheduler, self._clock, self._next_id)
         self._statuses = StatusBook()
         self._watch = Watch(self._dispatcher, self._statuses)
         self._queries = LedgerQueries()
@@ -195,11 +203,12 @@ class Front:
 
     async def submit(self, number: RequestId, handle: Handle, call: Call) -> None:
         """Intake, then the instances. Raises RequestError before anything is queued."""
-        self._check_open()
+        num_answers = call.sampling.n
+        self._check_open(num_answers)
         if handle.cancelled:
             raise RequestAborted("the request was cancelled")
         arrival_s = self._clock.now()
-        self._admitting += 1
+        self._admitting += num_answers
         try:
             prepared = await self.intake.prepare(
                 number,
@@ -217,9 +226,12 @@ class Front:
             )
             self._check_running()
         finally:
-            self._admitting -= 1
+            self._admitting -= num_answers
+        handle.prompt_usage = usage_of(prepared.request)
+        if num_answers > 1:
+            self._choices.submit(prepared, handle, self.intake.tokenizer)
+            return
         active = activate(prepared, handle, self.intake.tokenizer, self.config.scheduler)
-        handle.prompt_usage = usage_of(active.request)
         self._dispatcher.submit(active, prepared.pixels, self._clock.now())
 
     async def submit_detached(self, number: RequestId, handle: Handle, call: Call) -> None:
@@ -245,13 +257,21 @@ class Front:
     def _cancel(self, number: RequestId) -> None:
         if number in self._intake_tasks:
             self._intake_tasks[number].cancel()
-        self._dispatcher.cancel(number, self._clock.now())
+        if not self._choices.cancel(number):
+            self._dispatcher.cancel(number, self._clock.now())
 
-    def _check_open(self) -> None:
+    def _check_open(self, num_answers: int) -> None:
         self._check_running()
         limit = self.config.scheduler.max_queue
-        if self.num_active >= limit:
-            raise Unavailable(f"{limit} requests are already queued or running; try again later", code="overloaded")
+        if num_answers > limit:
+            told = f"n asks for {num_answers} answers, of which {limit} may run or wait here; ask for fewer"
+            raise InvalidRequest(told, param="n")
+        if self.num_active + num_answers > limit:
+            raise Unavailable(
+                f"{limit} requests are already queued or running; try again later",
+                code="overloaded",
+                retry_after_s=retry_after_s(limit, self._finish_times),
+            )
 
     def _check_running(self) -> None:
         if self.state == "loading":
@@ -263,6 +283,7 @@ class Front:
             raise Unavailable(told, code="instance_lost", retry_after_s=RETRY_AFTER_S)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
+        self._finish_times.append(self._clock.now())
         self.trace.add(result.request_id, active.request.arrival_s, result.timeline)
         for observer in self._observers:
             observer(result)
@@ -303,6 +324,8 @@ class Front:
                     self._incoming.on_delta(name, message, now)
                 case Finished():
                     self._incoming.on_finished(name, message, now)
+                case PromptScores():
+                    self._incoming.on_scores(name, message)
                 case NeedImages():
                     self._incoming.on_need(name, message, now)
                 case Status():
@@ -325,7 +348,8 @@ class Front:
 
     @property
     def num_active(self) -> int:
-        return len(self._dispatcher.flights) + self._admitting
+        """Requests, or answers of requests that ask for several, that are admitted or about to be."""
+        return len(self._dispatcher.flights) + self._choices.num_waiting + self._admitting
 
     @property
     def summaries(self) -> list[InstanceSummary]:
@@ -365,6 +389,13 @@ class Front:
             for state in self._supervisor.states()
         )
 
+    def activity(self, since: int, limit: int) -> Activity:
+        """Requests that have ended behind the first `since` ones, and those that run: at most the `limit` latest of the
+        former and the `limit` oldest of the latter."""
+        number, finished = self.trace.since(since, limit)
+        flights = itertools.islice(self._dispatcher.flights.values(), limit)
+        return Activity(number, finished, [flight.live() for flight in flights])
+
     def health(self) -> tuple[bool, str]:
         """(every stage can be served and makes progress, one word why not): loading, draining, hung, instance_lost or
         closed."""
@@ -381,6 +412,40 @@ class Front:
         for link in list(self._links.values()):
             link.end.send([QueryLedger(query_id)])
         return await asyncio.wait_for(answer, timeout_s)
+
+    async def reset_caches(self, *, kv: bool, images: bool) -> None:
+        """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays. What is
+        submitted when this has returned finds nothing but that."""
+        self._check_running()
+        if images:
+            self.intake.forget_pictures()
+        for link in list(self._links.values()):
+            link.end.send([ResetCaches(kv, images)])
+        try:
+            await self.ledger()  # an instance answers in the order of what it was sent
+        except TimeoutError:
+            raise Unavailable("an instance has not answered; try again", code="not_ready") from None
+
+    async def count_tokens(self, call: Call) -> int:
+        """How long the prompt of a call is, pictures included, which are opened for that. Raises RequestError as
+        `submit` does."""
+        self._check_open(1)
+        self._admitting += 1
+        try:
+            prepared = await self.intake.prepare(
+                self._next_id(),
+                messages=call.messages,
+                sampling=SamplingParams(max_tokens=1, seed=0),
+                template=call.template,
+                pixels=call.pixels,
+            )
+        finally:
+            self._admitting -= 1
+        return prepared.request.num_prompt
+
+    def trace_events(self, seconds: float) -> list[dict[str, Any]]:
+        """Of the requests that have ended, what happened in the last `seconds`. From any thread."""
+        return self.trace.events(since_s=self._clock.now() - seconds)
 
     def set_fault(self, point: str, action: str, argument: str = "", instance: str | None = None) -> None:
         """Arms a fault point of one instance, or of all."""

@@ -1,7 +1,7 @@
 """What a caller holds of a submitted request: await it, iterate it, cancel it, or ask for its result from plain code.
 
 Fed by the front on its loop; read from any thread and any event loop. Pieces wait in a queue until read; when a reader
-is slow they are joined, so the queue stays short. Does not know tokenisation or messages.
+is slow those of one answer are joined, so the queue stays short. Does not know tokenisation or messages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 from hydra_engine.core.outputs import Piece, Result, Usage
@@ -26,9 +28,13 @@ class Handle:
         self.prompt_usage: Usage | None = None  # counts of the prompt, once the request is admitted
         self.cancelled = False  # perhaps before the front has begun with the request
         self._cancel = cancel
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()  # plain: it is taken for every token
+        self._condition = threading.Condition(self._lock)  # for readers that block a thread
+        self._num_blocked = 0
+        self._waiting: list[_Waiting] = []
+        self._taker: Callable[[Piece], bool] | None = None
+        self._taker_thread = 0
         self._pieces: deque[Piece] = deque()
-        self._wakers: list[Callable[[], None]] = []
         self._result: Result | None = None
         self._error: HydraError | None = None
 
@@ -36,31 +42,52 @@ class Handle:
 
     def feed(self, piece: Piece) -> None:
         """Adds text; the piece that carries a result ends the stream."""
-        with self._condition:
-            if len(self._pieces) >= _JOIN_ABOVE and piece.result is None:
-                piece = _join(self._pieces.pop(), piece)
-            self._pieces.append(piece)
-            if piece.result is not None:
-                self._result = piece.result
-        self._notify()
+        if self._taker is not None and piece.result is None and self._given(piece):
+            return
+        self.show(piece, piece.result)
+
+    def show(self, piece: Piece, result: Result | None) -> None:
+        """Adds text of one of several answers; `result` is that of all of them and ends the stream."""
+        with self._lock:
+            if len(self._pieces) < _JOIN_ABOVE or not _join_last(self._pieces, piece):
+                self._pieces.append(piece)
+            if result is not None:
+                self._result = result
+            waiting = self._woken()
+        for reader in waiting:
+            reader.wake()
+
+    def _given(self, piece: Piece) -> bool:
+        """The reader's thread is the front's and it waits for this very piece, so that none can overtake another."""
+        assert self._taker is not None
+        return self._taker_thread == get_ident() and not self._pieces and self._taker(piece)
 
     def fail(self, error: HydraError) -> None:
-        with self._condition:
+        with self._lock:
             self._error = error
-        self._notify()
+            waiting = self._woken()
+        for reader in waiting:
+            reader.wake()
 
-    def _notify(self) -> None:
-        with self._condition:
-            wakers, self._wakers = self._wakers, []
+    def _woken(self) -> list[_Waiting]:
+        """Under the lock; whom to wake once it is given back."""
+        if self._num_blocked:
             self._condition.notify_all()
-        for waker in wakers:
-            waker()
+        waiting = self._waiting
+        if waiting:
+            self._waiting = []
+        return waiting
 
     # ---- the caller's side
 
     @property
     def done(self) -> bool:
         return self._result is not None or self._error is not None
+
+    def forward(self, take: Callable[[Piece], bool]) -> None:
+        """From now on `take` is asked first about every piece without a result, as long as none waits to be read, and
+        if the front runs on this thread; those for which it says no are read as ever. It must not raise."""
+        self._taker, self._taker_thread = take, get_ident()
 
     def cancel(self) -> None:
         """Stops the request at the next step boundary; idempotent, from any thread. Readers get RequestAborted."""
@@ -69,50 +96,59 @@ class Handle:
 
     def result(self, timeout_s: float | None = None) -> Result:
         """Blocks until the request has finished. Raises its HydraError, or TimeoutError."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: self.done, timeout_s):
+        with self._lock:
+            if not self._block(lambda: self.done, timeout_s):
                 raise TimeoutError(f"request {self.id} has not finished in {timeout_s} s")
         return self._finished()
 
     def __iter__(self) -> Iterator[Piece]:
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: bool(self._pieces) or self.done)
+            with self._lock:
+                self._block(lambda: bool(self._pieces) or self.done)
                 piece = self._pieces.popleft() if self._pieces else None
             if piece is None:
                 self._finished()
                 return
             yield piece
-            if piece.result is not None:
-                return
+
+    def _block(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Under the lock. False: it took too long."""
+        self._num_blocked += 1
+        try:
+            return self._condition.wait_for(ready, timeout_s)
+        finally:
+            self._num_blocked -= 1
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         while True:
-            await self._changed(lambda: bool(self._pieces) or self.done)
-            piece = self._pieces.popleft() if self._pieces else None
+            with self._lock:
+                piece = self._pieces.popleft() if self._pieces else None
+                changed = self._change() if piece is None and not self.done else None
+            if changed is not None:
+                await changed
+                continue
             if piece is None:
                 self._finished()
                 return
             yield piece
-            if piece.result is not None:
-                return
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._wait().__await__()
 
     async def _wait(self) -> Result:
-        await self._changed(lambda: self.done)
+        while True:
+            with self._lock:
+                if self.done:
+                    break
+                changed = self._change()
+            await changed
         return self._finished()
 
-    async def _changed(self, ready: Callable[[], bool]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            with self._condition:
-                if ready():
-                    return
-                woken: asyncio.Future[None] = loop.create_future()
-                self._wakers.append(_waker(loop, woken))
-            await woken
+    def _change(self) -> asyncio.Future[None]:
+        """Under the lock; what the next piece or error resolves."""
+        reader = _Waiting(asyncio.get_running_loop())
+        self._waiting.append(reader)
+        return reader.woken
 
     def _finished(self) -> Result:
         if self._error is not None:
@@ -121,17 +157,45 @@ class Handle:
         return self._result
 
 
-def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[[], None]:
-    def resolve() -> None:
-        if not future.done():
-            future.set_result(None)
+class _Waiting:
+    """A reader on an event loop."""
 
-    def wake() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(resolve)
+    __slots__ = ("_loop", "_thread", "woken")
 
-    return wake
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread = get_ident()
+        self.woken: asyncio.Future[None] = loop.create_future()
+
+    def wake(self) -> None:
+        """From any thread. On the loop's own, as in the server, that takes no more than the future."""
+        if self._loop.is_closed():
+            return
+        if self._thread == get_ident():
+            self._resolve()
+        else:
+            self._loop.call_soon_threadsafe(self._resolve)
+
+    def _resolve(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+
+def _join_last(pieces: deque[Piece], piece: Piece) -> bool:
+    """Adds `piece` to the latest one of its answer. False: it is an end, or nothing of its answer waits."""
+    if piece.result is not None:
+        return False
+    for place in range(len(pieces) - 1, -1, -1):
+        if pieces[place].index == piece.index:
+            pieces[place] = _join(pieces[place], piece)
+            return True
+    return False
 
 
 def _join(first: Piece, second: Piece) -> Piece:
-    return Piece(first.text + second.text, first.token_ids + second.token_ids, first.logprobs + second.logprobs)
+    return replace(
+        first,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Delta, Finished, NeedImages, Tokens
+from hydra_engine.core.messages import Delta, Finished, NeedImages, PromptScores, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.errors import RequestFailed, from_info
@@ -32,11 +32,23 @@ class Incoming:
 
     def on_tokens(self, name: str, message: Tokens, now: float) -> None:
         columns = message.request_ids, message.positions, message.token_ids
+        find, time_s = self._holders.find, message.time_s
         for number, position, token_id in zip(*columns, strict=True):
-            self._take(name, RequestId(number), position, (token_id,), message.time_s, (), now)
+            flight = find(RequestId(number))
+            if flight is None or not flight.goes_on(name, number, position):
+                self._take(name, RequestId(number), position, (token_id,), time_s, (), now)
+            else:
+                self._feed_next(flight, token_id, time_s, now)
 
     def on_delta(self, name: str, delta: Delta, now: float) -> None:
         self._take(name, delta.request_id, delta.position, delta.token_ids, delta.time_s, delta.logprobs, now)
+
+    def on_scores(self, name: str, scores: PromptScores) -> None:
+        flight = self._holders.find(scores.request_id)
+        if flight is None or scores.request_id != flight.attempt or name not in flight.parts:
+            self._holders.stray(name, scores.request_id)
+        elif not flight.closing:
+            flight.active.on_scores(scores.start, scores.logprobs)
 
     def _take(
         self,
@@ -107,6 +119,9 @@ class Incoming:
         now: float,
     ) -> None:
         active, first = flight.active, not flight.prefilled
+        if first and active.lacks_scores:
+            self._dispatcher.fail(flight, _skipped(), now)
+            return
         piece = active.on_tokens(flight.num_known, token_ids, time_s, logprobs)
         if first:
             flight.release_prefill()
@@ -118,6 +133,15 @@ class Incoming:
             self._dispatcher.close(flight, now)
         elif flight.final is not None:
             self._settle(flight, now)
+
+    def _feed_next(self, flight: Flight, token_id: int, time_s: float, now: float) -> None:
+        """What `_take` comes to for most tokens of all."""
+        active = flight.active
+        active.handle.feed(active.on_next_token(token_id, time_s))
+        if flight.decode_charge is not None:
+            flight.decode_charge.grow(1)
+        if active.stop_string is not None:
+            self._dispatcher.close(flight, now)
 
     # ---- the end of a part
 
@@ -199,4 +223,4 @@ class Incoming:
 
 
 def _skipped() -> RequestFailed:
-    return RequestFailed("an instance skipped tokens; the request was ended")
+    return RequestFailed("an instance skipped tokens or their scores; the request was ended")

@@ -29,7 +29,7 @@ class Lending:
         """A few times a second."""
         dispatcher = self._dispatcher
         thieves = any(p.usable and p.holds(Role.E) and p.holds(Role.D) for p in dispatcher.places.values())
-        if self._policy is None or not thieves:
+        if self._policy is None or not thieves or len(dispatcher.places) < 2:
             return
         found = [(flight, decode) for flight in dispatcher.flights.values() if (decode := _decode_of(flight))]
         flights = {decode.request_id: flight for flight, decode in found}

@@ -17,7 +17,7 @@ _COUNTERS = (
 )
 _GAUGES = (
     *("num_running", "num_waiting", "num_encoding", "kv_blocks_used", "kv_blocks_total", "image_blocks_used"),
-    *("image_blocks_total", "progress", "num_handing_over", "num_arriving"),
+    *("image_blocks_total", "progress", "num_handing_over", "num_arriving", "num_decoding"),
 )
 _TRANSFER_GAUGES = ("offers", "pulls")
 _BUDGET_COUNTERS = ("decode_steps", "late_steps", "stretched_steps", "full_steps")

@@ -22,7 +22,9 @@ from hydra_engine.core.messages import (
     HandOver,
     LedgerReport,
     NeedImages,
+    PromptScores,
     QueryLedger,
+    ResetCaches,
     SetFault,
     SetRole,
     Shutdown,
@@ -37,7 +39,8 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguageResult, PullResult, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, ErrorInfo, RequestError, RequestFailed
-from hydra_engine.scheduler.events import Event, FinishEvent, NeedEvent, TokenEvent, TokensEvent
+from hydra_engine.instance.steps import LaneSteps
+from hydra_engine.scheduler.events import Event, FinishEvent, NeedEvent, ScoresEvent, TokenEvent, TokensEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +90,7 @@ class Instance:
         self._vision_busy_s = 0.0
         self._language_busy_s = 0.0
         self._steps = {"vision": 0, "language": 0}
+        self._lanes = LaneSteps()
         self._progress = 0
         self._requests: dict[RequestId, Request] = {}
         self._stopping = False
@@ -134,6 +138,8 @@ class Instance:
                 self._hand_over(message.request_id, message.target)
             case SetRole():
                 self._scheduler.set_role(Role.parse(message.role))
+            case ResetCaches():
+                self._scheduler.reset_caches(kv=message.kv, images=message.images)
             case Abort():
                 self._emit(self._scheduler.abort(message.request_id, self._clock.now()), outgoing)
             case QueryLedger():
@@ -238,10 +244,12 @@ class Instance:
     def _feed_vision(self, outgoing: list[ToFront]) -> None:
         if self._vision_in_flight:
             return
-        plan = self._scheduler.plan_vision(self._clock.now())
+        now = self._clock.now()
+        plan = self._scheduler.plan_vision(now)
         self._look_outside(outgoing)
         if plan is not None:
             self._vision_in_flight = True
+            self._lanes.begin_vision(plan, now)
             self._worker.submit_vision(plan)
 
     def _feed_language(self, outgoing: list[ToFront]) -> None:
@@ -273,8 +281,10 @@ class Instance:
                 self._migration.on_event(event, self._clock.now())
 
     def _expect_end(self, started_s: float) -> None:
-        """The first language step in flight has begun; says when to plan the next one."""
+        """The first language step in flight, if there is one, has begun; says when to plan the next one."""
         self._ahead_due_s = math.inf
+        if self._language_in_flight:
+            self._lanes.begin_language(self._language_in_flight[0], started_s)
         if self._look_ahead and len(self._language_in_flight) == 1:
             expected_s = self._scheduler.expected_s(self._language_in_flight[0])
             if expected_s is not None:
@@ -292,6 +302,8 @@ class Instance:
                 case TokenEvent():
                     position, token_ids = event.position, (event.token_id,)
                     outgoing.append(Delta(event.request_id, position, token_ids, now, (event.logprobs,)))
+                case ScoresEvent():
+                    outgoing.append(PromptScores(event.request_id, event.start, event.logprobs))
                 case FinishEvent():
                     outgoing.append(self._finish(event))
 
@@ -352,6 +364,9 @@ class Instance:
             num_handing_over=stats.num_handing_over,
             num_arriving=stats.num_arriving,
             transfer=self._transfer(),
+            language_step=self._lanes.language_report(running=bool(self._language_in_flight)),
+            vision_step=self._lanes.vision_report(running=self._vision_in_flight),
+            num_decoding=stats.num_decoding,
         )
 
     def _transfer(self) -> TransferReport:

@@ -17,6 +17,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _ISATAP = (0x00005EFE, 0x02005EFE)
 # A host whose last label is a number is an address to some resolver: 127.1, 0x7f.0.0.1, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(?:\d+|0[xX][0-9a-fA-F]*)")
+_NAME = re.compile(r"[A-Za-z0-9_\-.]{1,253}")  # international names come in their ASCII form
+_DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")  # younger than what some Pythons know
 
 
 def literal(host: str) -> IPAddress | None:
@@ -27,9 +29,14 @@ def literal(host: str) -> IPAddress | None:
         address = None
     if address is not None and "%" not in host:
         return address
-    if ":" in host or "%" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+    if not _NAME.fullmatch(host) or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         raise MediaForbidden("the image URL's host is not a plain name or address")
     return None
+
+
+def is_port_for_media(port: int) -> bool:
+    """HTTP's own and those that any user's server may have: a GET must not be what a mail server or a shell reads."""
+    return port in (80, 443) or 1024 <= port <= 65535
 
 
 def is_public(address: IPAddress) -> bool:
@@ -39,6 +46,8 @@ def is_public(address: IPAddress) -> bool:
     if isinstance(address, ipaddress.IPv4Address):
         return not address.is_reserved
     translated = address.ipv4_mapped is not None or address in _NAT64
+    if address in _DOCUMENTATION:
+        return False
     return (address in _GLOBAL_UNICAST or translated) and all(is_public(inner) for inner in _embedded(address))
 
 

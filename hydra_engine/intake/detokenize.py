@@ -34,14 +34,14 @@ class IncrementalDetokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain; empty while a character or a stop string may be in the making."""
-        pieces: list[str] = []
-        for token_id in token_ids:
-            if self.stop_string is not None:
-                break
-            self._num_tokens += 1
-            if token_id not in self._skipped:
-                pieces.append(self._matched(self._decoder.feed(token_id)))
-        return "".join(pieces)
+        return "".join([self.feed_one(token_id) for token_id in token_ids])
+
+    def feed_one(self, token_id: int) -> str:
+        self._num_tokens += 1
+        if token_id in self._skipped or self.stop_string is not None:
+            return ""
+        text = self._decoder.feed(token_id)
+        return text if self._stops is None else self._matched(text)
 
     def flush(self) -> str:
         """What was held back, at the end of the request. May still complete a stop string."""
@@ -125,12 +125,19 @@ class _ByteDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes_of = tokenizer.token_bytes
+        self._whole_texts = tokenizer.whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = True  # no character has begun
 
     def feed(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes_of(token_id))
+        if self._between and (whole := self._whole_texts[token_id]) is not None:
+            return whole
+        text = self._utf8.decode(self._bytes_of(token_id))
+        self._between = not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self._between = True
         return self._utf8.decode(b"", final=True)
 
 

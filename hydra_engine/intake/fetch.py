@@ -2,6 +2,7 @@
 
 `classify` decides what a reference is and whether it may be opened, before anything is; `MediaFetcher` reads URLs and
 `read_local` the rest. A host is resolved once, every address must be allowed, and those addresses are the ones dialled.
+The machine's own addresses are not, public ones included: what listens there may trust whoever is on this machine.
 Does not know pictures or videos beyond their limits; errors never quote what was fetched.
 """
 
@@ -13,8 +14,11 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -26,11 +30,14 @@ from PIL import Image
 from yarl import URL
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden
-from hydra_engine.intake.addresses import is_public, literal
+from hydra_engine.core.byte_budget import Lease
+from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
+from hydra_engine.intake.addresses import IPAddress, is_port_for_media, is_public, literal
 
 MAX_REDIRECTS = 3
-MAX_FETCHES = 64  # at once; each may hold `max_image_bytes` or `max_video_bytes`
+MAX_FETCHES = 256  # at once; what they may hold together is `max_fetched_bytes`
+MAX_FETCHES_OF_HOST = 32  # at once, so that one slow host does not keep others from being asked
+MAX_LOOKUPS = 32  # of host names at once; each has a thread while the resolver takes its time
 MAX_URL_CHARS = 8192
 
 _CHUNK_BYTES = 1 << 16
@@ -39,6 +46,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "hydra-engine"}
 # What reaching a hostile host raises: aiohttp's own errors, the socket's and TLS's (OSError), broken URLs.
 _FETCH_ERRORS = (aiohttp.ClientError, OSError, ValueError, asyncio.IncompleteReadError)
+
+_lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="intake-names")
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> addresses
 
@@ -136,17 +145,39 @@ def _checked_url(text: str, config: MediaConfig, kind: str) -> URL:
 
 
 def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
-    host = url.host
+    host = url.raw_host  # as it is resolved and dialled
     if url.scheme not in ("http", "https") or not host:
         raise MediaForbidden(f"{kind}s are fetched by http and https only")
     if url.user is not None or url.password is not None:
         raise MediaForbidden(f"{kind} URLs must not hold a user name or password")
-    if config.allowed_media_domains and host.lower().rstrip(".") not in config.allowed_media_domains:
+    if config.allowed_media_domains and _plain(host) not in map(_plain, config.allowed_media_domains):
         raise MediaForbidden(f"{kind}s are not fetched from this host; see --allowed-media-domains")
     address = literal(host)
-    if address is not None and not (config.allow_private_media or is_public(address)):
-        raise _private(kind)
+    if not config.allow_private_media:
+        if not is_port_for_media(url.port or 0):
+            raise MediaForbidden(f"{kind}s are fetched from ports 80, 443 and above 1023 only")
+        if address is not None and not is_public(address):
+            raise _private(kind)
     return url
+
+
+def _plain(host: str) -> str:
+    """Of equal names the same, however they are written."""
+    try:
+        return (URL.build(scheme="http", host=host).raw_host or "").lower().rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_own(address: IPAddress) -> bool:
+    """Whether this machine would talk to itself; nothing is sent to find out."""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))
+            return ipaddress.ip_address(probe.getsockname()[0]) == address
+    except OSError:  # no way there, so no way to ourselves
+        return False
 
 
 def _private(kind: str) -> MediaForbidden:
@@ -160,12 +191,39 @@ class MediaFetcher:
         self._config = config
         self._resolve = resolve or _system_resolve
         self._slots = asyncio.Semaphore(MAX_FETCHES)
+        self._slots_of_host: dict[str, tuple[asyncio.Semaphore, int]] = {}  # and how many want one
 
-    async def fetch(self, source: RemoteFile) -> bytes:
-        """The body. Raises MediaForbidden or MediaFetchFailed, after `fetch_timeout_s` at the latest."""
+    async def fetch(self, source: RemoteFile, lease: Lease) -> bytes:
+        """The body, whose bytes `lease` holds from now on. Raises MediaForbidden, MediaFetchFailed or, when too much is
+        fetched already, Unavailable; after twice `fetch_timeout_s` at the latest."""
         try:
-            async with asyncio.timeout(self._config.fetch_timeout_s), self._slots:
-                return await self._follow(source.url, source.kind)
+            async with self._turn(source):
+                return await self._in_time(source, lease)
+        except TimeoutError as error:
+            raise _overloaded(source.kind) from error
+
+    @asynccontextmanager
+    async def _turn(self, source: RemoteFile) -> AsyncIterator[None]:
+        """A place among all fetches and among those of this host. Raises TimeoutError."""
+        host = source.url.raw_host or ""
+        slots, wanted = self._slots_of_host.get(host, (asyncio.Semaphore(MAX_FETCHES_OF_HOST), 0))
+        self._slots_of_host[host] = slots, wanted + 1
+        async with AsyncExitStack() as held:
+            held.callback(self._forget, host)
+            async with asyncio.timeout(self._config.fetch_timeout_s):
+                await held.enter_async_context(slots)
+                await held.enter_async_context(self._slots)
+            yield
+
+    def _forget(self, host: str) -> None:
+        slots, wanted = self._slots_of_host.pop(host)
+        if wanted > 1:
+            self._slots_of_host[host] = slots, wanted - 1
+
+    async def _in_time(self, source: RemoteFile, lease: Lease) -> bytes:
+        try:
+            async with asyncio.timeout(self._config.fetch_timeout_s):
+                return await self._follow(source.url, source.kind, lease)
         except TimeoutError as error:
             raise MediaFetchFailed(
                 f"the {source.kind} could not be fetched within {self._config.fetch_timeout_s:g} seconds"
@@ -173,15 +231,15 @@ class MediaFetcher:
         except _FETCH_ERRORS as error:
             raise MediaFetchFailed(f"the {source.kind} could not be fetched: the connection failed") from error
 
-    async def _follow(self, url: URL, kind: str) -> bytes:
+    async def _follow(self, url: URL, kind: str, lease: Lease) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            answer = await self._get(url, kind)
+            answer = await self._get(url, kind, lease)
             if isinstance(answer, bytes):
                 return answer
             url = answer
         raise MediaFetchFailed(f"the {kind} could not be fetched: more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, url: URL, kind: str) -> bytes | URL:
+    async def _get(self, url: URL, kind: str, lease: Lease) -> bytes | URL:
         """The body, or where a redirect points to. A connection of its own, so no state is shared between hosts."""
         connector = aiohttp.TCPConnector(
             resolver=_Pinned(await self._addresses(url, kind)), use_dns_cache=False, force_close=True, limit=1
@@ -202,23 +260,27 @@ class MediaFetcher:
                 return _checked_url(str(url.join(URL(location))), self._config, kind)
             if response.status != 200:
                 raise MediaFetchFailed(f"the {kind}'s host answered with status {response.status}")
-            return await self._body(response, kind)
+            return await self._body(response, kind, lease)
 
     async def _addresses(self, url: URL, kind: str) -> list[str]:
-        assert url.host is not None and url.port is not None
-        if literal(url.host) is not None:
-            return [url.host]
+        assert url.raw_host is not None and url.port is not None
+        if literal(url.raw_host) is not None:
+            return self._checked([url.raw_host], kind)
         try:
-            found = await self._resolve(url.host, url.port)
+            found = await self._resolve(url.raw_host, url.port)
         except (OSError, UnicodeError) as error:
             raise MediaFetchFailed(f"the {kind} URL's host name could not be resolved") from error
         if not found:
             raise MediaFetchFailed(f"the {kind} URL's host name could not be resolved")
-        if not self._config.allow_private_media and not all(is_public(ipaddress.ip_address(a)) for a in found):
-            raise _private(kind)
-        return found
+        return self._checked(found, kind)
 
-    async def _body(self, response: aiohttp.ClientResponse, kind: str) -> bytes:
+    def _checked(self, addresses: list[str], kind: str) -> list[str]:
+        parsed = [ipaddress.ip_address(address) for address in addresses]
+        if not self._config.allow_private_media and (not all(map(is_public, parsed)) or any(map(_is_own, parsed))):
+            raise _private(kind)
+        return addresses
+
+    async def _body(self, response: aiohttp.ClientResponse, kind: str, lease: Lease) -> bytes:
         most = _max_bytes(self._config, kind)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise MediaFetchFailed(f"the {kind}'s host sent a compressed answer that was not asked for")
@@ -226,10 +288,16 @@ class MediaFetcher:
             raise MediaFetchFailed(f"the fetched {kind} has more than {most} bytes")
         body = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            body += chunk
-            if len(body) > most:
+            if len(body) + len(chunk) > most:
                 raise MediaFetchFailed(f"the fetched {kind} has more than {most} bytes")
+            if not lease.take(len(chunk)):
+                raise _overloaded(kind)
+            body += chunk
         return bytes(body)
+
+
+def _overloaded(kind: str) -> Unavailable:
+    return Unavailable(f"too many images and videos are being fetched; try again later or send the {kind} as data")
 
 
 class _Pinned(AbstractResolver):
@@ -258,7 +326,8 @@ class _Pinned(AbstractResolver):
 
 
 async def _system_resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_lookups, look_up)
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
@@ -306,7 +375,10 @@ def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
                 raise InvalidImage(
                     f"the {kind} has {status.st_size} bytes; at most {most} are allowed", code=f"{kind}_too_large"
                 )
-            return file.read(most + 1)
+            data = file.read(most + 1)
+            if len(data) > most:  # it has grown, or is one of those that have no size
+                raise InvalidImage(f"the {kind} has more than {most} bytes", code=f"{kind}_too_large")
+            return data
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise MediaFetchFailed(f"the {kind} file cannot be opened") from error
 

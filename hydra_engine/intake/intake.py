@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.prompting import PixelBudget, TemplateOptions
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget, TemplateOptions, texts_of
 from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from hydra_engine.intake.chat import ChatTemplate, Conversation, MediaRef, parse_messages, user_message
 from hydra_engine.intake.fetch import Resolve
 from hydra_engine.intake.generic_prompt import place_in_ids, place_in_text
+from hydra_engine.intake.grammars import Grammars
 from hydra_engine.intake.media import Media, MediaLoader
 from hydra_engine.intake.pool import WorkerPool
 from hydra_engine.intake.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -76,6 +77,12 @@ class Intake:
         self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
         self._parts: dict[str, list[int]] = {}
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
+        self._grammars = Grammars(tokenizer.file, self._eos_token_ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template that is in use."""
+        return self._template.text
 
     async def warm_up(self) -> None:
         """Optional, before the first request: what the first picture would otherwise wait for."""
@@ -84,6 +91,11 @@ class Intake:
     async def close(self) -> None:
         self._loader.close()
         self._texts.close()
+        self._grammars.close()
+
+    def forget_pictures(self) -> None:
+        """Pictures that come again are decoded again."""
+        self._loader.forget_pictures()
 
     async def prepare(
         self,
@@ -103,21 +115,24 @@ class Intake:
     ) -> Prepared:
         """Exactly one of `prompt` (text or token ids) and `messages`. Text goes through the chat template unless `raw`;
         a raw text and token ids hold the image placeholder once per image. Raises RequestError; cancelling it leaves
-        nothing behind."""
+        nothing behind. `template` and `pixels` say more of the way there."""
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         slo = slo or Slo()
         _check_limits(slo, priority)
-        seed = self._draw_seed() if sampling.seed is None else sampling.seed & _SEED_MASK
-        asked = self._asked(prompt, messages, images, raw=raw)
+        self._check_vocabulary(sampling)
+        seed = self._draw_seed() if sampling.seed is None else sampling.seed & SEED_MASK
+        asked = self._asked(prompt, messages, images, raw=raw, template=template)
         sources = self._loader.check(asked.media)
         started_s = self._clock.now()
-        token_ids = await self._tokenize(asked, add_generation_prompt=True)
+        token_ids = await self._tokenize(asked)
         spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param=asked.param)
         self._check_placeholders(token_ids, asked.media)
         self._check_length(len(token_ids), sampling)  # before any picture is opened
-        media = await self._loader.load(asked.media, sources)
+        if sampling.grammar is not None:
+            await self._grammars.check(sampling.grammar)
+        media = await self._loader.load(asked.media, sources, pixels or AS_CONFIGURED, cache_salt)
         spans.extend(span for one in media for span in one.spans)
         if isinstance(self._spec, GenericSpec) and media:
             token_ids, media = await self._texts.run(self._place_pictures, asked, token_ids, media, self._spec)
@@ -144,30 +159,46 @@ class Intake:
         *,
         messages: Sequence[dict[str, Any]] | None = None,
         add_special_tokens: bool = True,
-        add_generation_prompt: bool = True,
+        template: TemplateOptions | None = None,
     ) -> list[int]:
         """Token ids of a raw prompt or of messages; an image is one placeholder and is not opened."""
-        asked = self._asked(prompt, messages, None, raw=True)
+        asked = self._asked(prompt, messages, None, raw=True, template=template)
         asked.add_special_tokens = add_special_tokens and messages is None
-        return await self._tokenize(asked, add_generation_prompt=add_generation_prompt)
+        return await self._tokenize(asked)
+
+    def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        vocab_size = self._spec.language.vocab_size
+        biased = [token for token, _ in sampling.logit_bias]
+        for name, token_ids in (("logit_bias", biased), ("allowed_token_ids", sampling.allowed_token_ids)):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"{name} names token {max(token_ids)}; this model's token ids go from 0 to {vocab_size - 1}",
+                    param=name,
+                )
 
     # ---- text
 
-    def _asked(self, prompt: object, messages: object, images: Any, *, raw: bool) -> _Asked:
+    def _asked(
+        self, prompt: object, messages: object, images: Any, *, raw: bool, template: TemplateOptions | None
+    ) -> _Asked:
+        options = template or TemplateOptions()
+        num_chars = sum(map(len, texts_of((options.tools, options.variables))))
         if (prompt is None) == (messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if messages is not None:
             if images is not None:
                 raise InvalidRequest("with messages, images are parts of the messages", param="images")
             conversation = parse_messages(messages)
+            num_chars += conversation.num_chars
             return _Asked(
-                conversation.media, conversation=conversation, num_chars=conversation.num_chars, param="messages"
+                conversation.media, conversation=conversation, num_chars=num_chars, param="messages", template=options
             )
         refs = _image_refs(images)
         if isinstance(prompt, str):
             if raw:
                 return _Asked(refs, text=prompt, num_chars=len(prompt), add_special_tokens=True)
-            return _Asked(refs, conversation=user_message(prompt, refs), num_chars=len(prompt))
+            num_chars += len(prompt)
+            return _Asked(refs, conversation=user_message(prompt, refs), num_chars=num_chars, template=options)
         return _Asked(refs, token_ids=self._check_token_ids(prompt))
 
     def _check_token_ids(self, prompt: object) -> list[int]:
@@ -180,28 +211,29 @@ class Intake:
             raise InvalidRequest(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
         return list(prompt)
 
-    async def _tokenize(self, asked: _Asked, *, add_generation_prompt: bool) -> list[int]:
+    async def _tokenize(self, asked: _Asked) -> list[int]:
         if asked.token_ids is not None:
             return asked.token_ids
+        # LiteLLM looks for "maximum context length", LangChain and clients of Anthropic's API for "prompt is too long".
         if asked.num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
-                f"{asked.num_chars} characters. Please shorten it.",
+                f"{asked.num_chars} characters: the prompt is too long. Please shorten it.",
                 param=asked.param,
             )
         try:
             if asked.num_chars < LONG_TEXT_CHARS:
-                token_ids = self._encode(asked, add_generation_prompt)
+                token_ids = self._encode(asked)
             else:
-                token_ids = await self._texts.run(self._encode, asked, add_generation_prompt)
+                token_ids = await self._texts.run(self._encode, asked)
         except InvalidRequest as error:
             error.param = error.param or asked.param
             raise
         return token_ids
 
-    def _encode(self, asked: _Asked, add_generation_prompt: bool) -> list[int]:
+    def _encode(self, asked: _Asked) -> list[int]:
         if asked.conversation is not None:  # with special tokens, where the template writes them
-            asked.text = self._template.render(asked.conversation, add_generation_prompt=add_generation_prompt)
+            asked.text = self._template.render(asked.conversation, asked.template)
         return self.tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
 
     def _place_pictures(
@@ -300,17 +332,17 @@ class Intake:
         return ContextLengthExceeded(
             f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
             f"{num_prompt + num_completion} tokens ({num_prompt} in the prompt, {num_completion} for the completion). "
-            "Please shorten the prompt or the completion."
+            "The prompt is too long, or the completion. Please shorten one of them."
         )
 
     def _draw_seed(self) -> int:
         """The n-th request without a seed gets the same one in every run with this configuration."""
         self._num_drawn += 1
         drawn = hashlib.blake2b(b"%d/%d" % (self._seed, self._num_drawn), digest_size=8).digest()
-        return int.from_bytes(drawn, "little") & _SEED_MASK
+        return int.from_bytes(drawn, "little") & SEED_MASK
 
 
-_SEED_MASK = (1 << 63) - 1
+SEED_MASK = (1 << 63) - 1  # seeds count modulo 2^63
 
 
 @dataclass(slots=True)
@@ -324,6 +356,7 @@ class _Asked:
     num_chars: int = 0
     add_special_tokens: bool = False
     param: str = "prompt"
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 def _check_limits(slo: Slo, priority: int) -> None:

@@ -7,17 +7,21 @@ strangers send happens in a child process, once per content. Does not know promp
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from PIL import Image
 
 from hydra_engine.clock import Clock
 from hydra_engine.config import MediaConfig
+from hydra_engine.core.byte_budget import ByteBudget
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.intake import decode, videos
 from hydra_engine.intake.chat import MediaRef
@@ -76,6 +80,7 @@ class MediaLoader:
         self._limits = limits
         self._clock = clock
         self._fetcher = MediaFetcher(limits, resolve)
+        self._fetched = ByteBudget(limits.max_fetched_bytes)
         self._sandbox = Sandbox()
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
         self._processor: ProcessorHost | None = None
@@ -88,6 +93,10 @@ class MediaLoader:
             await self._workers.run(self._sandbox.warm_up)
         if self._processor is not None:
             await self._workers.run(self._processor.warm_up)
+
+    def forget_pictures(self) -> None:
+        """Pictures that come again are decoded again."""
+        self._pixels.clear()
 
     def close(self) -> None:
         self._workers.close()
@@ -138,67 +147,81 @@ class MediaLoader:
             return Frames(tuple(pictures), ref.fps or DEFAULT_FPS)
         return classify(ref.value, self._limits, ref.kind)
 
-    async def load(self, refs: Sequence[MediaRef], sources: Sequence[Source | Frames]) -> list[Media]:
-        """In order; `sources` are what `check` returned. All or none: the first error ends the others."""
+    async def load(
+        self,
+        refs: Sequence[MediaRef],
+        sources: Sequence[Source | Frames],
+        pixels: PixelBudget = AS_CONFIGURED,
+        cache_salt: str = "",
+    ) -> list[Media]:
+        """In order; `sources` are what `check` returned, `pixels` what each picture may have beside its own detail. All
+        or none: the first error ends the others. What was decoded under another salt is decoded again, or the time that
+        it takes would tell whose pictures were here before."""
         if not sources:
             return []
         turn = asyncio.Semaphore(self._limits.decode_workers)  # one request does not fill the queue of all
-        return await _all_or_none([self._load(ref, source, turn) for ref, source in zip(refs, sources, strict=True)])
+        jobs = zip(refs, sources, strict=True)
+        return await _all_or_none(
+            [self._load(ref, source, pixels.at(ref.detail), turn, cache_salt) for ref, source in jobs]
+        )
 
-    async def _load(self, ref: MediaRef, source: Source | Frames, turn: asyncio.Semaphore) -> Media:
+    async def _load(
+        self, ref: MediaRef, source: Source | Frames, budget: PixelBudget, turn: asyncio.Semaphore, salt: str
+    ) -> Media:
         try:
             spans: tuple[StageSpan, ...] = ()
-            if isinstance(source, RemoteFile):
-                started_s = self._clock.now()
-                source = InMemory(await self._fetcher.fetch(source))
-                spans = (StageSpan("fetch", started_s, self._clock.now()),)
-            async with turn:
-                media = await self._workers.run(self._decode, source, ref.kind)
+            with self._fetched.lease() as lease:  # of what was fetched, until it is decoded
+                if isinstance(source, RemoteFile):
+                    started_s = self._clock.now()
+                    source = InMemory(await self._fetcher.fetch(source, lease))
+                    spans = (StageSpan("fetch", started_s, self._clock.now()),)
+                async with turn:
+                    media = await self._workers.run(self._decode, source, ref.kind, budget, salt)
         except InvalidRequest as error:
             error.param = error.param or ref.param
             raise
         return replace(media, spans=(*spans, *media.spans))
 
-    def _decode(self, source: Source | Frames, kind: str) -> Media:
+    def _decode(self, source: Source | Frames, kind: str, budget: PixelBudget, salt: str) -> Media:
         """In a worker thread: a source that needs no network, to pixels."""
         vision = self._spec.vision
         assert vision is not None and not isinstance(source, RemoteFile)
         started_s = self._clock.now()
         value = source if isinstance(source, Frames) else read_local(source, self._limits)
         if isinstance(value, Frames):
-            media = self._from_frames(value, vision)
+            media = self._from_frames(value, vision, salt)
         elif kind == "video":
-            media = self._from_video(value, vision)
+            media = self._from_video(value, vision, salt)
         elif isinstance(value, bytes):
-            media = self._from_file(value, vision)
+            media = self._from_file(value, vision, budget, salt)
         else:
             from_memory = decode.from_pil if isinstance(value, Image.Image) else decode.from_array
-            media = self._from_picture(from_memory(value, self._limits), vision)
+            media = self._from_picture(from_memory(value, self._limits), vision, budget, salt)
         span = StageSpan("preprocess", started_s, self._clock.now(), tokens=media.plan.num_patches)
         return replace(media, spans=(span,))
 
-    def _from_file(self, data: bytes, vision: VisionSpec) -> Media:
-        """The header here, the pixels in a child process."""
+    def _from_file(self, data: bytes, vision: VisionSpec, budget: PixelBudget, salt: str) -> Media:
+        """The header here, the pixels in a child process. The plan's views, and so the budget, are in every digest."""
         container = decode.inspected(data, self._limits)
         size = decode.upright_size(container)
-        plan, spec, content = vision.plan_image(*size), vision.preprocess, content_of_file(data)
+        plan, spec, content = vision.plan_image(*size, budget), vision.preprocess, content_of_file(data)
 
         def make() -> tuple[PixelPayload, ...]:
             with decode.room_for(container.width * container.height):
                 pixels = self._sandbox.render(Job(container, plan.views, spec.resample))
                 return self._payloads(pixels, content, plan, spec)
 
-        payloads = self._pixels.get_or_make(plan_digest(content, plan.views, spec), make)
+        payloads = self._pixels.get_or_make(_key(plan_digest(content, plan.views, spec), salt), make)
         return Media("image", size, _planned(plan, payloads), payloads)
 
-    def _from_picture(self, image: Image.Image, vision: VisionSpec) -> Media:
+    def _from_picture(self, image: Image.Image, vision: VisionSpec, budget: PixelBudget, salt: str) -> Media:
         """A picture that is in memory already."""
-        plan, spec, content = vision.plan_image(*image.size), vision.preprocess, content_of_image(image)
+        plan, spec, content = vision.plan_image(*image.size, budget), vision.preprocess, content_of_image(image)
 
         def make() -> tuple[PixelPayload, ...]:
             return self._payloads(render([image], plan.views, spec.resample), content, plan, spec)
 
-        payloads = self._pixels.get_or_make(plan_digest(content, plan.views, spec), make)
+        payloads = self._pixels.get_or_make(_key(plan_digest(content, plan.views, spec), salt), make)
         return Media("image", image.size, _planned(plan, payloads), payloads)
 
     def _payloads(
@@ -210,17 +233,17 @@ class MediaLoader:
         digest = ImageDigest(plan_digest(content, plan.views, spec))
         return (self._processor.process(digest, plan.views[0].canvas, pixels),)
 
-    def _from_video(self, data: bytes, vision: VisionSpec) -> Media:
+    def _from_video(self, data: bytes, vision: VisionSpec, salt: str) -> Media:
         """Nothing of the file is parsed in this process."""
         info = videos.checked(self._sandbox.probe_video(videos.inspected(data, self._limits)), self._limits)
         video = vision.plan_video(info)
         job = videos.VideoJob(data, video.frames, video.media.views, vision.preprocess.resample)
-        return self._video(info, video, [content_of_file(data)], lambda: self._sandbox.render(job))
+        return self._video(info, video, [content_of_file(data)], lambda: self._sandbox.render(job), salt)
 
-    def _from_frames(self, frames: Frames, vision: VisionSpec) -> Media:
+    def _from_frames(self, frames: Frames, vision: VisionSpec, salt: str) -> Media:
         values = [read_local(picture, self._limits) for picture in frames.pictures]
         if all(isinstance(value, bytes) for value in values):
-            return self._from_frame_files(values, frames.fps, vision)
+            return self._from_frame_files(values, frames.fps, vision, salt)
         if any(isinstance(value, bytes) for value in values):
             raise InvalidRequest("the frames of a video must all be files or all be pictures in memory")
         pictures = [self._in_memory(value) for value in values]
@@ -228,31 +251,37 @@ class MediaLoader:
         video = vision.plan_video(info)
         chosen = [pictures[index] for index in video.frames]
         contents = [content_of_image(picture) for picture in chosen]
-        return self._video(info, video, contents, lambda: render(chosen, video.media.views, vision.preprocess.resample))
+        make = partial(render, chosen, video.media.views, vision.preprocess.resample)
+        return self._video(info, video, contents, make, salt)
 
-    def _from_frame_files(self, files: Sequence[bytes], fps: float, vision: VisionSpec) -> Media:
+    def _from_frame_files(self, files: Sequence[bytes], fps: float, vision: VisionSpec, salt: str) -> Media:
         containers = [decode.inspected(data, self._limits) for data in files]
         info = videos.info_of_frames([decode.upright_size(container) for container in containers], fps, self._limits)
         video = vision.plan_video(info)
         chosen = tuple(containers[index] for index in video.frames)
         job = FramesJob(chosen, video.media.views, vision.preprocess.resample)
         contents = [content_of_file(container.data) for container in chosen]
-        return self._video(info, video, contents, lambda: self._sandbox.render(job))
+        return self._video(info, video, contents, lambda: self._sandbox.render(job), salt)
 
     def _video(
-        self, info: VideoInfo, video: VideoPlan, contents: Sequence[bytes], make_pixels: Callable[[], bytes]
+        self, info: VideoInfo, video: VideoPlan, contents: Sequence[bytes], make_pixels: Callable[[], bytes], salt: str
     ) -> Media:
         assert self._spec.vision is not None
         plan, spec = video.media, self._spec.vision.preprocess
         content = videos.content_of_frames(contents, video.frames)
         payloads = self._pixels.get_or_make(
-            plan_digest(content, plan.views, spec), lambda: payloads_of(make_pixels(), content, plan, spec)
+            _key(plan_digest(content, plan.views, spec), salt), lambda: payloads_of(make_pixels(), content, plan, spec)
         )
         return Media("video", (info.width, info.height), plan, payloads)
 
     def _in_memory(self, value: Any) -> Image.Image:
         from_memory = decode.from_pil if isinstance(value, Image.Image) else decode.from_array
         return from_memory(value, self._limits)
+
+
+def _key(digest: bytes, salt: str) -> bytes:
+    """Of what is kept for requests with this salt; a salt needs no bound."""
+    return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _planned(plan: MediaPlan, payloads: Sequence[PixelPayload]) -> MediaPlan:

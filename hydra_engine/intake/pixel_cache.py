@@ -51,6 +51,12 @@ class PixelCache:
                 mine = self._making[key] = Future()
         return self._make(key, mine, make) if promise is None else _wait(promise)
 
+    def clear(self) -> None:
+        """Forgets everything; what is being made is kept when it is there."""
+        with self._lock:
+            self._entries.clear()
+            self._num_bytes = 0
+
     def _make(self, key: bytes, promise: Future[Payloads], make: Callable[[], Payloads]) -> Payloads:
         try:
             payloads = make()

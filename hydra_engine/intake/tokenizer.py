@@ -7,7 +7,7 @@ strings or streaming. Importing it imports no torch. All methods are safe to cal
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, InvalidRequest
 
 REPLACEMENT = "\ufffd"
@@ -42,13 +43,16 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         raise CheckpointError(f"the tokenizer files ({_TOKENIZER_FILE}, tokenizer_config.json) are broken") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Backend):
         raise CheckpointError(f"the model directory needs a {_TOKENIZER_FILE}; this tokenizer has no fast form")
-    return Tokenizer(tokenizer, chat_template=_chat_template(tokenizer, folder))
+    file = folder / _TOKENIZER_FILE
+    return Tokenizer(tokenizer, _chat_template(tokenizer, folder), file if file.is_file() else None)
 
 
 class Tokenizer:
     """`vocab_size` counts added tokens; the model's logits may be wider (padded), such ids decode to nothing."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None, file: Path | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._backend: Backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -59,9 +63,11 @@ class Tokenizer:
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.chat_template = chat_template
+        self.file = file  # the tokenizer.json that it was read from, if there is one
         # With this decoder a token is a fixed string of bytes and a text is their concatenation.
         self.is_byte_level = isinstance(self._backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text are parsed. Raises InvalidRequest for text that is not Unicode."""
@@ -106,11 +112,18 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def apply_template(
-        self, conversation: list[dict[str, Any]], template: str, *, add_generation_prompt: bool = True
+        self, conversation: list[dict[str, Any]], template: str, options: TemplateOptions | None = None
     ) -> str:
         """Renders in transformers' sandbox; raises what the template raises."""
+        options = options or TemplateOptions()
         rendered = self._tokenizer.apply_chat_template(
-            conversation, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+            conversation,
+            tools=[dict(tool) for tool in options.tools] or None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **options.variables,
         )
         assert isinstance(rendered, str)
         return rendered
@@ -132,6 +145,23 @@ class Tokenizer:
         alone = self._backend.decode([token_id], skip_special_tokens=False)
         twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+
+class _WholeTexts(dict[int, str | None]):
+    """What the bytes of each token say by themselves; None where they are a part of a character. A plain look-up once
+    they are known, as streams ask for every token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def bytes_of(token: str) -> bytes:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation, PagedCache
 from hydra_engine.models.attention import PagedAttention
 from hydra_engine.models.delta_net import DeltaNet
 from hydra_engine.models.gated_attention import GatedAttention
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.rotary import RotaryTable
@@ -46,11 +47,14 @@ class Decoder:
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """[B', V] float32"""
         cos, sin = self._rotary(batch.positions, batch.position_end)  # each [T, D/2]
+        wanted = batch.logit_rows
+        if batch.scored is not None:
+            wanted = torch.cat((batch.scored.rows, wanted))
         residual = self._embed_rows(batch, images)
         hidden = self._layers[0].input_norm(residual)
         last, num_deep = len(self._layers) - 1, _num_deep(batch, images)
         for index, layer in enumerate(self._layers):
-            rows = batch.logit_rows if index == last else None
+            rows = wanted if index == last else None
             hidden = layer.mix(hidden, cos, sin, cache, batch, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
@@ -58,6 +62,11 @@ class Decoder:
             if index < num_deep:
                 self._merge(residual, batch, images, plane=index + 1)
             hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
+        if batch.scored is not None:
+            num_scored = batch.scored.rows.shape[0]
+            for part in hidden[:num_scored].split(SCORED_ROWS):
+                batch.scored.take(self._head(part))
+            hidden = hidden[num_scored:]
         return self._head(hidden)
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:

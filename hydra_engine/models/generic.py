@@ -12,6 +12,7 @@ elsewhere is cut between pictures alone. Does not know requests or files.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ from hydra_engine.models.generic_parts import (
     take_over_products,
     weights_bytes,
 )
-from hydra_engine.models.inputs import LanguageInput, VisionInput, go_on
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, go_on
 from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
 
 
@@ -117,8 +118,20 @@ class GenericModel:
     # ---- language
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
-        """[B', V] float32: the logits of `batch.logit_rows`, in their order."""
-        return self.step(batch, kv_cache, image_cache)[0]
+        """[B', V] float32: the logits of `batch.logit_rows`, in their order.
+
+        The head is inside the module, so a step with more scored rows than fit is run again for each slice of them.
+        """
+        scored = batch.scored
+        if scored is None:
+            return self.step(batch, kv_cache, image_cache)[0]
+        *slices, rest = scored.rows.split(SCORED_ROWS)
+        for rows in slices:
+            scored.take(self.step(dataclasses.replace(batch, logit_rows=rows), kv_cache, image_cache)[0])
+        last = dataclasses.replace(batch, logit_rows=torch.cat((rest, batch.logit_rows)))
+        logits = self.step(last, kv_cache, image_cache)[0]
+        scored.take(logits[: rest.shape[0]])
+        return logits[rest.shape[0] :]
 
     def step(
         self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None

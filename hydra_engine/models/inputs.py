@@ -21,6 +21,18 @@ class States(NamedTuple):
     rows: StateRows
 
 
+# A language head computes the logits of so many scored rows at a time: of a long chunk they would not fit.
+SCORED_ROWS = 256
+
+
+class Scored(NamedTuple):
+    """Rows of a step whose logits are wanted besides those of `logit_rows`, and who looks at them: `take` gets slices
+    [<= SCORED_ROWS, V] float32, in the order of `rows`, and keeps nothing of them."""
+
+    rows: Tensor  # [M] int64, M > 0
+    take: Callable[[Tensor], None]
+
+
 @dataclass(frozen=True, slots=True)
 class LanguageInput:
     token_ids: Tensor  # [T] int64; any value at image rows
@@ -32,6 +44,7 @@ class LanguageInput:
     image_rows: Tensor | None = None  # [M] int64, rows that take image features
     image_slots: Tensor | None = None  # [M] int64, their slots in the image cache
     states: States | None = None  # for models whose layers keep some
+    scored: Scored | None = None
 
 
 def go_on() -> None:

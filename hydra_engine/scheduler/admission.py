@@ -6,15 +6,13 @@ rules guarantee progress for anything that fits alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_engine.core.request import Request
+from hydra_engine.core.retry import retry_after_s
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable
-
-MAX_RETRY_AFTER_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +81,3 @@ def check_queue(num_live: int, max_queue: int, finish_times: Sequence[float]) ->
             code="overloaded",
             retry_after_s=retry_after_s(num_live, finish_times),
         )
-
-
-def retry_after_s(num_live: int, finish_times: Sequence[float]) -> int:
-    """When a tenth of the queue will have drained at the pace of the latest finishes; whole seconds, 1 to 30."""
-    if len(finish_times) < 2:
-        return 1
-    interval_s = (finish_times[-1] - finish_times[0]) / (len(finish_times) - 1)
-    return min(max(1, math.ceil(interval_s * num_live / 10)), MAX_RETRY_AFTER_S)

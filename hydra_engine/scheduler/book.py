@@ -182,6 +182,14 @@ class RequestBook:
         self.images.drop(state)
         del self.states[request_id], self.timelines[request_id]
 
+    def reset_caches(self, *, kv: bool, images: bool) -> None:
+        """Forgets content that nobody holds. Requests that counted on it find it gone when they look again, as if it
+        had been evicted."""
+        if kv:
+            self.kv.forget_unheld()
+        if images:
+            self.features.forget_unused()
+
     # ---- starting, giving way and moving on
 
     def recheck(self, state: RequestState, now: float) -> None:

@@ -1,8 +1,8 @@
 """What a scheduler tells its owner: new tokens, the end of a request, and what other instances have to do with it.
 
-Every accepted request ends exactly once. The events of one result come in this order: all its tokens, then the requests
-that have ended. Events about other instances are kept until `StageScheduler.take_events` is called, which has to be
-before the plan made last is submitted: blocks that were offered may be overwritten by it.
+Every accepted request ends exactly once. The events of one result come in this order: scores of prompts, all its
+tokens, then the requests that have ended. Events about other instances are kept until `StageScheduler.take_events` is
+called, which has to be before the plan made last is submitted: blocks that were offered may be overwritten by it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoresEvent:
+    """How likely prompt tokens were: `logprobs[i]` is of the one at position `start` + i. After a preemption before the
+    first token the same is said again; before that token all has been said."""
+
+    request_id: RequestId
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FinishEvent:
     """The last event of a request: no plan in flight names it and it holds no block.
 
@@ -55,7 +65,7 @@ class FinishEvent:
     num_gaps: int = 0
 
 
-Event = TokensEvent | TokenEvent | FinishEvent
+Event = ScoresEvent | TokensEvent | TokenEvent | FinishEvent
 
 
 # ---- about other instances

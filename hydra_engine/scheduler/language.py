@@ -178,6 +178,7 @@ class LanguagePlanner:
             sample=sample,
             num_generated=state.num_generated,
             images=self._slices(state, start, end),
+            scored=state.scores_prompt and start < state.request.num_prompt - 1,
         )
 
     def _slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:

@@ -225,7 +225,7 @@ class LatencyBudgets:
         """With a limit the smallest batch that is nearly as efficient as the best one, in slices that are short beside
         the limit, for pictures like the latest; they cannot be smaller than a picture."""
         highest, limit = self._config.image_budget, self._config.tpot_slo
-        if limit is None or highest < 1:
+        if limit is None or highest < 1 or not self._vision_s(highest):  # no vision lane: it takes no time
             return highest
         knots = {int(knot) for knot in self._surface.patches.knots if 1 <= knot < highest} | {1, highest}
         best = max(count / self._vision_s(count) for count in knots)

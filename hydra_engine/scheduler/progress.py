@@ -6,7 +6,7 @@ and the scheduler lets them go when no plan names them any more.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import FinishReason
@@ -24,7 +24,7 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.blame import sentence
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.decodes import TakenBack
-from hydra_engine.scheduler.events import Event, TokenEvent, TokensEvent
+from hydra_engine.scheduler.events import Event, ScoresEvent, TokenEvent, TokensEvent
 from hydra_engine.scheduler.timeline import StepTimes
 
 
@@ -108,7 +108,14 @@ class Progress:
                 ended.append(state)
         if tokens.request_ids:
             events.insert(0, tokens)
-        return events, ended
+        return [*self._scores(plan, result, failures), *events], ended
+
+    def _scores(self, plan: LanguagePlan, result: LanguageResult, failures: Container[int]) -> Iterator[ScoresEvent]:
+        """Of chunks that came back sound, whatever else has become of their requests."""
+        for row, logprobs in result.scores:
+            chunk = plan.chunks[row - len(plan.decodes)]
+            if row not in failures:
+                yield ScoresEvent(chunk.request_id, chunk.start + 1, logprobs)
 
     def _chunk(
         self, state: RequestState, chunk: ChunkRow, token_id: int, error: ErrorInfo | None, ended_s: float

@@ -28,8 +28,9 @@ class PrefixReuse:
 
     def find(self, state: RequestState) -> list[int]:
         """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
-        left over, for the step that computes it gives the next one; none of it ends inside a `whole` image."""
-        if not self.enabled:
+        left over, for the step that computes it gives the next one; none of it ends inside a `whole` image. None for
+        one whose prompt is scored, but where its KV is pulled: whoever computes it scores it."""
+        if not self.enabled or (state.scores_prompt and state.arrival is None):
             return []
         self.settle()
         usable = (state.num_tokens - 1) // self._block_size

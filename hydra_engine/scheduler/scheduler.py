@@ -56,6 +56,7 @@ class SchedulerStats:
     images_encoded: int
     num_handing_over: int
     num_arriving: int
+    num_decoding: int
 
 
 class StageScheduler:
@@ -138,6 +139,10 @@ class StageScheduler:
         assert not self.has_work, "the role changes while requests are served"
         self._limits = replace(self._limits, role=role)
         self._mode.set_role(role)
+
+    def reset_caches(self, *, kv: bool, images: bool) -> None:
+        """Forgets reusable KV, reusable features, or both; what requests hold stays."""
+        self._book.reset_caches(kv=kv, images=images)
 
     def abort(self, request_id: RequestId, now: float) -> list[Event]:
         """Ends a request; unknown ids are ignored. Its FinishEvent is returned now or, while a plan in flight names it,
@@ -360,6 +365,7 @@ class StageScheduler:
             images_encoded=progress.images_encoded,
             num_handing_over=len(book.handing_over),
             num_arriving=len(book.arriving) + len(book.incoming),
+            num_decoding=len(book.decoding),
         )
 
     def budget(self) -> BudgetReport:

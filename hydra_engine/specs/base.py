@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 LayerKind = Literal["attention", "delta"]
@@ -247,8 +249,9 @@ class VisionSpec(Protocol):
     @property
     def max_patches_per_image(self) -> int: ...
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
-        """For a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take."""
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        """For a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take. Whatever
+        the budget, nothing becomes more than the maxima above."""
         ...
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:

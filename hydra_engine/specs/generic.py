@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError, ErrorInfo, from_info
 from hydra_engine.specs.base import (
     LanguageSpec,
@@ -97,8 +98,9 @@ class GenericVisionSpec:
     def max_patches_per_image(self) -> int:
         return self.facts.max_patches
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
-        """What the processor is given, the picture as it is: what it makes of it is not known from the size alone."""
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        """What the processor is given, the picture as it is: what it makes of it is not known from the size alone, nor
+        is it told a budget."""
         check_picture(width, height)
         return MediaPlan((View.whole(width, height),), ())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hydra_engine.core.prompting import PixelBudget
 from hydra_engine.errors import InvalidImage, InvalidRequest
 
 
@@ -19,3 +22,15 @@ def shortest_edge_size(width: int, height: int, shortest_edge: int) -> tuple[int
     if width <= height:
         return shortest_edge, int(shortest_edge * height / width)
     return int(shortest_edge * width / height), shortest_edge
+
+
+def within_budget(
+    sizes: Sequence[tuple[int, int]], budget: PixelBudget, unit_pixels: int = 1
+) -> Sequence[tuple[int, int]]:
+    """Those of `sizes`, each side in units whose squares have so many pixels, that a budget allows; the smallest ones
+    where it allows less than any of them, the largest ones where it asks for more."""
+    areas = [width * height * unit_pixels for width, height in sizes]
+    most = max(areas) if budget.max_pixels is None else max(budget.max_pixels, min(areas))
+    allowed = [area for area in areas if area <= most]
+    least = 0 if budget.min_pixels is None else min(budget.min_pixels, max(allowed))
+    return [size for size, area in zip(sizes, areas, strict=True) if least <= area <= most]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
@@ -17,7 +18,7 @@ from hydra_engine.specs.clip import normalisation, processor_settings, projector
 from hydra_engine.specs.decoder import activation, build_language
 from hydra_engine.specs.fields import Fields, read_json_if_present
 from hydra_engine.specs.files import ModelFiles
-from hydra_engine.specs.geometry import check_picture, no_videos
+from hydra_engine.specs.geometry import check_picture, no_videos, within_budget
 
 MAX_TILES = 1024
 Arrangement = tuple[int, int]  # columns, rows
@@ -107,10 +108,10 @@ class InternVlVisionSpec:
         most = max(columns * rows for columns, rows in self.arrangements)
         return most + (most > 1)
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         check_picture(width, height)
         side, grid_side = self.tower.image_size, self.tower.grid_side
-        columns, rows = best_arrangement(width, height, side, self.arrangements)
+        columns, rows = best_arrangement(width, height, side, within_budget(self.arrangements, budget, side * side))
         canvas = (columns * side, rows * side)
         views = [View(canvas, canvas, (0, 0), (side, side))]
         if columns * rows > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.assemble import model_spec, nested_language
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
@@ -50,7 +51,8 @@ class LlavaVisionSpec:
     def max_tokens_per_item(self) -> int:
         return self.tower.num_rows
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        """One size fits all: a budget changes nothing."""
         check_picture(width, height)
         side = self.tower.image_size
         view = View.whole(side, side)

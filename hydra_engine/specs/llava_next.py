@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.assemble import model_spec, nested_language
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
@@ -27,7 +28,7 @@ from hydra_engine.specs.clip import (
 from hydra_engine.specs.decoder import activation
 from hydra_engine.specs.fields import Fields
 from hydra_engine.specs.files import ModelFiles
-from hydra_engine.specs.geometry import check_picture, no_videos
+from hydra_engine.specs.geometry import check_picture, no_videos, within_budget
 from hydra_engine.specs.llava import image_token_id
 
 Size = tuple[int, int]  # width, height
@@ -74,10 +75,10 @@ class LlavaNextVisionSpec:
     def max_tokens_per_item(self) -> int:
         return self.max_tokens_per_image
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         check_picture(width, height)
         side = self.tower.image_size
-        canvas = best_resolution(width, height, self.resolutions)
+        canvas = best_resolution(width, height, within_budget(self.resolutions, budget))
         resized = size_within(width, height, canvas)
         corner = ((canvas[0] - resized[0]) // 2, (canvas[1] - resized[1]) // 2)
         views = (View.whole(side, side), View(resized, canvas, corner, (side, side)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
@@ -81,9 +82,9 @@ class MiniCpmVisionSpec:
     def max_patches_per_image(self) -> int:
         return self.max_tokens_per_image * 4**self.all_rounds
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         check_picture(width, height)
-        cut = self._cut(self.images, width, height)
+        cut = self._cut(self.images.within(budget), width, height)
         return MediaPlan(cut.views, self._marked(cut, 1), number=self.marks.number)
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:

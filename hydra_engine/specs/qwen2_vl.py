@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import LanguageSpec, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
@@ -20,6 +21,7 @@ from hydra_engine.specs.qwen_frames import FrameSampling, as_float32, frame_samp
 from hydra_engine.specs.qwen_geometry import (
     PatchGeometry,
     PixelLimits,
+    budgeted_size,
     most_tokens,
     patch_geometry,
     pixel_limits,
@@ -96,8 +98,8 @@ class Qwen2VisionSpec:
     def max_patches_per_image(self) -> int:
         return self.max_tokens_per_item * self.geometry.patches_per_token
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
-        size = smart_resize(width, height, self.geometry.factor, self.limits)
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        size = budgeted_size(width, height, self.geometry.factor, self.limits, budget)
         return MediaPlan((View.whole(*size),), (self.geometry.item(size),))
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:

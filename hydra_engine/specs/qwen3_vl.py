@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.specs.assemble import model_spec
 from hydra_engine.specs.base import ItemPlan, MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, View
@@ -18,10 +19,10 @@ from hydra_engine.specs.qwen3_frames import TimedFrames, timed_frames
 from hydra_engine.specs.qwen_geometry import (
     PatchGeometry,
     PixelLimits,
+    budgeted_size,
     most_tokens,
     patch_geometry,
     pixel_limits,
-    smart_resize,
 )
 
 PICTURES = PixelLimits(56 * 56, 1280 * 28 * 28)  # the picture processor class's
@@ -69,8 +70,8 @@ class Qwen3VlVisionSpec:
         """Channels of the patches of one token side by side."""
         return self.hidden_size * self.geometry.patches_per_token
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
-        size = smart_resize(width, height, self.geometry.factor, self.limits)
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        size = budgeted_size(width, height, self.geometry.factor, self.limits, budget)
         return MediaPlan((View.whole(*size),), (self.geometry.item(size),))
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:

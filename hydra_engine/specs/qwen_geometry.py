@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError, ConfigError, InvalidImage
 from hydra_engine.specs.base import ItemPlan
 from hydra_engine.specs.fields import Fields
@@ -76,14 +77,32 @@ def smart_resize(width: int, height: int, factor: int, limits: PixelLimits) -> t
         )
     wide, high = round(width / factor) * factor, round(height / factor) * factor
     if wide * high > limits.max_pixels:
-        shrink = math.sqrt((height * width) / limits.max_pixels)
-        wide = max(factor, math.floor(width / shrink / factor) * factor)
-        high = max(factor, math.floor(height / shrink / factor) * factor)
+        wide, high = _filling(width, height, factor, limits.max_pixels)
     elif wide * high < limits.min_pixels:
         grow = math.sqrt(limits.min_pixels / (height * width))
         wide = math.ceil(width * grow / factor) * factor
         high = math.ceil(height * grow / factor) * factor
     return wide, high
+
+
+def budgeted_size(width: int, height: int, factor: int, limits: PixelLimits, budget: PixelBudget) -> tuple[int, int]:
+    """As `smart_resize` within both. A picture that rounding would enlarge beyond what the budget allows fills that
+    instead, so that `most_tokens` of the limits holds for every budget."""
+    if budget == AS_CONFIGURED:
+        return smart_resize(width, height, factor, limits)
+    most = limits.max_pixels if budget.max_pixels is None else min(budget.max_pixels, limits.max_pixels)
+    least = limits.min_pixels if budget.min_pixels is None else budget.min_pixels
+    wide, high = smart_resize(width, height, factor, PixelLimits(min(least, most), most))
+    if wide * high > most:
+        wide, high = _filling(width, height, factor, most)
+    return wide, high
+
+
+def _filling(width: int, height: int, factor: int, pixels: int) -> tuple[int, int]:
+    """The picture's shape with so many pixels, both sides rounded down, at least one block each."""
+    shrink = math.sqrt((height * width) / pixels)
+    wide = max(factor, math.floor(width / shrink / factor) * factor)
+    return wide, max(factor, math.floor(height / shrink / factor) * factor)
 
 
 def most_tokens(factor: int, limits: PixelLimits) -> int:

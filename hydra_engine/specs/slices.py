@@ -8,8 +8,9 @@ Does not know patches, tokens or marks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidImage
 
 MAX_ASPECT = 200  # beyond, one picture could become thousands of tokens: its shorter side is never below one cell
@@ -19,11 +20,25 @@ RATES = 1000  # frames a second, and seconds a frame, that a video may claim to 
 @dataclass(frozen=True, slots=True)
 class Slicing:
     """`scale` squared is how many pixels a picture or a slice is brought to, `cell` the side of one token in pixels.
-    Sizes are (width, height), grids (rows, columns). `max_slices` 1: no slices."""
+    Sizes are (width, height), grids (rows, columns). `max_slices` 1: no slices. A picture counts as
+    one that fills `min_slices`, however small it is."""
 
     scale: int
     cell: int
     max_slices: int
+    min_slices: int = 1
+
+    def within(self, budget: PixelBudget) -> Slicing:
+        """With fewer slices, down to none, or more of them for small pictures. The picture of the whole is not counted
+        and keeps its size."""
+        if budget == AS_CONFIGURED:
+            return self
+        most, least = self.max_slices, self.min_slices
+        if budget.max_pixels is not None:
+            most = max(1, min(most, budget.max_pixels // self.scale**2))
+        if budget.min_pixels is not None:
+            least = max(1, budget.min_pixels // self.scale**2)
+        return replace(self, max_slices=most, min_slices=min(least, most))
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """The size in whole cells with about `scale` squared pixels and about this shape."""
@@ -38,7 +53,7 @@ class Slicing:
 
     def grid(self, width: int, height: int) -> tuple[int, int] | None:
         """None for a picture that is not cut."""
-        wanted = min(-(-width * height // self.scale**2), self.max_slices)
+        wanted = min(max(-(-width * height // self.scale**2), self.min_slices), self.max_slices)
         if wanted <= 1:
             return None
         shape = math.log(width / height)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
-from hydra_engine.models.inputs import LanguageInput, States, VisionInput
+from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
 from hydra_engine.worker.parts import counts_of, starts_of
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.seats import Seats
@@ -54,6 +54,7 @@ def language_input(
     device: torch.device,
     rope: Sequence[PromptPositions] | None = None,
     states: StateTable | None = None,
+    scored: Scored | None = None,
 ) -> LanguageInput:
     """The input of a plan with at least one row, whose chunks have at least one token each.
 
@@ -80,6 +81,7 @@ def language_input(
         image_rows=image_rows,
         image_slots=image_slots,
         states=None if states is None else States(states.cache, states.rows(plan)),
+        scored=scored,
     )
 
 

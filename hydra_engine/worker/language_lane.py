@@ -27,6 +27,7 @@ from hydra_engine.worker.parts import Samples, part_of, request_ids_of, seats_of
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
+from hydra_engine.worker.scores import PromptScoring
 from hydra_engine.worker.seats import Asked, Seats
 from hydra_engine.worker.states import StateTable
 
@@ -73,6 +74,7 @@ class LanguageLane:
             tuple(samples.logprobs),
             tuple(samples.failures),
             self._vision_s,
+            tuple(samples.scores),
         )
 
     # ---- rows that fail alone
@@ -119,6 +121,7 @@ class LanguageLane:
         poisoned = self._faults.hit(BEFORE_LANGUAGE_STEP, seats.requests(plan))
         asked = seats.asked(plan)
         self._record_histories(plan, records, asked)
+        scoring = PromptScoring.of(plan, records)
         inputs = language_input(
             plan,
             seats,
@@ -128,12 +131,15 @@ class LanguageLane:
             device=self._device,
             rope=self._rope(records),
             states=self._states,
+            scored=None if scoring is None else scoring.wanted(self._device),
         )
         logits = self._forward(inputs, plan.vision_s)
         poisoned |= self._faults.hit(MID_LANGUAGE_STEP, seats.requests(plan))
         if poisoned:
             logits[np.isin(seats.owners[asked.seats], list(poisoned))] = np.nan
         samples = _sample(logits, plan.num_rows, asked, seats)
+        if scoring is not None:
+            scoring.put(samples)
         # Nothing below raises: from here on the step has been.
         if self._states is not None:
             self._states.advance(plan)

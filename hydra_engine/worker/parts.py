@@ -65,6 +65,7 @@ class Samples:
     token_ids: Ints  # [num_rows], -1: none
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     failures: list[tuple[int, ErrorInfo]] = field(default_factory=list)
+    scores: list[tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
 
     @classmethod
     def none(cls, num_rows: int) -> Samples:
@@ -75,3 +76,4 @@ class Samples:
         self.token_ids[rows] = part.token_ids
         self.logprobs += [(int(rows[i]), logprobs) for i, logprobs in part.logprobs]
         self.failures += [(int(rows[i]), error) for i, error in part.failures]
+        self.scores += [(int(rows[i]), scores) for i, scores in part.scores]

@@ -33,7 +33,7 @@ class ServedModel(Protocol):
         ...
 
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
-        """Logits [B', V] float32 of the rows in `inputs.logit_rows`."""
+        """Logits [B', V] float32 of the rows in `inputs.logit_rows`. Those of `inputs.scored` are taken on the way."""
         ...
 
 
@@ -43,8 +43,8 @@ class WorkerRequest:
 
     The registry that maps ids to these belongs to the instance thread. A plan carries the records of its images and
     chunks to the lane with it (taken when it is submitted), so a lane never reads the registry; decodes need none, for
-    their seat has what they need. Everything in here is immutable but `recipe.history`, which only the language lane
-    touches.
+    their seat has what they need. Everything in here is immutable but `recipe.history` and `recipe.constraint`, which
+    only the language lane touches.
     """
 
     request: Request

@@ -1,7 +1,8 @@
-"""Logits -> token: penalties, filters, draws and logprobs, with the meanings of the OpenAI API and of vLLM's extras.
+"""Logits -> token: biases, masks, filters, draws and logprobs, as the OpenAI API and vLLM's extras mean them.
 
-Order: logprobs from the raw logits; repetition penalty (prompt and output), frequency and presence penalties (output
-only), min_tokens masks the tokens that would end the request; temperature, top_k, top_p, min_p; one draw.
+Order: logprobs from the raw logits; logit_bias; repetition penalty (prompt and output), frequency and presence
+penalties (output only); masks: allowed_token_ids, the grammar, and min_tokens on tokens that would end the request;
+temperature, top_k, top_p, min_p; one draw.
 
 A row's token depends on its own logits, its own request and its own counter alone. The random number is a fixed hash
 of (seed, number of tokens generated before), and the draw inverts the cumulative distribution in vocabulary order in
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from hydra_engine.errors import InvalidRequest
 Logits = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]  # [V]
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]  # [V]
 
 NEVER_PLAIN = (1 << 63) - 1  # more tokens than anything generates
 
@@ -33,12 +35,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class TokenHistory:
-    """Which tokens a request's prompt and output hold, for penalties. Fed with the rows of its steps."""
+    """Which tokens a request's prompt and output hold, for penalties and grammars. Fed with the rows of its steps."""
 
-    __slots__ = ("_next_position", "output_counts", "prompt_ids")
+    __slots__ = ("_next_position", "output_counts", "output_ids", "prompt_ids")
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.prompt_ids: Ids = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
+        self.output_ids: list[int] = []  # in order
         self.output_counts: dict[int, int] = {}
         self._next_position = len(prompt_token_ids)
 
@@ -49,34 +52,55 @@ class TokenHistory:
         if end <= self._next_position:
             return
         for token in token_ids[max(self._next_position - start, 0) :]:
+            self.output_ids.append(token)
             self.output_counts[token] = self.output_counts.get(token, 0) + 1
         self._next_position = end
 
 
+class Constraint(Protocol):
+    """A grammar and how far one request has come in it."""
+
+    def allowed(self, output_ids: Sequence[int]) -> Mask:
+        """Tokens that may follow these, as far as the tokenizer knows any; end-of-sequence where the text is complete.
+        May be asked again. Raises HydraError where the grammar cannot be followed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How one request's tokens are chosen. `history` is None when no penalty asks for it."""
+    """How one request's tokens are chosen. `history` is None when neither a penalty nor a grammar asks for it."""
 
     params: SamplingParams
     seed: int
     ending_ids: tuple[int, ...]  # tokens that would end the request: masked while min_tokens is not reached
     history: TokenHistory | None
+    constraint: Constraint | None = None
+    eos_ids: tuple[int, ...] = ()
+    biases: tuple[Ids, Scores] | None = None  # token ids and what is added to their logits
+    allowed_ids: Ids | None = None  # None: all
 
     @classmethod
-    def of(cls, request: Request) -> Recipe:
+    def of(cls, request: Request, constraint: Constraint | None = None) -> Recipe:
+        """With the constraint of a request that has a grammar."""
         params = request.sampling
         history = TokenHistory(request.prompt_token_ids) if params.needs_history else None
         if history is not None:
             history.record(request.num_prompt, request.generated_token_ids)
         ending = tuple(sorted({*request.eos_token_ids, *params.stop_token_ids}))
-        return cls(params, request.seed, ending, history)
+        biases = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            biases = np.asarray(ids, dtype=np.int64), np.asarray(values, dtype=np.float64)
+        allowed = np.asarray(params.allowed_token_ids, dtype=np.int64) if params.allowed_token_ids else None
+        return cls(params, request.seed, ending, history, constraint, request.eos_token_ids, biases, allowed)
 
     @property
     def plain_from(self) -> int:
         """From this number of generated tokens on nothing but the largest logit decides and nothing but the token is
         asked for."""
         params = self.params
-        if not params.greedy or self.history is not None or params.logprobs is not None:
+        chosen = self.biases is not None or self.allowed_ids is not None or self.history is not None
+        if not params.greedy or params.logprobs is not None or chosen:
             return NEVER_PLAIN
         return params.min_tokens if self.ending_ids else 0
 
@@ -118,20 +142,61 @@ def sample_row(logits: Logits, recipe: Recipe, num_generated: int) -> Sample:
     return Sample(token, token_logprobs(raw, token, params.logprobs))
 
 
-# ---- penalties and masks
+# ---- biases, penalties and masks
 
 
 def _adjusted(raw: Scores, recipe: Recipe, num_generated: int) -> Scores:
-    """`raw` with penalties and the min_tokens mask; a copy."""
-    scores = raw.copy()
-    if recipe.history is not None:
-        _penalise(scores, recipe.params, recipe.history)
-    if num_generated < recipe.params.min_tokens:
-        ending = np.asarray(recipe.ending_ids, dtype=np.int64)
-        scores[ending[ending < scores.size]] = -np.inf
-        if scores.max() == -np.inf:
-            raise InvalidRequest("min_tokens leaves no token to choose from", param="min_tokens")
+    """`raw` with biases, penalties and masks; a copy."""
+    scores, params = raw.copy(), recipe.params
+    if recipe.biases is not None:
+        ids, values = recipe.biases
+        inside = ids < scores.size
+        np.add.at(scores, ids[inside], values[inside])
+    if recipe.history is not None and params.penalises:
+        _penalise(scores, params, recipe.history)
+    if recipe.constraint is not None:
+        scores[~_in_grammar(recipe, recipe.constraint, num_generated, scores.size)] = -np.inf
+    elif recipe.allowed_ids is not None or num_generated < params.min_tokens:
+        mask = _any_but(recipe.ending_ids if num_generated < params.min_tokens else (), scores.size)
+        if recipe.allowed_ids is not None:
+            mask &= _only(recipe.allowed_ids, scores.size)
+        if not mask.any():
+            name = "min_tokens" if num_generated < params.min_tokens else "allowed_token_ids"
+            raise InvalidRequest(f"{name} leaves no token to choose from", param=name)
+        scores[~mask] = -np.inf
     return scores
+
+
+def _in_grammar(recipe: Recipe, constraint: Constraint, num_generated: int, size: int) -> Mask:
+    """What the grammar allows, of that what the other parameters allow. They cannot keep a text from ending that is
+    complete and has nothing else to go on with."""
+    params, history = recipe.params, recipe.history
+    assert history is not None and len(history.output_ids) == num_generated, "a row is sampled without its tokens"
+    known = constraint.allowed(history.output_ids)
+    mask = np.zeros(size, dtype=np.bool_)
+    mask[: known.size] = known[:size]
+    ending = mask & _only(recipe.eos_ids, size)
+    if recipe.allowed_ids is not None:
+        mask &= _only(recipe.allowed_ids, size)
+    unwanted = recipe.ending_ids if num_generated < params.min_tokens else recipe.eos_ids if params.ignore_eos else ()
+    for found in (mask & _any_but(unwanted, size), mask, ending):
+        if found.any():
+            return found
+    if recipe.allowed_ids is not None:
+        raise InvalidRequest("allowed_token_ids leaves no token that the grammar allows", param="allowed_token_ids")
+    name = None if params.grammar is None else params.grammar.param
+    raise InvalidRequest("no token of this model continues the text as the grammar demands", param=name)
+
+
+def _only(token_ids: Sequence[int] | Ids, size: int) -> Mask:
+    mask = np.zeros(size, dtype=np.bool_)
+    ids = np.asarray(token_ids, dtype=np.int64)
+    mask[ids[ids < size]] = True
+    return mask
+
+
+def _any_but(token_ids: Sequence[int], size: int) -> Mask:
+    return ~_only(token_ids, size)
 
 
 def _penalise(scores: Scores, params: SamplingParams, history: TokenHistory) -> None:

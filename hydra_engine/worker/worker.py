@@ -28,6 +28,7 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.constraints import Constraints
 from hydra_engine.worker.exchange import Exchange
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.gate import LaneGate
@@ -72,6 +73,7 @@ class Worker:
         self._states = states
         self._slicing = config.scheduler.vision_slicing
         self._max_model_len = config.max_model_len or spec.max_model_len
+        self._constraints = Constraints(config.model_path)
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
@@ -114,7 +116,7 @@ class Worker:
         has_positions = self._spec.language.rope_sections is not None and request.num_prompt > 0
         record = WorkerRequest(
             request,
-            Recipe.of(request),
+            Recipe.of(request, self._constraints.of(request)),
             by_digest,
             sum(len(payload.data) for payload in by_digest.values()),
             PromptPositions.of_request(request) if has_positions else None,
@@ -219,6 +221,7 @@ class Worker:
                 track[0].close()
         if self._exchange is not None:
             self._exchange.end()
+        self._constraints.close()
 
 
 def _by_kind(image_cache: PagedCache | None, kv_cache: PagedCache | None) -> dict[PoolKind, PagedCache]:

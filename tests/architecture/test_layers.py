@@ -26,14 +26,15 @@ ALLOWED: dict[str, set[str]] = {
     "core": BASE,
     "config": BASE | {"core"},
     "specs": BASE | {"core"},
+    "guidance": BASE | {"core"},
     "cache": BASE | {"core"},
     "observe": BASE | {"core"},
     "scheduler": BASE | {"core", "config", "cache"},
     "transfer": BASE | {"core"},
     "backend": BASE | {"core"},
     "models": BASE | {"core", "config", "specs", "backend"},
-    "worker": BASE | {"core", "config", "specs", "backend", "models"},
-    "intake": BASE | {"core", "config", "specs"},
+    "worker": BASE | {"core", "config", "specs", "guidance", "backend", "models"},
+    "intake": BASE | {"core", "config", "specs", "guidance"},
     "planner": BASE | {"core", "config", "specs"},
     "instance": BASE
     | {
@@ -60,7 +61,20 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Rooms that must run without torch. Only these files of other rooms may assemble what computes.
 TORCH_FREE = {
-    *("errors", "clock", "log", "core", "config", "specs", "cache", "observe", "scheduler", "intake", "cluster"),
+    *(
+        "errors",
+        "clock",
+        "log",
+        "core",
+        "config",
+        "specs",
+        "guidance",
+        "cache",
+        "observe",
+        "scheduler",
+        "intake",
+        "cluster",
+    ),
     *("front", "engine", "server", "cli", "planner", "transfer"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from typing import Any
@@ -53,6 +54,36 @@ def test_the_same_prompt_again_gives_the_same_tokens_from_the_cache(
     prefilled = sum(span.tokens for span in second.timeline if span.stage == "prefill")
     assert prefilled == second.usage.prompt_tokens - second.usage.cached_tokens
     assert images_encoded(engine) == 1
+
+
+@pytest.mark.parametrize(("kv", "images"), [(True, True), (False, True), (True, False)])
+def test_a_reset_makes_it_compute_again_and_nobody_can_tell(make_engine: EngineFactory, kv: bool, images: bool) -> None:
+    engine = make_engine(processes=True) if kv and images else make_engine()
+    decoded = engine.front.intake._loader._pixels
+    first = engine.generate("What is in this picture?", picture(1), **GREEDY)
+    engine.reset_caches(kv=kv, images=images)
+    assert (decoded.num_bytes == 0) == images
+    second = engine.generate("What is in this picture?", picture(1), **GREEDY)
+    assert second.token_ids == first.token_ids
+    assert (second.usage.cached_tokens == 0) == kv
+    assert (second.usage.cached_images == 0) == (kv and images), "KV that is there needs no features"
+    assert images_encoded(engine) == (2 if kv and images else 1)
+
+
+def test_a_prompt_is_counted_with_its_pictures(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    for turn in ([message("Hello!")], [message("Compare them.", picture(2), picture(3, 80, 40))]):
+        counted = asyncio.run(engine.acount_tokens(turn))
+        assert counted == engine.chat(turn, max_tokens=1).usage.prompt_tokens
+    assert images_encoded(engine) == 2, "counting encodes nothing"
+
+
+def test_the_trace_of_the_last_seconds(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    result = engine.generate("Hello!", max_tokens=2)
+    names = {event["name"] for event in engine.trace_events(60.0) if event["ph"] == "X"}
+    assert {span.stage for span in result.timeline} == names
+    assert engine.trace_events(1e-9) == []
 
 
 def test_the_second_turn_of_a_conversation_finds_the_first(make_engine: EngineFactory) -> None:

@@ -112,7 +112,10 @@ class Played:
 
     def encode(self, number: RequestId, job: Encode, others: dict[str, Played]) -> None:
         target = others.get(job.target)
-        part = None if target is None else target.parts.get(job.target_request)
+        if target is None:  # nobody is there to fetch the features
+            self.end(number, Departure.WITHDRAWN)
+            return
+        part = target.parts.get(job.target_request)
         if part is not None:
             part.missing.difference_update(job.indices)
         self.end(number, Departure.MOVED)

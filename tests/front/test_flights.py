@@ -91,6 +91,35 @@ def test_images_are_encoded_elsewhere_when_they_are_asked_for() -> None:
     rig.assert_at_rest()
 
 
+def test_where_a_request_is_can_be_seen_at_any_time() -> None:
+    rig = Rig("E+P+D", up=False)
+    rig.submit(1, images=[16])
+
+    def seen() -> tuple[str, str, int]:
+        (flight,) = rig.dispatcher.flights.values()
+        live = flight.live()
+        assert live.id == "r1" and (live.first_token_s is None) == (live.num_tokens == 0)
+        return live.stage, live.instance, live.num_tokens
+
+    assert seen() == ("queued", "", 0)
+    for name in rig.roles:
+        rig.up(name)
+    prefill = rig.submitted("p0")
+    assert seen() == ("prefill", "p0", 0)
+    rig.need("p0", prefill.request.id, 0)
+    job = rig.encode("e0")
+    assert seen() == ("encode", "e0", 0)
+    rig.finish("e0", job.request.id, MOVED)
+    assert seen() == ("prefill", "p0", 0)
+    rig.speak("p0", prefill.request, 0)
+    rig.finish("p0", prefill.request.id, MOVED, 1)
+    assert seen() == ("migrate", "p0", 1)
+    rig.speak("d0", prefill.request, 1)
+    assert seen() == ("decode", "d0", 2)
+    rig.finish("d0", prefill.request.id, STOP, 2)
+    rig.assert_at_rest()
+
+
 def test_what_prefills_and_encodes_gets_the_pixels() -> None:
     rig = Rig("EP+D")
     rig.submit(1, images=[16, 16])

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.intake.intake import Intake, Prepared
 from hydra_engine.intake.tokenizer import Tokenizer, load_tokenizer
@@ -150,7 +151,7 @@ class SquareVision:
     max_tokens_per_item: int = 4
     max_patches_per_image: int = 4
 
-    def plan_image(self, width: int, height: int) -> MediaPlan:
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         resized = shortest_edge_size(width, height, 28)
         corner = (-((resized[0] - 28) // 2), -((resized[1] - 28) // 2))
         return MediaPlan((View(resized, (28, 28), corner, (28, 28)),), (ItemPlan(28, 28, 1, 4, 4, (1, 2, 2)),))

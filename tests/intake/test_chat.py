@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.intake.chat import ChatTemplate, parse_messages, user_message
 from hydra_engine.intake.tokenizer import Tokenizer
@@ -37,8 +38,16 @@ def url(value: Any = "http://h/x.png", **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": value, **more}}
 
 
+def asks(*calls: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
+
+
+def call(name: Any = "weather", arguments: Any = '{"city": "Paris"}') -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def render(tokenizer: Tokenizer, template: str | None, messages: list[Any], **options: Any) -> str:
-    return ChatTemplate(tokenizer, template, IMAGE).render(parse_messages(messages), **options)
+    return ChatTemplate(tokenizer, template, IMAGE).render(parse_messages(messages), TemplateOptions(**options))
 
 
 def test_messages_in_all_forms_are_understood_in_order() -> None:
@@ -96,7 +105,17 @@ WRONG = [
     ([user(url(detail="huge"))], "messages[0].content[0].image_url.detail"),
     ([user(url(detail=["low"]))], "messages[0].content[0].image_url.detail"),
     ([user({"type": "image"})], "messages[0].content[0].image"),
-    ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+    ([{"role": "assistant", "content": None, "tool_calls": "x"}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": None, "function_call": {"name": "f"}}], "messages[0].function_call"),
+    ([{"role": "user", "content": "x", "tool_calls": [call()]}], "messages[0].tool_calls"),
+    ([asks(call(name=""))], "messages[0].tool_calls[0].function.name"),
+    ([asks(call(name=5))], "messages[0].tool_calls[0].function.name"),
+    ([asks(call(arguments=[1]))], "messages[0].tool_calls[0].function.arguments"),
+    ([asks(call(arguments={"a": float("nan")}))], "messages[0].tool_calls[0].function.arguments"),
+    ([asks(*[call()] * 129)], "messages[0].tool_calls"),
+    ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id"),
+    ([user({"type": "image", "image": b"", "detail": 5})], "messages[0].content[0].detail"),
 ]
 
 

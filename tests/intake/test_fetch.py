@@ -13,14 +13,19 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from hydra_engine.config import MediaConfig
-from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden
+from hydra_engine.config import EngineConfig, MediaConfig
+from hydra_engine.core.byte_budget import ByteBudget, Lease
+from hydra_engine.errors import ConfigError, InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
 from hydra_engine.intake import fetch
 from hydra_engine.intake.addresses import is_public
 from hydra_engine.intake.fetch import DataUrl, InMemory, LocalFile, MediaFetcher, RemoteFile, classify, read_local
 
 BODY = b"\x89PNG not really"
 Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+
+def a_lease(most: int = 1 << 30) -> Lease:
+    return ByteBudget(most).lease()
 
 
 # ---- addresses
@@ -34,7 +39,7 @@ PRIVATE_TEXT = """
 64:ff9b::a00:1 64:ff9b::7f00:1 64:ff9b::a9fe:a9fe 64:ff9b:1::7f00:1 64:ff9b:1::808:808
 2002:7f00:1:: 2002:a00:1:: 2002:a9fe:a9fe:: 2001:0:4136:e378:8000:63bf:3fff:fdd2 2001:db8::1
 2606:4700::5efe:7f00:1 2606:4700::200:5efe:a00:1
-100::1 fc00::1 fd00:ec2::254 fe80::1 fe80::5efe:a00:1 fec0::1 ff02::1 ff0e::1 5f00::1 4000::1 1234::1
+100::1 fc00::1 fd00:ec2::254 fe80::1 fe80::5efe:a00:1 fec0::1 ff02::1 ff0e::1 5f00::1 4000::1 1234::1 3fff::1
 """
 PRIVATE = PRIVATE_TEXT.split()
 
@@ -117,7 +122,7 @@ async def test_no_url_reaches_an_internal_address(connects: list[object]) -> Non
         with pytest.raises((MediaForbidden, InvalidRequest, MediaFetchFailed)) as caught:
             source = classify(url, config)
             assert isinstance(source, RemoteFile)
-            await fetcher.fetch(source)
+            await fetcher.fetch(source, a_lease())
         refused += 1
         assert len(caught.value.message) < 200 and "0x" not in caught.value.message
         assert not url or url == "x" or url not in caught.value.message
@@ -130,9 +135,38 @@ def test_internal_names_and_literals_are_forbidden_not_merely_failing() -> None:
             classify(url, MediaConfig())
 
 
+def test_ports_of_other_services_are_forbidden() -> None:
+    for port in (0, 1, 22, 25, 79, 81, 110, 442, 444, 587, 993, 1023):
+        with pytest.raises(MediaForbidden, match="ports"):
+            classify(f"http://a.test:{port}/", MediaConfig())
+    for port in (80, 443, 1024, 8080, 65535):
+        assert isinstance(classify(f"https://a.test:{port}/", MediaConfig()), RemoteFile)
+    assert isinstance(classify("http://10.0.0.1:22/", MediaConfig(allow_private_media=True)), RemoteFile)
+
+
+def test_names_are_plain() -> None:
+    for host in ("a b.test", "a%00b.test", "a\\@b.test", "a" * 254, "%31%32%37.0.0.1", "a,b.test", "a'b"):
+        with pytest.raises((MediaForbidden, InvalidRequest)):
+            classify(f"http://{host}/", MediaConfig())
+
+
+def test_this_machines_own_addresses() -> None:
+    for address, own in (("127.0.0.1", True), ("127.0.0.2", False), ("8.8.8.8", False), ("2606:4700::1111", False)):
+        assert fetch._is_own(ipaddress.ip_address(address)) is own
+
+
+def test_a_list_of_hosts_knows_every_spelling() -> None:
+    config = MediaConfig(allowed_media_domains=("Bücher.example", "xn--fa-hia.de", "UPPER.test."))
+    for url in ("http://xn--bcher-kva.example/", "http://BÜCHER.example/", "http://faß.de/", "http://upper.test/"):
+        assert isinstance(classify(url, config), RemoteFile), url
+    for url in ("http://fass.de/", "http://bucher.example/", "http://8.8.8.8/"):
+        with pytest.raises(MediaForbidden):
+            classify(url, config)
+
+
 def test_only_listed_hosts_when_there_is_a_list() -> None:
     config = MediaConfig(allowed_media_domains=("pictures.test",))
-    for url in ("http://pictures.test/a", "https://PICTURES.test:444/a", "http://pictures.test./a"):
+    for url in ("http://pictures.test/a", "https://PICTURES.test:8444/a", "http://pictures.test./a"):
         assert isinstance(classify(url, config), RemoteFile)
     for url in (
         "http://x.pictures.test/",
@@ -183,17 +217,20 @@ def one_open_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.1 counts as public; everything else stays what it is."""
     door = ipaddress.ip_address("127.0.0.1")
     monkeypatch.setattr(fetch, "is_public", lambda address: address == door or is_public(address))
+    monkeypatch.setattr(fetch, "_is_own", lambda address: False)
 
 
 async def to_the_door(host: str, port: int) -> list[str]:
     return ["127.0.0.1"]
 
 
-async def get(url: str, config: MediaConfig | None = None, resolve: Resolve = to_the_door) -> bytes:
+async def get(
+    url: str, config: MediaConfig | None = None, resolve: Resolve = to_the_door, lease: Lease | None = None
+) -> bytes:
     config = config or MediaConfig()
     source = classify(url, config)
     assert isinstance(source, RemoteFile)
-    return await MediaFetcher(config, resolve).fetch(source)
+    return await MediaFetcher(config, resolve).fetch(source, lease or a_lease())
 
 
 async def test_a_picture_is_fetched_plainly(host: Host, one_open_door: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +247,15 @@ async def test_private_addresses_need_the_option(host: Host) -> None:
     assert await get(host.url(), MediaConfig(allow_private_media=True)) == BODY
     assert await get(host.url("127.0.0.1"), MediaConfig(allow_private_media=True)) == BODY
     assert len(host.requests) == 2
+
+
+async def test_a_public_address_of_this_machine_is_not_dialled(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.1 counts as public here, and it is this machine's own."""
+    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    for name in ("inside.test", "127.0.0.1"):
+        with pytest.raises(MediaForbidden):
+            await get(host.url(name))
+    assert host.requests == []
 
 
 async def test_the_checked_address_is_the_one_dialled(host: Host, one_open_door: None, connects: list[object]) -> None:
@@ -361,6 +407,55 @@ async def test_a_tls_error_is_a_failed_fetch(host: Host, one_open_door: None) ->
         await get(host.url().replace("http:", "https:"))
 
 
+async def test_what_is_fetched_is_bounded_together(host: Host, one_open_door: None) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"x" * 600)
+
+    host.answer = answer
+    budget = ByteBudget(1000)
+    first, second = budget.lease(), budget.lease()
+    assert len(await get(host.url(), lease=first)) == 600
+    with pytest.raises(Unavailable, match="too many images") as caught:
+        await get(host.url(), lease=second)
+    assert caught.value.retry_after_s and caught.value.code == "overloaded"
+    second.release()
+    assert budget.held == 600
+    first.release()
+    assert budget.held == 0 and len(await get(host.url(), lease=second)) == 600
+
+
+async def test_one_slow_host_keeps_nobody_from_another(
+    host: Host, one_open_door: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "MAX_FETCHES_OF_HOST", 2)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.host.startswith("slow"):
+            await asyncio.sleep(5)
+        return web.Response(body=BODY)
+
+    host.answer = answer
+    config = MediaConfig(fetch_timeout_s=0.4)
+    fetcher = MediaFetcher(config, to_the_door)
+
+    async def ask(name: str) -> object:
+        source = classify(host.url(name), config)
+        assert isinstance(source, RemoteFile)
+        try:
+            return await fetcher.fetch(source, a_lease())
+        except (MediaFetchFailed, Unavailable) as error:
+            return type(error)
+
+    slow = [asyncio.create_task(ask("slow.test")) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    assert await ask("quick.test") == BODY
+    assert len(host.requests) == 3  # two of the slow host's
+    found = await asyncio.gather(*slow)
+    # Two at a time, and who has no turn in time is told that it is not the host's fault.
+    assert found.count(MediaFetchFailed) >= 2 and set(found) <= {MediaFetchFailed, Unavailable}
+    assert fetcher._slots_of_host == {}
+
+
 async def test_cancelling_a_fetch_closes_its_connection(host: Host, one_open_door: None) -> None:
     arrived, closed = asyncio.Event(), asyncio.Event()
 
@@ -470,6 +565,23 @@ def test_files_below_the_allowed_folder_only(tmp_path: Path) -> None:
     for value in (f"file://other{inside}/sub/a", str(inside / "good.png"), inside / "good.png", "file:///etc/passwd"):
         with pytest.raises(MediaForbidden):
             open_file(value, config)
+
+
+def test_files_without_a_size_are_bounded_too() -> None:
+    config = MediaConfig(allowed_media_path="/proc/self", max_image_bytes=100)
+    url = f"file:///proc/{os.getpid()}/maps"
+    assert os.stat(url.removeprefix("file://")).st_size == 0
+    with pytest.raises(InvalidImage, match="more than 100 bytes"):
+        open_file(url, config)
+
+
+def test_a_folder_that_is_nowhere_opens_nothing(tmp_path: Path) -> None:
+    for folder in ("", " "):
+        with pytest.raises(ConfigError):
+            EngineConfig(media=MediaConfig(allowed_media_path=folder))
+    (tmp_path / "a.png").write_bytes(BODY)
+    with pytest.raises((MediaForbidden, MediaFetchFailed)):
+        open_file(f"file://{tmp_path}/a.png", MediaConfig(allowed_media_path=str(tmp_path / "missing")))
 
 
 def test_the_embedded_engine_opens_paths(tmp_path: Path) -> None:

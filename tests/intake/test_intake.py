@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from hydra_engine.clock import VirtualClock
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import Slo
 from hydra_engine.errors import (
     CODES,
@@ -136,6 +137,7 @@ async def test_lengths_are_checked_with_the_words_that_clients_look_for(make_int
     assert (await kitchen.prepare([9] * 19)).request.max_new_tokens == 1
     words = (
         r"This model's maximum context length is 20 tokens\. However, you requested {} tokens \({} in the prompt, {} "
+        r"for the completion\)\. The prompt is too long, or the completion\."
     )
     for prompt, sampling, numbers in (
         (ids, {"max_tokens": 9}, (21, 12, 9)),
@@ -157,7 +159,9 @@ async def test_endless_texts_are_refused_before_they_are_tokenised(
     huge = "x" * 20_000_000
     for options in ({"prompt": huge}, {"prompt": huge, "raw": True}, {"messages": [{"role": "user", "content": huge}]}):
         begin = time.perf_counter()
-        with pytest.raises(ContextLengthExceeded, match="This model's maximum context length is 256 tokens"):
+        with pytest.raises(
+            ContextLengthExceeded, match=r"maximum context length is 256 tokens\..* prompt is too long\."
+        ):
             await kitchen.prepare(**options)
         assert time.perf_counter() - begin < 0.05
 
@@ -315,7 +319,7 @@ async def test_tokenize_shows_the_ids_without_opening_pictures(kitchen: Any) -> 
     assert await intake.tokenize("the cat") == [0, *await intake.tokenize("the cat", add_special_tokens=False)]
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": "http://h.test/x"}]}]
     assert show(kitchen, await intake.tokenize(messages=messages)) == "<s><|user|><image></s><|assistant|>"
-    ids = await intake.tokenize(messages=messages, add_generation_prompt=False)
+    ids = await intake.tokenize(messages=messages, template=TemplateOptions(add_generation_prompt=False))
     assert show(kitchen, ids) == "<s><|user|><image></s>"
 
 
@@ -329,7 +333,7 @@ async def test_spans_are_stamped_on_the_given_clock(make_intake: Any, picture: P
 async def test_fetches_are_spans_and_their_failures_the_requests(
     make_intake: Any, encoded: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answer(self: Any, source: Any) -> bytes:
+    async def answer(self: Any, source: Any, lease: Any) -> bytes:
         if "bad" in str(source.url):
             raise MediaFetchFailed("gone")
         return encoded()
@@ -346,7 +350,7 @@ async def test_fetches_are_spans_and_their_failures_the_requests(
 async def test_cancelling_stops_every_fetch(make_intake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running, cancelled = [], []
 
-    async def hang(self: Any, source: Any) -> bytes:
+    async def hang(self: Any, source: Any, lease: Any) -> bytes:
         running.append(source)
         try:
             await asyncio.sleep(60)
@@ -370,7 +374,7 @@ async def test_cancelling_stops_every_fetch(make_intake: Any, monkeypatch: pytes
 async def test_one_failure_stops_the_other_pictures(make_intake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
-    async def answer(self: Any, source: Any) -> bytes:
+    async def answer(self: Any, source: Any, lease: Any) -> bytes:
         if "bad" in str(source.url):
             raise MediaFetchFailed("gone")
         try:

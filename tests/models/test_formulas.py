@@ -78,6 +78,7 @@ def test_flops_are_those_that_torch_counts(checkpoint: CheckpointFactory, varian
         assert 9 * spec.language.flops_per_token(9) == counted.get_total_flops()
 
 
+@pytest.mark.slow
 def test_the_benchmark_recipe_writes_a_checkpoint_that_both_sides_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

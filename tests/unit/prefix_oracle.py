@@ -65,6 +65,11 @@ class PrefixOracle:
         for request_id in started:
             self._check_longest(self._book.states[request_id])
 
+    def reset(self) -> None:
+        """Content that nobody holds was forgotten."""
+        held = {block for table in self._book.kv.tables.values() for block in table.blocks()}
+        self._content = {block: chain for block, chain in self._content.items() if block in held}
+
     def _check_longest(self, state: RequestState) -> None:
         """What is in the cache now was there when the request started, for nothing is computed in between."""
         content = _content(state)

@@ -69,6 +69,12 @@ class Stepper:
     def abort(self, number: int) -> list[Event]:
         return self._collect(self.scheduler.abort(RequestId(number), self.now))
 
+    def reset(self, *, kv: bool = True, images: bool = True) -> None:
+        self.scheduler.reset_caches(kv=kv, images=images)
+        self.scheduler.check()
+        if kv:
+            self.oracle.reset()
+
     def plan_language(self) -> LanguagePlan | None:
         plan = self.scheduler.plan_language(self.now)
         self.scheduler.check()

@@ -134,6 +134,16 @@ class TestPrefillBesideDecodes:
         assert make_budgets().language(tight).tokens < make_budgets().language(loose).tokens / 2
 
 
+@given(surfaces())
+def test_without_a_vision_lane_the_image_budget_is_the_configured_one(surface: CostSurface) -> None:
+    """Of an instance that encodes nothing no vision step was measured: they take no time."""
+    surface = replace(surface, patches=Curve((0.0,), (0.0,)))
+    budgets = make_budgets(surface)
+    before = budgets.vision()
+    budgets.on_vision(VisionLoad(100, 10_000.0))
+    assert budgets.vision() == before > 0
+
+
 class TestBothLanes:
     @given(surfaces(), demands(vision=True))
     def test_the_step_stays_within_the_limit_and_is_full(self, surface: CostSurface, demand: Demand) -> None:

@@ -97,6 +97,11 @@ class FeatureMachine(RuleBasedStateMachine):
         self.progress[key] = WAITING
         self.memory = {b: piece for b, piece in self.memory.items() if piece[0] != key}
 
+    @rule()
+    def forget_what_nobody_needs(self) -> None:
+        self.cache.forget_unused()
+        self.memory = {b: piece for b, piece in self.memory.items() if self.progress.get(piece[0]) == ENCODED}
+
     @invariant()
     def books_agree(self) -> None:
         if not hasattr(self, "cache"):
@@ -137,6 +142,17 @@ def test_features_without_users_are_found_until_their_blocks_are_needed() -> Non
     assert features.need(user(5), C, SIZES[C]) == WAITING, "one block was evicted, so all of it must be encoded"
     assert features.need(user(6), B, SIZES[B]) == ENCODED
     features.check()
+
+
+def test_a_reset_takes_what_nobody_needs_and_nothing_else() -> None:
+    features = cache()
+    encoded(features, A, 1)
+    blocks = encoded(features, B, 2)
+    features.drop(user(1), A)
+    features.forget_unused()
+    features.check()
+    assert features.need(user(3), A, SIZES[A]) == WAITING
+    assert features.need(user(4), B, SIZES[B]) == ENCODED and features.block_ids(B).tolist() == blocks
 
 
 def test_what_is_used_last_is_evicted_last() -> None:

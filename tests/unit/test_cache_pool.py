@@ -91,6 +91,13 @@ class PoolMachine(RuleBasedStateMachine):
             del self.content[block]
             self.evictable.remove(block)
 
+    @rule()
+    def forget_evictable_leaves_what_is_held(self) -> None:
+        assert self.pool.forget_evictable() == len(self.evictable)
+        for block in self.evictable:
+            del self.content[block]
+        self.evictable.clear()
+
     @invariant()
     def books_agree(self) -> None:
         if not hasattr(self, "pool"):

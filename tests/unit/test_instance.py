@@ -16,9 +16,11 @@ from hydra_engine.core.messages import (
     Delta,
     Finished,
     QueryLedger,
+    ResetCaches,
     SetFault,
     Shutdown,
     Status,
+    StepReport,
     Submit,
     ToFront,
     ToInstance,
@@ -179,6 +181,31 @@ def test_the_status_says_what_budgets_allow() -> None:
     assert status.budget == rig.scheduler.budget() and status.budget.token_budget == 32
 
 
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_the_status_says_what_the_lanes_run(look_ahead: bool) -> None:
+    rig = Rig(look_ahead=look_ahead)
+    rig.submit(make_request(1, 5, max_new=40))
+    rig.submit(make_request(2, 3, Img(4), 6, max_new=40))
+    rig.turn()
+    (status,) = rig.of(Status)
+    assert status.language_step == StepReport(True, 100.0, decodes=0, prefills=2, tokens=8)
+    assert status.vision_step.running and status.vision_step.images == 1 and status.num_decoding == 0
+    rig.clock.advance(0.1)
+    rig.worker.end_vision(100.0)
+    rig.turn()
+    for _ in range(4):
+        rig.step(0.1)
+    status = rig.of(Status)[-1]
+    assert status.language_step == StepReport(True, status.time_s, decodes=2, tokens=2) and status.num_decoding == 2
+    assert not status.vision_step.running and status.vision_step.images == 1
+    rig.worker.inbox += [Abort(RequestId(1)), Abort(RequestId(2))]
+    rig.clock.advance(STATUS_PERIOD_S)
+    rig.step(0.1)
+    while rig.worker.language:
+        rig.step(0.1)
+    assert not rig.of(Status)[-1].language_step.running
+
+
 def test_requests_that_are_refused_aborted_or_asked_about() -> None:
     rig = Rig()
     rig.submit(make_request(1, 500, max_new=4))
@@ -189,6 +216,17 @@ def test_requests_that_are_refused_aborted_or_asked_about() -> None:
     assert (first.request_id, first.error.code) == (1, "request_too_large_for_deployment")
     assert (second.request_id, second.reason) == (2, "abort")
     assert rig.worker.sent[2].query_id == 7 and rig.worker.sent[2].at_rest
+
+
+def test_caches_are_reset_in_the_order_of_messages() -> None:
+    rig = Rig(look_ahead=False)
+    for number, reset in ((1, None), (2, ResetCaches(kv=False, images=True)), (3, ResetCaches(kv=True, images=False))):
+        if reset is not None:
+            rig.worker.inbox.append(reset)
+        rig.submit(make_request(number, 9, max_new=1, source=0))
+        rig.turn()
+        rig.step(0.01)
+    assert [message.cached_tokens for message in rig.of(Finished)] == [0, 8, 0]
 
 
 @pytest.mark.parametrize(("schedule", "lanes"), [("stage", True), ("stage", False), ("request", True)])

@@ -77,6 +77,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data) -> None:
         self.stepper.abort(data.draw(st.integers(1, self.count)))
 
+    @rule(kv=st.booleans(), images=st.booleans())
+    def reset_caches(self, kv: bool, images: bool) -> None:
+        self.stepper.reset(kv=kv, images=images)
+
     @precondition(lambda self: len(self.languages) < self.most)
     @rule()
     def plan_language(self) -> None:

@@ -51,6 +51,43 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_too() -> None:
     assert s.hit(2) == (16, 1) and s.encodes == [(1, 0)]
 
 
+@pytest.mark.parametrize(("kv", "images"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_reset_forgets_what_nobody_holds(kv: bool, images: bool) -> None:
+    s = Stepper(token_budget=64)
+    s.run(1, 3, A, 6)
+    s.reset(kv=kv, images=images)
+    s.run(2, 3, A, 6)
+    assert s.hit(2) == ((0, 0) if kv and images else (0, 1) if kv else (12, 1))
+    assert s.encodes == ([(1, 0), (2, 0)] if kv and images else [(1, 0)])
+
+
+def test_a_reset_leaves_what_running_requests_hold() -> None:
+    s = Stepper(token_budget=64)
+    s.add(1, 13, source=0, max_new=8)
+    s.language()
+    held = s.scheduler.ledger().kv_blocks_held
+    s.reset()
+    assert s.scheduler.ledger().kv_blocks_held == held
+    s.add(2, 13, source=0, max_new=2)
+    s.finish_all()
+    assert s.hit(2)[0] == 12
+    s.reset()
+    s.run(3, 13)
+    assert s.hit(3)[0] == 0
+
+
+def test_who_counted_on_what_a_reset_took_has_it_computed() -> None:
+    s = Stepper(token_budget=64, max_num_seqs=1)
+    s.run(1, 3, A, 6)
+    s.add(2, 5, max_new=4)
+    s.language()
+    s.add(3, 3, A, 6, source=0)
+    assert s.state(3).images == [CACHED], "its KV is there, and it waits for a seat"
+    s.reset()
+    s.finish_all()
+    assert s.hit(3) == (0, 0) and s.encodes == [(1, 0), (3, 0)]
+
+
 def test_running_requests_share_blocks_and_the_last_one_frees_them() -> None:
     s = Stepper(token_budget=64)
     s.add(1, 13, source=0, max_new=8)

@@ -104,3 +104,14 @@ def test_steps_in_one_row_never_overlap(requests: list[tuple[float, list[StageSp
             events.sort(key=lambda event: (event["ts"], event["dur"]))
             assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(events))
     assert seen == sum(len(spans) for _, spans in requests)
+
+
+def test_only_what_ended_lately() -> None:
+    ring = TraceRing()
+    ring.add("old", 10.0, SPANS)  # ends at 11
+    ring.add("new", 10.5, SPANS)
+    rows = rows_of(ring.events(since_s=11.05))
+    assert [event["name"] for event in rows["requests", "new"]] == ["prefill", "decode"]
+    assert not any("old" in row for _, row in rows)
+    assert rows["requests", "new"][0]["ts"] == 400_000, "times count from the oldest request that is still in it"
+    assert ring.events(since_s=11.6) == [] and rows_of(ring.events(since_s=0.0)) == rows_of(ring.events())

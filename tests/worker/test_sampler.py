@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.worker.sampler import (
@@ -20,6 +23,7 @@ from hydra_engine.worker.sampler import (
     filtered,
     finite_rows,
     sample_row,
+    token_logprobs,
     uniform,
 )
 from tests.worker.fakes import make_request
@@ -267,3 +271,90 @@ def test_a_token_does_not_depend_on_where_its_logits_lie() -> None:
         shifted = np.concatenate([batch[row][:1], batch[row]])[1:]
         for other in (batch[row], strided, shifted):
             assert sample_row(other, recipe, row) == alone
+
+
+# ---- biases and sets of tokens
+
+
+def test_biases_are_added_before_temperature_and_leave_logprobs_alone() -> None:
+    logits = normal(4, 20)
+    recipe = recipe_of(temperature=0.5, logit_bias={7: 3.0, 9: -100.0, 500: 5.0}, logprobs=3)
+    bent = logits.astype(np.float64)
+    bent[7] += 3.0
+    bent[9] -= 100.0
+    for count in range(200):
+        sample = sample_row(logits, recipe, count)
+        assert sample.token_id == draw(bent, SamplingParams(temperature=0.5), uniform(0, count)) != 9
+        assert sample.logprobs == token_logprobs(logits.astype(np.float64), sample.token_id, 3)
+    assert sample_row(logits, recipe_of(logit_bias={7: 100.0}), 0).token_id == 7
+
+
+def test_biases_come_before_repetition_penalties() -> None:
+    """As in vLLM: a bias that lifts a logit over zero makes the penalty a division."""
+    logits = np.array([0.0, -1.0, 0.0, 1.5], dtype=np.float32)
+    recipe = recipe_of(prompt=(1,), logit_bias={1: 4.0}, repetition_penalty=4.0)
+    assert sample_row(logits, recipe, 0).token_id == 3  # 3 / 4, not -1 * 4 + 4 and not 3
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4, "top_p": 0.9}], ids=str)
+def test_only_allowed_tokens_come(params: dict[str, float]) -> None:
+    recipe = recipe_of(allowed_token_ids=[2, 5, 11, 700], **params)
+    found = {sample_row(normal(count, 20), recipe, count).token_id for count in range(300)}
+    assert found == {2, 5, 11}
+    assert recipe.plain_from == recipe_of(logit_bias={1: 0.5}).plain_from == NEVER_PLAIN
+
+
+def test_allowed_tokens_and_min_tokens_may_leave_nothing() -> None:
+    recipe = recipe_of(allowed_token_ids=[2], min_tokens=3)
+    with pytest.raises(InvalidRequest, match="min_tokens leaves no token"):
+        sample_row(normal(0, 20), recipe, 2)
+    assert sample_row(normal(0, 20), recipe, 3).token_id == 2
+    with pytest.raises(InvalidRequest, match="allowed_token_ids leaves no token") as caught:
+        sample_row(normal(0, 20), recipe_of(allowed_token_ids=[99]), 0)
+    assert caught.value.param == "allowed_token_ids"
+
+
+class Scripted:
+    """A grammar that allows these tokens, whatever came before; 2 ends."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.token_ids = token_ids
+
+    def allowed(self, output_ids: Sequence[int]) -> np.ndarray:
+        mask = np.zeros(12, dtype=np.bool_)  # shorter than the logits
+        mask[list(self.token_ids)] = True
+        return mask
+
+
+@pytest.mark.parametrize(
+    ("allowed", "params", "token"),
+    [
+        ((2, 5), {}, 5),
+        ((2,), {"min_tokens": 9}, 2),
+        ((2, 5), {"min_tokens": 9}, 5),
+        ((2, 5), {"ignore_eos": True, "logit_bias": {2: 100}}, 5),
+        ((2, 5), {"logit_bias": {2: 100}}, 2),
+        ((2,), {"ignore_eos": True}, 2),
+        ((5, 7), {"stop_token_ids": [5], "min_tokens": 9}, 7),
+        ((5,), {"stop_token_ids": [5], "min_tokens": 9}, 5),
+        ((2, 5, 7), {"allowed_token_ids": [7]}, 7),
+        ((2, 5), {"allowed_token_ids": [9]}, 2),
+    ],
+    ids=str,
+)
+def test_a_grammar_goes_before_everything_else(allowed: tuple[int, ...], params: dict[str, Any], token: int) -> None:
+    logits = np.zeros(20, dtype=np.float32)
+    logits[[5, 15]] = 2.0, 9.0
+    logits[2] = -5.0
+    request = make_request(1, (1, 3), grammar=Grammar("json_object"), **params)
+    assert sample_row(logits, Recipe.of(request, Scripted(*allowed)), 0).token_id == token
+
+
+def test_a_grammar_that_nothing_is_left_of() -> None:
+    request = make_request(1, (1, 3), grammar=Grammar("json_object", param="regex"), allowed_token_ids=[9])
+    with pytest.raises(InvalidRequest, match="no token that the grammar allows"):
+        sample_row(normal(0, 20), Recipe.of(request, Scripted(5)), 0)
+    request = make_request(1, (1, 3), grammar=Grammar("json_object", param="regex"))
+    with pytest.raises(InvalidRequest, match="no token of this model") as caught:
+        sample_row(normal(0, 20), Recipe.of(request, Scripted()), 0)
+    assert caught.value.param == "regex"

@@ -218,7 +218,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+QUICK = {"another size", "another block", "no descriptor", "another count of words"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in BAD]
+)
 def test_exports_that_cannot_be_right_are_refused_and_nothing_stays_open(pair: tuple[Rig, Rig], case: str) -> None:
     source, target = pair
     change, message = BAD[case]
