@@ -1,4 +1,5 @@
-"""What every instance of a topology does and exchanges, as Prometheus families with the labels `instance` and `role`.
+"""What every instance of a topology does and exchanges, as Prometheus families with the labels `engine_instance` and
+`role`; Prometheus itself calls the server that a page comes from `instance`.
 
 There are as many series as the topology has instances: names and roles come from it, never from a client. Of an
 instance that is not up, only counters are shown. Does not know what is summed over instances (`metrics.py`).
@@ -60,7 +61,7 @@ def instance_families(
     names: Sequence[str], labels: Sequence[str], instances: Sequence[InstanceState], statuses: Mapping[str, Status]
 ) -> Iterator[Metric]:
     """`names` and `labels`: of what every series carries. `statuses` by instance, where there is one."""
-    names = (*names, "instance", "role")
+    names = (*names, "engine_instance", "role")
     up = GaugeMetricFamily("hydra:instance_up", "1: it is ready, or finishes what it has; 0: not.", labels=names)
     restarts = CounterMetricFamily("hydra:instance_restarts", "How often it was started again.", labels=names)
     reported: list[tuple[tuple[str, ...], bool, Status]] = []

@@ -6,7 +6,9 @@ with a row for each and one below it for its images. Late tokens carry their bla
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,19 +27,34 @@ class TraceRing:
 
     def __init__(self, capacity: int = _RING) -> None:
         self._requests: deque[tuple[str, float, Sequence[StageSpan]]] = deque(maxlen=capacity)
+        self._num_added = 0
 
     def add(self, request_id: str, arrival_s: float, spans: Sequence[StageSpan]) -> None:
         self._requests.append((request_id, arrival_s, spans))
+        self._num_added += 1
 
-    def events(self) -> list[dict[str, Any]]:
-        """Complete events ("ph": "X", microseconds since the oldest request in the ring) and the names of their rows
-        ("ph": "M"). Events of one row never overlap, as viewers demand."""
-        if not self._requests:
+    def since(self, number: int, limit: int) -> tuple[int, list[tuple[str, float, Sequence[StageSpan]]]]:
+        """How many requests have been added in all, and those behind the first `number` of them, oldest first, at most
+        the `limit` latest that are still here. A number from before a restart asks for all."""
+        new = self._num_added - number if number <= self._num_added else self._num_added
+        latest = list(itertools.islice(reversed(self._requests), min(new, limit)))
+        return self._num_added, latest[::-1]
+
+    def events(self, since_s: float = -math.inf) -> list[dict[str, Any]]:
+        """Complete events ("ph": "X", microseconds since the oldest of these requests came) and the names of their rows
+        ("ph": "M"), without those that ended before `since_s`. Events of one row never overlap, as viewers demand.
+        From any thread."""
+        requests = [
+            (request_id, arrival, kept)
+            for request_id, arrival, spans in tuple(self._requests)
+            if (kept := [span for span in spans if arrival + span.end_s >= since_s])
+        ]
+        if not requests:
             return []
-        origin = min(arrival for _, arrival, _ in self._requests)
+        origin = min(arrival for _, arrival, _ in requests)
         rows = _Rows()
         events: list[dict[str, Any]] = []
-        for request_id, arrival, spans in self._requests:
+        for request_id, arrival, spans in requests:
             for span in spans:
                 event = _event(span, arrival - origin, {"request": request_id, **_arguments(span)})
                 if span.stage in _MOVING:
@@ -47,7 +64,7 @@ class TraceRing:
                 else:
                     place = rows.place(_REQUESTS, f"{request_id} images" if span.lane == "vision" else request_id)
                 events.append(event | place)
-        for step in _steps(self._requests):
+        for step in _steps(requests):
             arguments = {"requests": step.requests, "batch": step.span.batch, "tokens": step.tokens}
             event = _event(step.span, step.arrival_s - origin, arguments)
             start = event["ts"]
