@@ -1,0 +1,153 @@
+"""Debian's chromium, a page of its own for each test, and an engine: a scripted one here, the demo model in a process.
+
+Whatever a test does, its page must log no error that the test does not expect and ask no other origin for anything.
+Screenshots go to build/screenshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydra_engine.config import ServerConfig
+from hydra_engine.server.app import build_app
+from hydra_engine.server.context import METRICS
+from hydra_engine.server.runner import listen
+from tests.server.stub import StubEngine
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+ROOT = Path(__file__).parents[2]
+SCREENSHOTS = ROOT / "build" / "screenshots"
+PICTURES = ROOT / "hydra_engine" / "demo" / "pictures"
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine: apt install chromium")
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """One page, with what tests look for by its mark, and what went wrong in it."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page = page
+        self.url = url.rstrip("/")
+        self.problems: list[str] = []
+        self.expected: tuple[str, ...] = ()  # parts of messages that this test brings about
+        page.set_default_timeout(10_000)
+        page.on("console", lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", self._check_origin)
+
+    def _check_origin(self, request: Any) -> None:
+        if not request.url.startswith((self.url + "/", "data:", "blob:" + self.url)):
+            self.problems.append(f"another origin: {request.url[:100]}")
+
+    def open(self, state: str = "open") -> Tab:
+        self.page.goto(self.url + "/")
+        self.wait(f"[data-testid=connection][data-state={state}]")
+        return self
+
+    def get(self, mark: str) -> Any:
+        return self.page.get_by_test_id(mark)
+
+    def wait(self, selector: str, **options: Any) -> Any:
+        return self.page.wait_for_selector(selector, **options)
+
+    def wait_for(self, expression: str) -> None:
+        """Playwright's own way evaluates text in the page, which its policy forbids."""
+        deadline = time.monotonic() + 10
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, f"never true: {expression}"
+            self.page.wait_for_timeout(20)
+
+    def be_certain(self) -> None:
+        """Answers are the likeliest ones."""
+        self.page.get_by_role("button", name="Settings").click()
+        self.get("temperature").fill("0")
+        self.page.get_by_role("button", name="Settings").click()
+
+    def ask(self, text: str) -> None:
+        self.get("prompt").fill(text)
+        self.get("send").click()
+
+    def answered(self) -> str:
+        """The text of the last answer, once it is complete."""
+        self.wait(".message.assistant:last-child:not(.busy) .buttons")
+        return str(self.get("answer").last.inner_text())
+
+    def shot(self, name: str, **options: Any) -> None:
+        self.page.screenshot(path=SCREENSHOTS / f"{name}.png", **options)
+
+
+OpenTab = Callable[..., Tab]
+
+
+@pytest.fixture
+def new_tab(browser: Any) -> Iterator[OpenTab]:
+    """`new_tab(url, **options of the browser's context)`."""
+    tabs: list[Tab] = []
+
+    def start(url: str, **options: Any) -> Tab:
+        context = browser.new_context(**({"viewport": {"width": 1440, "height": 900}} | options))
+        tabs.append(Tab(context.new_page(), url))
+        return tabs[-1]
+
+    yield start
+    problems = [p for tab in tabs for p in tab.problems if not any(words in p for words in tab.expected)]
+    for tab in tabs:
+        tab.page.context.close()
+    assert problems == []
+
+
+@dataclass
+class Scripted:
+    """The real server before the scripted engine, on a loop in a thread of its own."""
+
+    engine: StubEngine = field(default_factory=StubEngine)
+    url: str = ""
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., Scripted]]:
+    """`scripted(api_key=("k",))` serves with these options."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    closers: list[Any] = []
+
+    def start(**options: Any) -> Scripted:
+        served = Scripted()
+
+        async def listen_here() -> None:
+            app = build_app(served.engine, ServerConfig(**options))
+            served.engine.add_observer(app[METRICS].observe)
+            listening = await listen(app, "127.0.0.1", 0)
+            closers.append(listening)
+            served.url = listening.url
+
+        asyncio.run_coroutine_threadsafe(listen_here(), loop).result(10)
+        return served
+
+    yield start
+    for listening in closers:
+        asyncio.run_coroutine_threadsafe(listening.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
