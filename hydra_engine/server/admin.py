@@ -1,27 +1,34 @@
-"""GET and POST /admin/topology: which instances serve which stages, and a change of that while requests are served.
+"""What only the administrator may: see and change the topology while requests are served, empty the caches, and read
+the trace of everybody's requests.
 
-The routes exist only where an admin key is configured (`auth.py`). Does not know how instances change their roles.
+The routes exist only where an admin key is configured (`auth.py`). Does not know how instances change their roles or
+forget what they have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from hydra_engine.core.instances import Condition
-from hydra_engine.core.roles import MAX_INSTANCES, InstanceSpec, Role, Topology
-from hydra_engine.errors import HydraError, Unavailable
+from hydra_engine.core.roles import MAX_INSTANCES
+from hydra_engine.errors import HydraError, InvalidRequest, Unavailable
 from hydra_engine.server.body import read_request
 from hydra_engine.server.context import LIFECYCLE, loaded_engine
 from hydra_engine.server.generate import json_response
-from hydra_engine.server.health import Instance, describe
+from hydra_engine.server.health import Alive, Instance, describe
+from hydra_engine.server.info import topology_of
 from hydra_engine.server.port import EnginePort
 
 logger = logging.getLogger(__name__)
+
+MAX_TRACE_S = 3600.0
+TRACE_S = 30.0
+TraceSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_TRACE_S)]
 
 SWITCHES = web.AppKey[set[asyncio.Task[None]]]("switches")  # a change that is under way, if any
 
@@ -60,6 +67,49 @@ async def set_topology(request: web.Request) -> web.Response:
     return json_response(answer)
 
 
+# ---- caches and trace
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    await loaded_engine(request).areset_caches(kv=True, images=False)
+    return json_response(Alive())
+
+
+async def reset_mm_cache(request: web.Request) -> web.Response:
+    await loaded_engine(request).areset_caches(kv=False, images=True)
+    return json_response(Alive())
+
+
+class Trace(msgspec.Struct, frozen=True, rename="camel"):
+    """Chrome's trace format: a file for ui.perfetto.dev."""
+
+    trace_events: list[dict[str, Any]]
+    display_time_unit: str = "ms"
+
+
+async def trace(request: web.Request) -> web.Response:
+    engine, seconds = loaded_engine(request), _seconds(request.query.get("seconds"))
+    return web.Response(body=await asyncio.to_thread(_trace_json, engine, seconds), content_type="application/json")
+
+
+def _trace_json(engine: EnginePort, seconds: float) -> bytes:
+    """Thousands of spans take longer than the loop may be held."""
+    return msgspec.json.encode(Trace(engine.trace_events(seconds)))
+
+
+def _seconds(asked: str | None) -> float:
+    try:
+        seconds = TRACE_S if asked is None else float(asked)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TRACE_S:
+        raise InvalidRequest(f"seconds must be a number above 0 and up to {MAX_TRACE_S:g}", param="seconds")
+    return seconds
+
+
+# ---- inside
+
+
 def _log_end(switch: asyncio.Task[None]) -> None:
     """Of a change whose client has gone."""
     error = None if switch.cancelled() else switch.exception()
@@ -71,5 +121,4 @@ def _log_end(switch: asyncio.Task[None]) -> None:
 
 def _answer(engine: EnginePort) -> TopologyAnswer:
     states = engine.instances()
-    specs = [InstanceSpec(Role.parse(s.role), "auto") for s in states if s.condition is not Condition.STOPPED]
-    return TopologyAnswer(str(Topology(tuple(specs))), describe(states))
+    return TopologyAnswer(topology_of(states), describe(states))

@@ -1,52 +1,188 @@
-"""API keys, and the admin key. Does not know users: an API key opens everything but /admin, the admin key only that."""
+"""API keys, the admin key, and which tenant a request belongs to. An API key opens everything but
+what is the administrator's, the admin key only that.
+
+A tenant is whoever holds a key: keys of one name are one tenant's, a key without a name is one by itself. Does not know
+what a tenant may do or has asked for.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
+import re
+import stat
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_key_file, environment_api_keys
 from hydra_engine.errors import ConfigError, InvalidApiKey
+from hydra_engine.server.context import CLIENT, TENANT
 
-OPEN_PATHS = frozenset({"/health", "/livez"})
-ADMIN_PATHS = frozenset({"/admin/topology"})
+logger = logging.getLogger(__name__)
+
+PAGE_FILES = frozenset({"/", "/ui/{file}"})  # they hold nothing; what the page shows comes from /ui/events
+OPEN_PATHS = frozenset({"/health", "/livez"}) | PAGE_FILES
+ADMIN_PATHS = frozenset({"/admin/topology", "/debug/trace", "/reset_prefix_cache", "/reset_mm_cache"})
+
+MAX_KEYS = 1024  # each request is compared with every one
+MAX_KEY_CHARS = 512
+MAX_FILE_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9._\-]{1,64}")
 
 
-def auth_middleware(keys: Iterable[str], admin_key: str | None = None) -> Middleware:
-    """Every key is compared with every digest in full, so the time does not tell how close a guess was. Without `keys`
-    everything but /admin is open; without `admin_key` nobody gets to /admin."""
-    digests = [_digest(key) for key in keys]
-    admin = [] if admin_key is None else [_digest(admin_key)]
-    if set(admin) & set(digests):
-        raise ConfigError("admin_key must not be one of the API keys; choose another one", param="admin_key")
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes  # of the key; the key itself is not kept
+    tenant: str  # a keyed digest that means nothing in another process
+    name: str  # for logs and metrics; empty: none was given
+
+
+class KeyRing:
+    """The API keys that hold now. `secret` makes tenants unguessable from outside and different in every process."""
+
+    def __init__(self, keys: Iterable[str], path: str | None, admin_key: str | None, secret: bytes) -> None:
+        """Raises ConfigError."""
+        self._given = [(None, key.strip()) for key in keys if key.strip()]
+        self._path = path
+        self._secret = secret
+        self._admin = [] if admin_key is None else [_digest(admin_key)]
+        self._keys: tuple[_Key, ...] = ()
+        self._read()
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, secret: bytes) -> KeyRing:
+        return cls(
+            (*config.api_key, *environment_api_keys()),
+            config.api_key_file or environment_api_key_file(),
+            config.admin_key or environment_admin_key(),
+            secret,
+        )
+
+    @property
+    def asks(self) -> bool:
+        """Whether an API key is asked for. That never changes: a file that lost all its keys is not read."""
+        return bool(self._keys)
+
+    @property
+    def has_admin_key(self) -> bool:
+        return bool(self._admin)
+
+    @property
+    def has_file(self) -> bool:
+        return self._path is not None
+
+    def reload(self) -> None:
+        """Reads the file again. What is wrong with it is logged, and the keys stay what they were."""
+        try:
+            self._read()
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error.message)
+        else:
+            logger.warning("API keys were read again: %d hold now", len(self._keys))
+
+    def find(self, request: web.Request) -> _Key | None:
+        """Every key is compared in full, so the time does not tell how close a guess was."""
+        found = None
+        for presented in _presented(request):
+            for key in self._keys:
+                if hmac.compare_digest(presented, key.digest):
+                    found = key
+        return found
+
+    def is_admin(self, request: web.Request) -> bool:
+        matches = [hmac.compare_digest(one, admin) for one in _presented(request) for admin in self._admin]
+        return any(matches)
+
+    def _read(self) -> None:
+        named = [*self._given, *(_read_file(self._path) if self._path is not None else [])]
+        if len(named) > MAX_KEYS:
+            raise ConfigError(f"there are {len(named)} API keys; at most {MAX_KEYS} are allowed", param="api_key")
+        if any(len(key) > MAX_KEY_CHARS for _, key in named):
+            raise ConfigError(f"an API key may have at most {MAX_KEY_CHARS} characters", param="api_key")
+        keys = tuple(self._key(name, _digest(key)) for name, key in named)
+        if {key.digest for key in keys} & set(self._admin):
+            raise ConfigError("admin_key must not be one of the API keys; choose another one", param="admin_key")
+        self._keys = keys
+
+    def _key(self, name: str | None, digest: bytes) -> _Key:
+        identity = b"name\0" + name.encode() if name is not None else b"key\0" + digest
+        tenant = hmac.new(self._secret, b"tenant\0" + identity, hashlib.sha256).hexdigest()[:32]
+        return _Key(digest, tenant, name or "")
+
+
+KEYS = web.AppKey("keys", KeyRing)
+
+
+def auth_middleware(keys: KeyRing) -> Middleware:
+    """Default deny: without a key there are only the open paths, and without an admin key nobody gets to ADMIN_PATHS.
+    Where there are no API keys everything else is open and nobody is a tenant."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         path = None if resource is None else resource.canonical
         if path in ADMIN_PATHS:
-            if not _matches(request, admin):
+            if not keys.is_admin(request):
                 raise InvalidApiKey("the admin key is needed: send Authorization: Bearer KEY")
-        elif digests and path not in OPEN_PATHS and not _matches(request, digests):
-            raise InvalidApiKey("a valid API key is needed: send Authorization: Bearer KEY")
+        elif keys.asks and path not in OPEN_PATHS:
+            key = keys.find(request)
+            if key is None:
+                # litellm tells a wrong key from other invalid requests by OpenAI's first four words.
+                raise InvalidApiKey("Incorrect API key provided, or none: send Authorization: Bearer KEY")
+            request[TENANT] = key.tenant
+            if key.name:
+                request[CLIENT] = key.name
         return await handler(request)
 
     return check
 
 
-def _matches(request: web.Request, digests: list[bytes]) -> bool:
-    presented = _digest(_bearer(request))
-    matches = [hmac.compare_digest(presented, digest) for digest in digests]
-    return any(matches)
-
-
-def _bearer(request: web.Request) -> str:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _presented(request: web.Request) -> list[bytes]:
+    """Digests of what may be a key: OpenAI's header and Anthropic's."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    presented = [bearer.strip()] if scheme.lower() == "bearer" else []
+    presented += [request.headers["X-Api-Key"].strip()] if "X-Api-Key" in request.headers else []
+    return [_digest(key) for key in presented]
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _read_file(path: str) -> list[tuple[str | None, str]]:
+    """(name, key) of each line. Errors name the line, never what is in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+                logger.warning("the file of API keys is open to other users of this machine; chmod 600 closes it")
+            text = file.read(MAX_FILE_BYTES + 1)
+    except UnicodeDecodeError as error:
+        raise ConfigError("the file of API keys is not UTF-8 text", param="api_key_file") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the file of API keys: {error.strerror}", param="api_key_file") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"the file of API keys has more than {MAX_FILE_BYTES} characters", param="api_key_file")
+    lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
+    found = [_parse_line(number, line) for number, line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError("the file of API keys holds no key", param="api_key_file")
+    return found
+
+
+def _parse_line(number: int, line: str) -> tuple[str | None, str]:
+    name, colon, key = line.partition(":")
+    if not colon:
+        name, key = "", line
+    key = key.strip()
+    if not key or any(c.isspace() for c in key) or (colon and not _NAME.fullmatch(name)):
+        raise ConfigError(
+            f"line {number} of the file of API keys must be KEY or NAME:KEY; a name has letters, digits, dots, dashes "
+            "and underscores",
+            param="api_key_file",
+        )
+    return name or None, key

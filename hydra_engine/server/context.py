@@ -78,6 +78,9 @@ METRICS = web.AppKey("metrics", Metrics)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 
 REQUEST_ID = web.RequestKey("request_id", str)
+ANSWER_ID = web.RequestKey("answer_id", str)  # of a generation: the `id` in its answer
+TENANT = web.RequestKey("tenant", str)  # whose caches and share these are; not there where no keys are asked for
+CLIENT = web.RequestKey("client", str)  # the name of its key for logs and metrics, if that has one
 
 
 def make_request_id(wanted: str | None) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import msgspec
 from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
@@ -89,8 +88,9 @@ async def version(_request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
-    text = request.app[METRICS].text(engine.stats(), engine.instances(), engine.statuses())
-    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+    accept = request.headers.get("Accept", "")
+    text, kind = request.app[METRICS].page(accept, engine.stats(), engine.instances(), engine.statuses())
+    return web.Response(body=text, headers={"Content-Type": kind})
 
 
 async def ledger(request: web.Request) -> web.Response:

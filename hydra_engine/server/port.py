@@ -7,13 +7,14 @@ loop and must not block it. Does not know HTTP.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
 from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.observe.live import Activity
 
 
 class Handle(Protocol):
@@ -37,6 +38,16 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
+class Forwarding(Protocol):
+    """A handle that can also give pieces away at once, without a turn of the reader's task for each."""
+
+    def forward(self, take: Callable[[Piece], bool]) -> None:
+        """From now on `take` is asked first about every piece without a result, on the loop that this is called on,
+        while no other piece waits; those for which it says no are read as ever. It must not raise."""
+        ...
+
+
 class EnginePort(Protocol):
     """`max_model_len`, tokenisation and submission need a loaded model; until then `health` says `loading`."""
 
@@ -47,6 +58,11 @@ class EnginePort(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its text; how a model writes tool calls can be read there."""
+        ...
 
     async def asubmit(
         self,
@@ -84,9 +100,22 @@ class EnginePort(Protocol):
         """The latest gauges, summed over instances; None before the first."""
         ...
 
+    def activity(self, since: int = 0, limit: int = 100) -> Activity:
+        """Where running requests are, the oldest `limit`, and the stages of those that have ended behind the first
+        `since` ones, the latest `limit`."""
+        ...
+
     async def aset_topology(self, text: str) -> None:
         """Returns when the instances serve these roles. Raises ConfigError, with nothing changed, for a topology that
         cannot be had."""
+        ...
+
+    async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
+        """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays."""
+        ...
+
+    def trace_events(self, seconds: float) -> list[dict[str, Any]]:
+        """Chrome trace events of what happened in the last `seconds` to requests that have ended. From any thread."""
         ...
 
     def health(self) -> tuple[bool, str]:
@@ -107,8 +136,15 @@ class EnginePort(Protocol):
         *,
         messages: Sequence[dict[str, Any]] | None = None,
         add_special_tokens: bool = True,
-        add_generation_prompt: bool = True,
+        template: TemplateOptions | None = None,
     ) -> list[int]: ...
+
+    async def acount_tokens(
+        self, messages: Sequence[dict[str, Any]], *, template: TemplateOptions | None = None
+    ) -> int:
+        """How long the prompt of these messages is, with what their pictures take, which are opened for that. Raises
+        what `asubmit` would."""
+        ...
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""

@@ -7,47 +7,99 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from hydra_engine.config import ServerConfig
+from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
+from hydra_engine.server import access, sse
 from hydra_engine.server.app import build_app
+from hydra_engine.server.auth import KEYS, KeyRing
 from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
+from hydra_engine.server.cors import is_loopback
 from hydra_engine.server.errors import error_response
 from hydra_engine.server.port import EnginePort
 
 logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
 
-_IDLE_S = 75.0  # an idle connection, or one whose headers do not come, is closed after this
+_IDLE_S = 75.0  # an idle connection is closed after this
+_HEADERS_S = 20.0  # one whose first or next headers do not come in full
+_SLOWEST_READER = 16 << 10  # bytes a second at which a whole answer must leave, besides STALL_S
+_READ_AHEAD_BYTES = 64 << 10  # of a body that nobody has asked for yet
 _LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
 _CLOSE_S = 2.0  # what the last answers get for leaving after a drain
 _MAX_HEADER_BYTES = 16 << 10
 _MAX_CONNECTIONS = 4096
 _BACKLOG = 1024
 _WATCH_S = 0.5
+_SWITCH_S = 0.001  # a thread that computes, such as one that parses a large body, lets the loop go on within this
 
 
 class Connection(RequestHandler):
-    """aiohttp's connection with our words for what is not HTTP, and a cap on their number."""
+    """aiohttp's connection with our words for what is not HTTP, a cap on their number, and an end to those that do not
+    send their headers or do not read their answers. None of that holds a place in the engine."""
 
-    __slots__ = ()
+    __slots__ = ("_headers_timer",)
+
+    _headers_timer: asyncio.TimerHandle | None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._headers_timer = None
         super().connection_made(transport)
+        self._expect_headers()
         assert self._manager is not None
         if len(self._manager.connections) > _MAX_CONNECTIONS:
             logger.warning("closing a new connection: %d are open", _MAX_CONNECTIONS)
             self.force_close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._waiter is None or self._waiter.done():
+            self._stop_timer()  # headers are here, or a request is being answered
+        elif self._headers_timer is None:
+            self._expect_headers()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._headers_timer = asyncio.get_running_loop().call_later(_HEADERS_S, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _give_up(self) -> None:
+        self._headers_timer = None
+        if self._waiter is not None and not self._waiter.done():
+            self.force_close()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """A stream has sent all by now (`sse.py` cuts slow readers off); a whole answer leaves here."""
+        limit_s = sse.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
+        try:
+            async with asyncio.timeout(limit_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
+            if self.transport is not None:
+                self.transport.abort()
+            return resp, True
 
     def handle_error(
         self,
@@ -96,8 +148,10 @@ async def listen(app: web.Application, host: str, port: int) -> Listening:
             auto_decompress=False,  # a small compressed body must not become a large one
             keepalive_timeout=_IDLE_S,
             lingering_time=_LINGER_S,
+            read_bufsize=_READ_AHEAD_BYTES,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
+            logger=logger,
             access_log=None,  # type: ignore[arg-type]  # None turns it off; the annotation forgets that
         )
 
@@ -124,19 +178,52 @@ async def serve(
 
     The port is bound first, so a wrong one fails in no time and health answers while `start` loads the model.
     `ready` gets the URL once requests are served; `stop` is called whatever ends the serving. The first SIGTERM or
-    SIGINT drains, the second ends at once, a third one meets the system's default.
+    SIGINT drains, the second ends at once, a third one meets the system's default. SIGHUP reads the file of API keys
+    again, if there is one.
     """
+    if config.access_log != "off":
+        access.turn_on(config.access_log)
     app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
     listening = await listen(app, config.host, config.port)
     signals = _Signals()
+    sys.setswitchinterval(_SWITCH_S)
     try:
-        with signals.installed():
+        _warn_of_exposure(listening, app[KEYS], config)
+        with signals.installed(), _reloading(app[KEYS]):
             return await _run(engine, config, app, listening, signals, start, ready)
     finally:
         try:
             await listening.close()
         finally:
             await stop()
+
+
+def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig) -> None:
+    addresses = [str(sock.getsockname()[0]) for sock in listening.server.sockets]
+    if not keys.asks and not all(is_loopback(address) for address in addresses):
+        logger.warning(
+            "%s is reachable from other machines and asks for no API key; see --api-key-file, or --host 127.0.0.1",
+            listening.url,
+        )
+    given = {*config.api_key, config.admin_key} - {*environment_api_keys(), environment_admin_key(), None}
+    if given:
+        logger.warning(
+            "a key was given on the command line or in the file of --config, where others may read it; "
+            "--api-key-file, HYDRA_API_KEY and HYDRA_ADMIN_KEY are safer"
+        )
+
+
+@contextlib.contextmanager
+def _reloading(keys: KeyRing) -> Iterator[None]:
+    if not keys.has_file:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _run(
@@ -150,6 +237,8 @@ async def _run(
 ) -> int:
     if not await _load(start, signals):
         return 0
+    gc.collect()
+    gc.freeze()  # full collections pass over what has been loaded, which would take them a tenth of a second
     engine.add_observer(app[METRICS].observe)
     if config.enable_log_requests:
         request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest

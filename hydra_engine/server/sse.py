@@ -1,8 +1,8 @@
 """Writes one event stream: headers late, one write per step, comments while nothing happens, an end to slow readers.
 
 Headers wait for the first event or the first comment, so an error before either is still a plain status. An error
-after them is one `data: {"error": ...}` event and the end of the connection, without `[DONE]`: OpenAI's clients raise
-on that event and never read on, and a client that ignores it sees a stream that did not end properly.
+after them is one event (`errors.py`) and the end of the connection, without `[DONE]`: OpenAI's clients raise on
+`data: {"error": ...}` and never read on, and a client that ignores it sees a stream that did not end properly.
 Does not know what the events mean.
 """
 
@@ -17,6 +17,7 @@ from typing import Self
 
 from aiohttp import web
 
+from hydra_engine.server.access import ACCESS
 from hydra_engine.server.context import REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,16 @@ DONE = event(b"[DONE]")
 class EventStream:
     """`async with` keeps it alive. Raises ConnectionError when the reader has gone or does not read."""
 
-    def __init__(self, request: web.Request, *, keepalive_s: float) -> None:
+    def __init__(self, request: web.Request, *, keepalive_s: float, stall_s: float | None = None) -> None:
         self._request = request
+        self._access = request[ACCESS]
+        self._stall_s = STALL_S if stall_s is None else stall_s
         self._keepalive_s = keepalive_s
         self._response = web.StreamResponse(headers=_HEADERS)
+        self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
+        self._transport: asyncio.Transport | None = None  # from the headers on, if they announce chunks, to the end
+        self._num_sending = 0
         self._last_write_s = 0.0
         self._keeper: asyncio.Task[None] | None = None
 
@@ -54,7 +60,7 @@ class EventStream:
         return self._response.prepared
 
     async def __aenter__(self) -> Self:
-        self._last_write_s = asyncio.get_running_loop().time()
+        self._last_write_s = self._loop.time()
         if self._keepalive_s > 0:
             self._keeper = asyncio.create_task(self._keep_alive())
         return self
@@ -62,14 +68,42 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._transport = None
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
 
     async def send(self, data: bytes) -> None:
         """`data` holds whole events."""
-        async with self._lock:
-            await self._write(data)
+        if self.is_free:
+            self.put(data)
+            return
+        self._num_sending += 1
+        try:
+            async with self._lock:
+                await self._write(data)
+        finally:
+            self._num_sending -= 1
+
+    @property
+    def is_free(self) -> bool:
+        """Nothing is to be waited for: headers are out, nobody else writes or is about to (a lock that is given back is
+        free before the next one has it), and the reader has taken what was sent."""
+        transport = self._transport
+        return (
+            transport is not None
+            and not transport.get_write_buffer_size()
+            and not transport.is_closing()
+            and not self._num_sending
+        )
+
+    def put(self, data: bytes) -> None:
+        """As `send`, while it `is_free`: straight to the connection, past all that can wait. What the reader does not
+        take is in the way of the next write, which waits then."""
+        assert self._transport is not None
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._access.bytes_out += len(data)
+        self._last_write_s = self._loop.time()
 
     async def finish(self, last: bytes = DONE) -> web.StreamResponse:
         """`last`: the event behind all others; empty for none."""
@@ -79,17 +113,17 @@ class EventStream:
             await self._end()
         return self._response
 
-    async def fail(self, event_data: bytes) -> web.StreamResponse:
-        """The last event; the connection closes after it."""
+    async def fail(self, last: bytes) -> web.StreamResponse:
+        """`last`: the event that says why; the connection closes after it."""
         self._response.force_close()
         with contextlib.suppress(ConnectionError):
             async with self._lock:
-                await self._write(event(event_data))
+                await self._write(last)
                 await self._end()
         return self._response
 
     async def _keep_alive(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while True:
             quiet_s = loop.time() - self._last_write_s
             if quiet_s < self._keepalive_s:
@@ -105,8 +139,11 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
+            if self._response.headers.get("Transfer-Encoding") == "chunked":  # it is not for HTTP/1.0
+                self._transport = self._request.transport
         await self._patiently(self._response.write(data))
-        self._last_write_s = asyncio.get_running_loop().time()
+        self._access.bytes_out += len(data)
+        self._last_write_s = self._loop.time()
 
     async def _end(self) -> None:
         await self._patiently(self._response.write_eof())
@@ -114,10 +151,12 @@ class EventStream:
     async def _patiently(self, writing: Awaitable[None]) -> None:
         """Cuts the connection when its reader lets a write wait for too long."""
         try:
-            async with asyncio.timeout(STALL_S):
+            async with asyncio.timeout(self._stall_s):
                 await writing
         except TimeoutError:
-            logger.warning("%s slow_reader: cut off, nothing was read for %g s", self._request[REQUEST_ID], STALL_S)
+            logger.warning(
+                "%s slow_reader: cut off, nothing was read for %g s", self._request[REQUEST_ID], self._stall_s
+            )
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionAbortedError("the reader was too slow") from None

@@ -1,13 +1,16 @@
 """JSON that means one thing only: bytes in, a typed struct out, or an InvalidRequest that names the field.
 
 Refuses what parsers disagree on or choke on: repeated keys, deep nesting, NUL, half surrogates, numbers that do not
-fit, endless numbers of values. Costs a few searches per string, not per byte. Does not know any field.
+fit, endless numbers of values. Costs a few searches per string, not per byte; what looks at every byte does so slice by
+slice, so that in a thread it lets others run meanwhile. Does not know any field.
 """
 
 from __future__ import annotations
 
+import codecs
 import re
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,35 +21,46 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 MAX_VALUES = 250_000  # strings, arrays and objects of one body
 _MAX_ECHO = 200
+_SLICE = 1 << 18
 _BACKSLASH = 0x5C
 
 _STRUCTURE = re.compile(rb'["{}\[\]]')
 _COLON = re.compile(rb"[ \t\r\n]*:")
-_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
-_PATH = re.compile(r" - at `\$\.?(?P<path>.*?)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
 _QUOTED = re.compile(r"`([^`]*)`")
 _JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+_making = threading.Lock()
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 
 
-def parse(body: bytes, kind: type[T]) -> tuple[T, set[str]]:
+def parse(body: bytes | bytearray, kind: type[T]) -> tuple[T, set[str]]:
     """The body as `kind`, and the names of its top-level fields."""
     names = _check_structure(body)
     try:
-        return msgspec.json.decode(body, type=kind), names
+        return _decoder_of(kind).decode(body), names
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise _malformed() from None
 
 
-def _check_structure(body: bytes) -> set[str]:
+def _decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Made once, by one thread at a time: msgspec crashes where two threads look at a struct's fields for the first
+    time."""
+    with _making:
+        if (decoder := _decoders.get(kind)) is None:
+            decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+        return decoder
+
+
+def _check_structure(body: bytes | bytearray) -> set[str]:
     """Nesting, repeated keys and NUL; what is not JSON at all is left to the parser."""
-    try:
-        body.decode("utf-8")
-    except UnicodeDecodeError:
-        raise InvalidRequest("the request body is not valid UTF-8") from None
-    if _NUL.search(body) if b"\\u0000" in body else b"\0" in body:
+    _check_utf8(body)
+    # A backslash may be escaped itself.
+    escaped = _holds(body, b"\\u0000") and b"\\u0000" in body.replace(b"\\\\", b"_")
+    if escaped or _holds(body, b"\0"):
         raise InvalidRequest("the request body holds a NUL character")
     top: set[str] = set()
     stack: list[set[str] | None] = []  # the keys of each open object; None for an array
@@ -73,7 +87,22 @@ def _check_structure(body: bytes) -> set[str]:
     return top
 
 
-def _string_end(body: bytes, start: int, num_values: int) -> tuple[int, int]:
+def _check_utf8(body: bytes | bytearray) -> None:
+    decoder, view = _Utf8(), memoryview(body)
+    try:
+        for start in range(0, len(body), _SLICE):
+            decoder.decode(view[start : start + _SLICE])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise InvalidRequest("the request body is not valid UTF-8") from None
+
+
+def _holds(body: bytes | bytearray, found: bytes) -> bool:
+    overlap = len(found) - 1
+    return any(body.find(found, start, start + _SLICE + overlap) >= 0 for start in range(0, len(body), _SLICE))
+
+
+def _string_end(body: bytes | bytearray, start: int, num_values: int) -> tuple[int, int]:
     """Where the string that starts at `start` has its closing quote, and the count with its escaped quotes added."""
     end = body.find(b'"', start)
     while end >= 0:
@@ -85,11 +114,11 @@ def _string_end(body: bytes, start: int, num_values: int) -> tuple[int, int]:
     return len(body), num_values
 
 
-def _ends_unescaped(text: bytes) -> bool:
+def _ends_unescaped(text: bytes | bytearray) -> bool:
     return (len(text) - len(text.rstrip(b"\\"))) % 2 == 0
 
 
-def _add_key(keys: set[str], quoted: bytes) -> None:
+def _add_key(keys: set[str], quoted: bytes | bytearray) -> None:
     try:
         key = msgspec.json.decode(quoted, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -11,6 +11,7 @@ from hydra_engine.server.context import loaded_engine
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.protocol.chat import plain_messages
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from hydra_engine.server.protocol.tools import plain_tool, template_options
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -36,7 +37,12 @@ async def tokenize(request: web.Request) -> web.Response:
         asked.prompt,
         messages=plain_messages(asked.messages) if asked.messages is not None else None,
         add_special_tokens=add_special,
-        add_generation_prompt=asked.add_generation_prompt is not False,
+        template=template_options(
+            [plain_tool(tool) for tool in asked.tools or ()],
+            asked.chat_template_kwargs,
+            asked.add_generation_prompt,
+            asked.continue_final_message,
+        ),
     )
     return json_response(Tokens(len(tokens), engine.max_model_len, tokens))
 

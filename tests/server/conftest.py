@@ -9,9 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from hydra_engine.config import ServerConfig
+from hydra_engine.core.byte_budget import ByteBudget
 from hydra_engine.server.app import build_app
+from hydra_engine.server.body import BODIES
 from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
 from hydra_engine.server.runner import listen
 from tests.server.stub import StubEngine
@@ -23,6 +26,9 @@ class Served:
     url: str
     http: aiohttp.ClientSession
     lifecycle: Lifecycle
+    bodies: ByteBudget
+    app: web.Application
+    close: Callable[[], Awaitable[None]]
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,7 +72,7 @@ async def serve() -> AsyncIterator[Serve]:
         listening = await listen(app, "127.0.0.1", 0)
         http = aiohttp.ClientSession(auto_decompress=False)
         closers.extend((http.close, listening.close))
-        return Served(engine, listening.url, http, app[LIFECYCLE])
+        return Served(engine, listening.url, http, app[LIFECYCLE], app[BODIES], app, listening.close)
 
     yield start
     for close in closers:

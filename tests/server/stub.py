@@ -1,4 +1,5 @@
-"""An engine without a model: it answers with the words of the last message, one token each, as slowly as told.
+"""An engine without a model: it answers with the words of the last message, one token each, as slowly as told. Of
+several answers each begins one word later, and ends with the words left out.
 
 Tests set its attributes before a request; what it was asked for and what was cancelled can be read afterwards.
 """
@@ -28,6 +29,8 @@ from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
+from hydra_engine.observe.live import Activity, LiveRequest
+from hydra_engine.observe.trace import TraceRing
 
 IMAGE_TOKENS = 16
 VOCABULARY = 1000
@@ -55,6 +58,7 @@ class StubHandle:
         self._submission = submission
         self._words = words
         self._done = False
+        self._results: list[Result] = []
         self._cancelled = asyncio.Event()
 
     def cancel(self) -> None:
@@ -66,32 +70,76 @@ class StubHandle:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         engine, sampling = self._engine, self._submission.sampling
         limit = sampling.max_tokens if sampling.max_tokens is not None else len(self._words)
-        words = self._words[:limit]
+        answers = [self._words[first:] + self._words[:first] for first in self._beginnings()]
         await self._pause(engine.prefill_s)
-        for index, word in enumerate(words):
-            if engine.fail_after == index and engine.error is not None:
-                self._done = True
-                raise engine.error
-            text = word if index == 0 else " " + word
-            yield Piece(text, (index,), (self._logprob(index, text),) if sampling.logprobs is not None else ())
+        for index in range(min(limit, len(self._words))):
+            self._fail_if_told(index)
+            for choice, words in enumerate(answers):
+                yield self._piece(choice, index, self._text(index, words[index]))
             await self._pause(engine.token_s)
-        if engine.fail_after == len(words) and engine.error is not None:
-            self._done = True
-            raise engine.error
+        self._fail_if_told(min(limit, len(self._words)))
         reason = FinishReason.LENGTH if limit < len(self._words) else FinishReason.STOP
-        result = self._result(" ".join(words), len(words), reason)
+        results = [self._result(words[:limit], reason) for words in answers]
         self._done = True
-        engine.report(result)
-        yield Piece("", result=result)
+        for choice, result in enumerate(results):
+            engine.report(result)
+            self._results.append(result)
+            yield Piece("", result=result, index=choice)
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._last().__await__()
 
     async def _last(self) -> Result:
-        async for piece in self:
-            if piece.result is not None:
-                return piece.result
-        raise AssertionError("a stream without a result")
+        async for _ in self:
+            pass
+        first = self._results[0]
+        if len(self._results) == 1:
+            return first
+        num_tokens = sum(result.usage.completion_tokens for result in self._results)
+        usage = replace(first.usage, completion_tokens=num_tokens)
+        return replace(first, choices=tuple(self._results), usage=usage)
+
+    def _beginnings(self) -> list[int]:
+        """With which word each answer begins; where the pieces are given all are the same."""
+        num_words = 1 if self._engine.pieces is not None else max(len(self._words), 1)
+        return [choice % num_words for choice in range(self._submission.sampling.n)]
+
+    def _fail_if_told(self, num_tokens: int) -> None:
+        engine = self._engine
+        meant = engine.fails_for in (None, self._submission.prompt)
+        if engine.fail_after == num_tokens and engine.error is not None and meant:
+            self._done = True
+            raise engine.error
+
+    def _piece(self, choice: int, index: int, text: str) -> Piece:
+        sampling = self._submission.sampling
+        logprobs = (self._logprob(index, text),) if sampling.logprobs is not None else ()
+        piece = Piece(text, (index,), logprobs, index=choice)
+        if index:
+            return piece
+        return replace(piece, prompt_token_ids=self._prompt_ids(), prompt_logprobs=self._prompt_logprobs())
+
+    def _prompt_ids(self) -> tuple[int, ...]:
+        prompt = self._submission.prompt
+        if prompt is None or isinstance(prompt, str):
+            return tuple(ord(letter) for letter in _text_of(self._submission)[0])
+        return tuple(prompt)
+
+    def _prompt_logprobs(self) -> tuple[TextLogprob | None, ...] | None:
+        """Each token is as likely as its place, and the second best one, unless the engine was told otherwise."""
+        if self._engine.prompt_logprobs is not None:
+            return self._engine.prompt_logprobs
+        num_top = self._submission.sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        entries: list[TextLogprob | None] = [None]
+        for place, token in enumerate(self._prompt_ids()[1:], start=1):
+            best = ((token + 1, chr(token + 1), -0.125), (token, chr(token), -place / 4))
+            entries.append(TextLogprob(token, chr(token), -place / 4, 2, best[:num_top]))
+        return tuple(entries)
+
+    def _text(self, index: int, word: str) -> str:
+        return word if index == 0 or self._engine.pieces is not None else " " + word
 
     async def _pause(self, seconds: float) -> None:
         if seconds:
@@ -121,16 +169,14 @@ class StubHandle:
             reason=None if slo.tpot_s is None else "encode of another request",
         )
 
-    def _result(self, text: str, num_tokens: int, reason: FinishReason) -> Result:
-        usage = self.prompt_usage
+    def _result(self, words: list[str], reason: FinishReason) -> Result:
+        usage, num_tokens = self.prompt_usage, len(words)
         logprobs = None
         if self._submission.sampling.logprobs is not None:
-            logprobs = tuple(
-                self._logprob(i, word if i == 0 else " " + word) for i, word in enumerate(self._words[:num_tokens])
-            )
+            logprobs = tuple(self._logprob(i, self._text(i, word)) for i, word in enumerate(words))
         return Result(
             request_id=self.id,
-            text=text,
+            text="".join(self._text(i, word) for i, word in enumerate(words)),
             token_ids=tuple(range(num_tokens)),
             finish_reason=reason,
             usage=Usage(usage.prompt_tokens, num_tokens, usage.image_tokens, 0, usage.num_images),
@@ -148,6 +194,9 @@ class StubHandle:
                 *self._engine.late_spans,
             ),
             logprobs=logprobs,
+            prompt_token_ids=self._prompt_ids(),
+            prompt_logprobs=self._prompt_logprobs(),
+            stop_reason=self._engine.stop_reason if reason is FinishReason.STOP else None,
         )
 
 
@@ -163,6 +212,7 @@ def instances_of(topology: str, **changes: Any) -> tuple[InstanceState, ...]:
 @dataclass
 class StubEngine:
     model_name: str = "stub"
+    chat_template: str | None = "{{ messages }} {{ tools }} <tool_call>"
     max_model_len: int = 4096
     created: int = field(default_factory=lambda: int(time.time()))
     state: str = "ok"
@@ -170,10 +220,19 @@ class StubEngine:
     prefill_s: float = 0.0
     token_s: float = 0.0
     refusal: Exception | None = None  # raised by asubmit
+    bad_prompt: str | None = None  # refused by asubmit
     error: HydraError | Exception | None = None  # raised by the handle after `fail_after` tokens
     fail_after: int = -1
+    fails_for: str | None = None  # the only prompt whose handle raises it
     answer: str | None = None  # instead of the echo
+    pieces: list[str] | None = None  # instead of words: the texts of the answer's tokens, as they are
+    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
     status: Status | None = None
+    stop_reason: str | int | None = None  # of answers that end by themselves
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    traced_s: list[float] = field(default_factory=list)
+    resets: list[tuple[bool, bool]] = field(default_factory=list)  # (kv, images)
+    counted: list[tuple[list[dict[str, Any]], TemplateOptions | None]] = field(default_factory=list)
     lost: bool = False
     states: tuple[InstanceState, ...] = field(default_factory=lambda: instances_of("EPD"))
     reports: dict[str, Status] = field(default_factory=dict)
@@ -181,10 +240,13 @@ class StubEngine:
     switch_s: float = 0.0
     switched: list[str] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
+    templates: list[TemplateOptions] = field(default_factory=list)  # of calls to atokenize
     cancelled: list[str] = field(default_factory=list)
     intakes_cancelled: int = 0
     late_spans: tuple[StageSpan, ...] = ()
     observers: list[Callable[[Result], None]] = field(default_factory=list)
+    ring: TraceRing = field(default_factory=TraceRing)
+    running: list[LiveRequest] = field(default_factory=list)
 
     async def asubmit(
         self,
@@ -208,6 +270,8 @@ class StubEngine:
             raise
         if self.refusal is not None:
             raise self.refusal
+        if prompt is not None and prompt == self.bad_prompt:
+            raise InvalidRequest("this prompt is bad", param="prompt")
         assert sampling is not None and request_id is not None
         asked = list(prompt) if prompt is not None and not isinstance(prompt, str) else prompt
         submission = Submission(
@@ -224,7 +288,7 @@ class StubEngine:
         )
         self.submissions.append(submission)
         text, num_images = _text_of(submission)
-        words = (self.answer if self.answer is not None else text).split()
+        words = self.pieces if self.pieces is not None else (self.answer if self.answer is not None else text).split()
         num_prompt = max(len(text.split()), 1) + IMAGE_TOKENS * num_images
         return StubHandle(self, submission, words, Usage(num_prompt, 0, IMAGE_TOKENS * num_images, 0, num_images))
 
@@ -236,6 +300,9 @@ class StubEngine:
 
     def statuses(self) -> dict[str, Status]:
         return self.reports
+
+    def activity(self, since: int = 0, limit: int = 100) -> Activity:
+        return Activity(*self.ring.since(since, limit), self.running[:limit])
 
     async def aset_topology(self, text: str) -> None:
         states = instances_of(text)
@@ -255,10 +322,26 @@ class StubEngine:
         *,
         messages: Sequence[dict[str, Any]] | None = None,
         add_special_tokens: bool = True,
-        add_generation_prompt: bool = True,
+        template: TemplateOptions | None = None,
     ) -> list[int]:
+        self.templates.append(template or TemplateOptions())
         text = prompt if prompt is not None else " ".join(str(m["content"]) for m in messages or ())
         return [ord(c) % VOCABULARY for c in text]
+
+    async def acount_tokens(
+        self, messages: Sequence[dict[str, Any]], *, template: TemplateOptions | None = None
+    ) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        self.counted.append((list(messages), template))
+        return 17
+
+    async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
+        self.resets.append((kv, images))
+
+    def trace_events(self, seconds: float) -> list[dict[str, Any]]:
+        self.traced_s.append(seconds)
+        return self.trace
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         if any(token >= VOCABULARY for token in token_ids):

@@ -137,3 +137,42 @@ async def test_a_change_goes_on_when_its_client_leaves(governed: Served) -> None
     with contextlib.suppress(asyncio.CancelledError):
         await asking
     await until(lambda: governed.engine.switched == ["EP+D"])
+
+
+# ---- caches and the trace
+
+ELSEWHERE = (("POST", "/reset_prefix_cache"), ("POST", "/reset_mm_cache"), ("GET", "/debug/trace"))
+
+
+async def test_caches_are_emptied(governed: Served) -> None:
+    for path in ("/reset_prefix_cache", "/reset_mm_cache"):
+        async with governed.post(path, headers=ADMIN) as response:
+            assert (response.status, await response.json()) == (200, {"status": "ok"})
+    assert governed.engine.resets == [(True, False), (False, True)]
+
+
+async def test_the_trace(governed: Served) -> None:
+    governed.engine.trace = [{"ph": "X", "name": "prefill", "ts": 1, "dur": 2, "pid": 1, "tid": 1}]
+    for query in ("", "?seconds=0.5"):
+        async with governed.get("/debug/trace" + query, headers=ADMIN) as response:
+            assert response.status == 200
+            assert await response.json() == {"traceEvents": governed.engine.trace, "displayTimeUnit": "ms"}
+    assert governed.engine.traced_s == [30.0, 0.5]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "3601", "nan", "inf", "x", ""])
+async def test_wrong_seconds(governed: Served, seconds: str) -> None:
+    async with governed.get("/debug/trace?seconds=" + seconds, headers=ADMIN) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "seconds")
+
+
+@pytest.mark.parametrize(("method", "path"), ELSEWHERE)
+async def test_these_too_are_the_administrator_s(serve: Serve, governed: Served, method: str, path: str) -> None:
+    for key in (None, "open-api"):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with governed.http.request(method, governed.url + path, headers=headers) as response:
+            assert response.status == 401
+    without = await serve()
+    async with without.http.request(method, without.url + path) as response:
+        assert response.status == 404
+    assert governed.engine.resets == [] and governed.engine.traced_s == []

@@ -220,7 +220,7 @@ async def test_openai_client_stream(served: Served) -> None:
 async def test_openai_client_reads_the_errors(served: Served) -> None:
     async with client_of(served) as client:
         with pytest.raises(openai.BadRequestError) as wrong:
-            await client.chat.completions.create(model="stub", messages=[{"role": "user", "content": "a"}], n=3)
+            await client.chat.completions.create(model="stub", messages=[{"role": "user", "content": "a"}], n=300)
         assert (wrong.value.param, wrong.value.type) == ("n", "invalid_request_error")
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "a"}])

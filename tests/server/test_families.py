@@ -86,7 +86,13 @@ def data_url(kind: str, buffer: io.BytesIO) -> str:
     return f"data:{kind};base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+QUICK = {"llava", "qwen3_vl", "internvl"}  # one size, any size, tiles; `make support` runs all
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_the_server_says_what_transformers_says(
     case: FamilyCase, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -117,7 +117,7 @@ def shared_names() -> set[str]:
 
 
 def started(*arguments: str) -> Iterator[Served]:
-    server = Served("--topology", "EP+D", "--block-size", "8", *arguments)
+    server = Served("--topology", "EP+D", "--block-size", "8", "--recovery-s", "30", *arguments)
     yield server
     server.end()
 

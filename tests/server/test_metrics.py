@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -49,6 +50,7 @@ NAMES = [
     "hydra:admission_rejections_total",
     "hydra:media_fetch_seconds_count",
     "hydra:media_decode_seconds_count",
+    "hydra:event_loop_lag_seconds_bucket",
     "hydra:http_responses_total",
     "hydra:tpot_limit_seconds",
     "hydra:token_budget",
@@ -64,6 +66,21 @@ NAMES = [
     "hydra:limited_requests_total",
     "hydra:goodput_requests_total",
     "hydra:late_tokens_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:request_prefill_kv_computed_tokens_bucket",
+    "vllm:request_max_num_generation_tokens_bucket",
+    "vllm:request_params_n_bucket",
+    "http_requests_total",
+    "http_request_duration_seconds_bucket",
+    "hydra:stage_queue_seconds_bucket",
+    "hydra:stage_run_seconds_bucket",
+    "hydra:stage_move_seconds_bucket",
+    "hydra:request_migrate_time_seconds_bucket",
+    "hydra:event_loop_lag_seconds_bucket",
+    "hydra:num_requests_decoding",
+    "hydra:build_info",
+    "process_resident_memory_bytes",
 ]
 VERDICTS = (("ttft", "true"), ("ttft", "false"), ("tpot", "true"), ("tpot", "false"))
 
@@ -139,6 +156,7 @@ def test_gauges_follow_the_status() -> None:
     assert value(page, "vllm:num_requests_waiting") == 2
     assert value(page, "vllm:kv_cache_usage_perc") == 0.25
     assert value(page, "vllm:generation_tokens_total") == 100
+    assert value(page, "vllm:prompt_tokens_total") == 600
     assert value(page, "vllm:num_preemptions_total") == 5
     assert value(page, "vllm:iteration_tokens_total_sum") == 700
     assert value(page, "vllm:iteration_tokens_total_count") == 70
@@ -201,6 +219,98 @@ def test_a_late_token_counts_once_for_what_took_most_of_it() -> None:
     assert counted == {"prefill": 0, "encode": 2, "preemption": 0, "step": 0, "cpu": 1}
 
 
+def test_prompts_count_whole_as_vllm_counts_them() -> None:
+    metrics = Metrics("m")
+    metrics.observe(result())
+    page = samples(metrics.text(example_status()))
+    assert value(page, "vllm:prompt_tokens_total") == 640
+    assert value(page, "vllm:prompt_tokens_by_source_total", source="local_compute") == 600
+    assert value(page, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 40
+    assert value(page, "vllm:request_prefill_kv_computed_tokens_sum") == 60
+
+
+def test_stages_are_the_phases_of_the_request() -> None:
+    metrics = Metrics("m")
+    moved = (
+        StageSpan("fetch", 0.0, 0.01),
+        StageSpan("encode_wait", 0.01, 0.05),
+        StageSpan("encode", 0.05, 0.1),
+        StageSpan("pull_features", 0.1, 0.12, lane="transfer"),
+        StageSpan("prefill_wait", 0.12, 0.2),
+        StageSpan("prefill", 0.2, 0.3),
+        StageSpan("offered_kv", 0.3, 0.31, lane="transfer"),
+        StageSpan("pull_kv", 0.31, 0.34, lane="transfer"),
+        StageSpan("decode", 0.34, 0.5),
+    )
+    metrics.observe(replace(result(), timeline=moved))
+    text_only = replace(
+        result(num_images=0), timeline=(StageSpan("prefill_wait", 0, 0.1), StageSpan("prefill", 0.1, 0.3))
+    )
+    metrics.observe(text_only)
+    page = samples(metrics.text(None))
+    queues = {s.labels["stage"]: s.value for s in page if s.name == "hydra:stage_queue_seconds_sum"}
+    runs = {s.labels["stage"]: (s.value, s.name) for s in page if s.name == "hydra:stage_run_seconds_count"}
+    assert queues == pytest.approx({"encode": 0.04, "prefill": 0.18, "decode": 0.0})
+    assert {stage: count for stage, (count, _) in runs.items()} == {"encode": 1, "prefill": 2, "decode": 1}
+    assert value(page, "hydra:stage_run_seconds_sum", stage="decode") == pytest.approx(0.16)
+    assert value(page, "hydra:stage_move_seconds_sum", move="features") == pytest.approx(0.02)
+    assert value(page, "hydra:stage_move_seconds_sum", move="kv") == pytest.approx(0.04)
+    assert value(page, "hydra:request_migrate_time_seconds_sum") == pytest.approx(0.06)
+    assert value(page, "hydra:stage_queue_seconds_bucket", stage="encode", le="0.025") == 0
+    assert value(page, "hydra:stage_queue_seconds_bucket", stage="encode", le="0.05") == 1
+
+
+def test_bounds_grow_and_reach_as_far_as_requests_do() -> None:
+    metrics = Metrics("m")
+    metrics.answered("/x", 200)
+    bounds: dict[str, list[float]] = {}
+    for sample in samples(metrics.text(example_status())):
+        if sample.name.endswith("_bucket") and sample.labels.get("stage", "encode") == "encode":
+            bounds.setdefault(sample.name.removesuffix("_bucket"), []).append(float(sample.labels["le"]))
+    for name, found in bounds.items():
+        assert len(set(found)) == len(found) or name == "hydra:stage_move_seconds", name
+    for name, low, high in (
+        ("vllm:time_to_first_token_seconds", 0.001, 60),
+        ("vllm:inter_token_latency_seconds", 0.001, 2.5),
+        ("vllm:request_prompt_tokens", 1, 128 << 10),
+        ("hydra:stage_queue_seconds", 0.001, 60),
+    ):
+        assert bounds[name][0] <= low and bounds[name][-2] >= high and bounds[name][-1] == math.inf, name
+
+
+def test_nothing_that_counts_goes_down() -> None:
+    metrics, before = Metrics("m"), {}
+    for round_number in range(4):
+        metrics.observe(result() if round_number % 2 else result(FinishReason.ERROR))
+        metrics.generated(2, 11)
+        metrics.answered("/v1/models", 200 + round_number, f"key{round_number}", method="GET", seconds=0.1)
+        metrics.rejected("overloaded")
+        metrics.lagged(0.01)
+        grown = dict.fromkeys(("prompt_tokens", "generation_tokens", "language_steps"), 100 * (round_number + 1))
+        page = samples(metrics.text(example_status(time_s=float(round_number), **grown)))
+        counts = {
+            (s.name, tuple(sorted(s.labels.items()))): s.value
+            for s in page
+            if s.name.endswith(("_total", "_bucket", "_count", "_sum")) and not s.name.startswith("process_")
+        }
+        assert before.keys() <= counts.keys() and all(counts[key] >= value for key, value in before.items())
+        before = counts
+
+
+def test_refusals_are_told_apart_and_names_of_keys_are_bounded() -> None:
+    metrics = Metrics("m")
+    for reason in ("rate_limit_exceeded", "payload_too_large", "something new", None):
+        metrics.rejected(reason)
+    for number in range(100):
+        metrics.answered("/x", 200, f"key{number}", method=f"BREW{number}")
+    page = samples(metrics.text(None))
+    refused = {s.labels["reason"]: s.value for s in page if s.name == "hydra:admission_rejections_total"}
+    assert refused["rate_limit_exceeded"] == refused["payload_too_large"] == 1 and refused["other"] == 2
+    clients = {s.labels["client"]: s.value for s in page if s.name == "hydra:client_responses_total"}
+    assert len(clients) == 65 and clients["other"] == 36
+    assert value(page, "http_requests_total", method="other", handler="/x", status="2xx") == 100
+
+
 async def test_the_page_over_http(served: Served) -> None:
     served.engine.status = example_status()
     for stream in (False, True):
@@ -224,7 +334,24 @@ async def test_the_page_over_http(served: Served) -> None:
     assert value(page, "hydra:admission_rejections_total", reason="draining") == 0
     assert value(page, "hydra:http_responses_total", route="/v1/chat/completions", status="200") == 2
     assert value(page, "hydra:http_responses_total", route="unknown", status="404") == 1
+    assert value(page, "vllm:request_params_n_count") == 2
+    assert value(page, "http_requests_total", handler="/v1/chat/completions", method="POST", status="5xx") == 1
+    assert value(page, "http_request_duration_seconds_count", handler="/v1/chat/completions", method="POST") == 3
     assert b"7731" not in text and b"chatcmpl" not in text
+    async with served.http.head(served.url + "/metrics") as response:
+        assert response.status == 200 and int(response.headers["Content-Length"]) > 1000
+        assert await response.read() == b""
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/openmetrics-text", "application/openmetrics-text;version=x;escaping=y"]
+)
+async def test_openmetrics_for_those_who_ask(served: Served, accept: str) -> None:
+    async with served.get("/metrics", headers={"Accept": accept}) as response:
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+        text = await response.text()
+    names = {sample.name for family in openmetrics.text_string_to_metric_families(text) for sample in family.samples}
+    assert {"vllm:request_success_total", "hydra:stage_run_seconds_bucket"} <= names
 
 
 async def test_the_client_s_words_never_become_labels(served: Served) -> None:
@@ -249,7 +376,7 @@ def test_every_instance_has_its_series_beside_the_sums() -> None:
     states = instances_of("E+P+D", d0={"condition": Condition.SILENT, "restarts": 2})
     busy = example_status(num_handing_over=7, num_arriving=8, transfer=BUSY)
     page = samples(Metrics("m").text(example_status(), states, {"p0": busy, "d0": example_status()}))
-    own = {"model_name": "m", "instance": "p0", "role": "P"}
+    own = {"model_name": "m", "engine_instance": "p0", "role": "P"}
     found = {s.name: s.value for s in page if own.items() <= s.labels.items() and "stream" not in s.labels}
     assert found == {
         "hydra:instance_up": 1,
@@ -276,7 +403,7 @@ def test_every_instance_has_its_series_beside_the_sums() -> None:
     busy_s = {
         s.labels["stream"]: s.value
         for s in page
-        if s.name == "hydra:instance_busy_seconds_total" and s.labels["instance"] == "p0"
+        if s.name == "hydra:instance_busy_seconds_total" and s.labels["engine_instance"] == "p0"
     }
     assert busy_s == {"vision": 2.0, "language": 4.0}
     assert value(page, "vllm:num_requests_running") == 3  # the sum has no label of an instance
@@ -285,19 +412,19 @@ def test_every_instance_has_its_series_beside_the_sums() -> None:
 def test_of_an_instance_that_is_down_only_counters_are_left() -> None:
     states = instances_of("E+PD", e0={"condition": Condition.STARTING, "restarts": 2})
     page = samples(Metrics("m").text(None, states, {"e0": example_status(transfer=BUSY)}))
-    names = {s.name for s in page if s.labels.get("instance") == "e0"}
+    names = {s.name for s in page if s.labels.get("engine_instance") == "e0"}
     assert {"hydra:instance_up", "hydra:instance_restarts_total", "hydra:transfer_pulled_total"} <= names
     assert not {"hydra:instance_num_requests_running", "hydra:transfer_live_offers"} & names
-    assert value(page, "hydra:instance_up", instance="e0") == 0
-    assert value(page, "hydra:instance_up", instance="pd0") == 1
-    assert value(page, "hydra:instance_restarts_total", instance="e0") == 2
+    assert value(page, "hydra:instance_up", engine_instance="e0") == 0
+    assert value(page, "hydra:instance_up", engine_instance="pd0") == 1
+    assert value(page, "hydra:instance_restarts_total", engine_instance="e0") == 2
 
 
 def test_series_go_with_their_instances() -> None:
     metrics = Metrics("m")
     metrics.text(None, instances_of("64EPD"))
     page = samples(metrics.text(None, instances_of("EP+D")))
-    assert {s.labels["instance"] for s in page if "instance" in s.labels} == {"ep0", "d0"}
+    assert {s.labels["engine_instance"] for s in page if "engine_instance" in s.labels} == {"ep0", "d0"}
 
 
 async def test_instances_over_http(served: Served) -> None:
@@ -305,5 +432,5 @@ async def test_instances_over_http(served: Served) -> None:
     served.engine.reports = {"d0": example_status(num_running=9)}
     async with served.get("/metrics") as response:
         page = samples(await response.read())
-    assert value(page, "hydra:instance_num_requests_running", instance="d0", role="D") == 9
-    assert value(page, "hydra:instance_up", instance="ep0", role="EP") == 1
+    assert value(page, "hydra:instance_num_requests_running", engine_instance="d0", role="D") == 9
+    assert value(page, "hydra:instance_up", engine_instance="ep0", role="EP") == 1

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -131,6 +132,64 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
     assert completion.usage is not None and completion.usage.completion_tokens <= 5
 
 
+@pytest.mark.parametrize("question", QUESTIONS[:3], ids=lambda q: q["question"])
+def test_right_answers_of_the_other_endpoints(served: Served, client: openai.OpenAI, question: dict[str, Any]) -> None:
+    """The same question in OpenAI's newer form and in Anthropic's, whole and streamed."""
+    parts: list[Any] = [{"type": "input_text", "text": question["question"]}]
+    blocks: list[Any] = [{"type": "text", "text": question["question"]}]
+    if question["picture"]:
+        data = base64.b64encode((DEMO / question["picture"]).read_bytes()).decode()
+        parts.insert(0, {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"})
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        blocks.insert(0, {"type": "image", "source": source})
+    asked: Any = {"model": "demo", "input": [{"role": "user", "content": parts}], "temperature": 0}
+    answer = client.responses.create(**asked)
+    assert (answer.output_text, answer.status) == (question["answer"], "completed")
+    with client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_text == question["answer"]
+    turn: Any = {"model": "demo", "messages": [{"role": "user", "content": blocks}]}
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as other:
+        count = other.messages.count_tokens(**turn).input_tokens
+        for sequences, text, reason in (
+            ([], question["answer"], "end_turn"),
+            (["."], question["answer"].partition(".")[0], "stop_sequence"),
+        ):
+            options: Any = {"max_tokens": 100, "extra_body": {"temperature": 0}, "stop_sequences": sequences}
+            message = other.messages.create(**turn, **options)
+            with other.messages.stream(**turn, **options) as events:
+                streamed = events.get_final_message()
+            for one in (message, streamed):
+                assert (one.content[0].text, one.stop_reason) == (text, reason)
+                assert one.usage.input_tokens + (one.usage.cache_read_input_tokens or 0) == count
+
+
+def test_a_request_is_ended_by_its_id(served: Served, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "Hello"}],
+        stream=True,
+        max_tokens=1500,
+        extra_body={"ignore_eos": True},
+    )
+    first = next(iter(stream))
+    request = urllib.request.Request(f"{served.url}/v1/requests/{first.id}", method="DELETE")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert json.loads(response.read())["ended"] == 1
+    with pytest.raises(openai.APIError, match="stopped before it had finished"):
+        list(stream)
+    at_rest(served)
+
+
+def test_what_the_server_says_of_itself(served: Served) -> None:
+    info = served.get("/server_info")
+    [instance] = info["instances"]
+    assert (info["model"], info["topology"], instance["device"]) == ("demo", "EPD", "cpu")
+    assert instance["kv_cache"]["num_blocks"] > 0 and instance["image_cache"]["bytes"] > 0
+    assert str(ROOT) not in json.dumps(info)
+    assert served.get("/load") == {"server_load": 0}
+    assert "/v1/messages" in served.get("/openapi.json")["paths"]
+
+
 def test_errors_reach_the_client_as_its_own_classes(client: openai.OpenAI) -> None:
     broken: Any = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
     with pytest.raises(openai.BadRequestError) as caught:
@@ -177,6 +236,29 @@ def test_the_readme_commands_work_as_pasted(served: Served) -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
         assert done.returncode == 0, done.stderr
         assert "There" in done.stdout or "star" in done.stdout
+
+
+def test_the_quick_start_works_as_pasted(served: Served, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8000", served.url)
+    program = tmp_path / "hydra-engine"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hydra_engine "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    blocks = [
+        ["bash", "-c", b] for b in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "hydra-engine serve" not in b
+    ]
+    blocks += [[sys.executable, "-c", script] for script in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    outputs = []
+    for block in blocks:
+        done = subprocess.run(block, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    asked, chatted, chosen, generated, memory, streamed, message = outputs
+    assert json.loads(asked)["choices"][0]["message"]["content"] == "Two plus three is five."
+    assert json.loads(chosen)["choices"][0]["message"]["content"] in ("five", "six")
+    assert chatted.strip() == message.strip() == "Two plus three is five."
+    assert generated.startswith("There is a blue triangle") and "prefill" in generated
+    assert streamed.strip() == "There are two red objects." and "epd0" in memory
 
 
 def test_sigterm_lets_a_stream_finish_and_exits_zero() -> None:

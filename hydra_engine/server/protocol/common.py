@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from hydra_engine import __version__
 from hydra_engine.core import outputs
-from hydra_engine.core.outputs import Result
+from hydra_engine.core.outputs import Result, TextLogprob
 from hydra_engine.observe import timeline
 
 FINGERPRINT = f"hydra-{__version__}"
@@ -145,3 +146,30 @@ def _span_of(span: outputs.StageSpan) -> Span:
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
+
+
+# ---- log probabilities of the prompt, in vLLM's form
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def prompt_logprobs(entries: Sequence[TextLogprob | None] | None, num_top: int | None) -> PromptLogprobs | UnsetType:
+    """By token id, the prompt's own token first and then the best ones. None for the first token. UNSET where nobody
+    asked for it."""
+    if entries is None or num_top is None:
+        return UNSET
+    return [None if entry is None else _by_id(entry, num_top) for entry in entries]
+
+
+def _by_id(entry: TextLogprob, num_top: int) -> dict[int, PromptLogprob]:
+    found = {entry.token_id: PromptLogprob(finite(entry.logprob), entry.rank, entry.token)}
+    for rank, (token_id, text, logprob) in enumerate(entry.top[:num_top], start=1):
+        found.setdefault(token_id, PromptLogprob(finite(logprob), rank, text))
+    return found

@@ -23,20 +23,37 @@ from hydra_engine.core.request import (
     SamplingParams,
     Slo,
 )
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.protocol.structured import (
+    Choices,
+    GrammarText,
+    ResponseFormat,
+    StructuredOutputs,
+    grammar_of,
+    no_schema,
+)
 
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SALT_CHARS = 256
+MAX_NAME_CHARS = 256
+MAX_TEXT_CHARS = 1 << 24  # of one text; what a context has room for is less, and a whole body has a limit of its own
+MAX_URL_CHARS = 1 << 28  # data URLs; a picture's and a video's bytes are counted before they are decoded
 
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+MediaUrl = Annotated[str, Meta(max_length=MAX_URL_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
-TokenName = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]  # an id as a key of a JSON object
+# `$` would let a newline through at the end.
+TokenName = Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")]  # an id as a key of a JSON object
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
-RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -44,20 +61,17 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completions have in common; null means the default everywhere."""
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What the requests of all generating endpoints have in common; null means the default everywhere."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     min_p: Share | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    max_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
@@ -71,10 +85,21 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=no_schema)
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None
+    json_schema: GrammarText | None = None
+    ebnf: GrammarText | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1
 
     @property
     def slo(self) -> Slo:
@@ -82,6 +107,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             ttft_s=None if self.ttft_ms is None else self.ttft_ms / 1e3,
             tpot_s=None if self.tpot_ms is None else self.tpot_ms / 1e3,
         )
+
+
+class SamplingFields(GenerationFields, frozen=True, kw_only=True):
+    """What chat and completions have in common besides."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    stop: StopStrings | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -92,8 +131,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def sampling_of(fields: SamplingFields, **chosen: Any) -> SamplingParams:
+def sampling_of(fields: GenerationFields, **chosen: Any) -> SamplingParams:
     """What the request names; SamplingParams has OpenAI's defaults for the rest."""
+    if (grammar := grammar_of(fields)) is not None:
+        if chosen.get("grammar") is not None:
+            raise InvalidRequest("output can have one form only; leave out one of them", param=grammar.param)
+        chosen["grammar"] = grammar
     if fields.logit_bias:
         chosen["logit_bias"] = {int(token): bias for token, bias in fields.logit_bias.items()}
     for name in SamplingParams.__dataclass_fields__.keys() & fields.__struct_fields__:

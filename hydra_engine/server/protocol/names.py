@@ -15,8 +15,7 @@ from hydra_engine.server.strict_json import parse
 logger = logging.getLogger(__name__)
 
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
-    | {"prompt_cache_key", "prompt_cache_retention"}
+    {"user", "metadata", "store", "service_tier", "safety_identifier"} | {"prompt_cache_key", "prompt_cache_retention"}
 )
 
 # name -> the values that ask for nothing. Anything else would change the answer and is refused.
@@ -26,9 +25,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -37,19 +33,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
     "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
@@ -66,21 +50,29 @@ _logged_names: set[str] = set()
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-def parse_request(body: bytes, kind: type[R]) -> R:
-    """The body as `kind`, after the fields that it does not have were ignored or refused."""
+def parse_request(body: bytes | bytearray, kind: type[R]) -> R:
+    """The body as `kind`, after the fields that it does not have were ignored or refused. A kind with other fields to
+    refuse than chat and completions has a class variable of its own named UNSUPPORTED."""
     request, names = parse(body, kind)
     others = names.difference(kind.__struct_fields__)
-    if others & UNSUPPORTED.keys():
+    refused = refused_fields(kind)
+    if others & refused.keys():
         values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name in sorted(others & UNSUPPORTED.keys()):
-            _refuse_unless_default(name, bytes(values[name]))
-    for name in others.difference(IGNORED, UNSUPPORTED):
+        for name in sorted(others & refused.keys()):
+            _refuse_unless_default(name, bytes(values[name]), refused[name])
+    for name in others.difference(IGNORED, refused):
         log_once(name)
     return request
 
 
-def _refuse_unless_default(name: str, raw: bytes) -> None:
-    accepted = (None, *UNSUPPORTED[name])
+def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """Of requests of this kind: name -> the values, beside null, that ask for nothing."""
+    refused: dict[str, tuple[Any, ...]] = UNSUPPORTED | getattr(kind, "UNSUPPORTED", {})
+    return {name: values for name, values in refused.items() if name not in kind.__struct_fields__}
+
+
+def _refuse_unless_default(name: str, raw: bytes, defaults: tuple[Any, ...]) -> None:
+    accepted = (None, *defaults)
     if not _is_one_of(raw, accepted):
         hint = f"leave it out or send {msgspec.json.encode(accepted[1]).decode()}" if accepted[1:] else "leave it out"
         raise InvalidRequest(

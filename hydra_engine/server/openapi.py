@@ -1,0 +1,248 @@
+"""GET /openapi.json: an OpenAPI 3.1 document, made from the routes that the application has and the types that they
+read and write.
+
+Schemas are msgspec's own, so that what is documented is what is checked. Does not know any field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from hydra_engine import __version__
+from hydra_engine.errors import CODES
+from hydra_engine.server.auth import ADMIN_PATHS, OPEN_PATHS, PAGE_FILES
+from hydra_engine.server.errors import AnthropicErrorAnswer, ErrorAnswer, has_anthropic_style
+from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
+from hydra_engine.server.protocol.names import refused_fields
+
+Json = dict[str, Any]
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_REF = "#/components/schemas/{name}"
+_EVERYWHERE = (500,)
+_WORDS = {
+    400: "A field or the request is wrong; the message says what to change",
+    401: "No valid key",
+    404: "No such model, route or request",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not plain JSON",
+    429: "This client asks for more than it may; Retry-After says when to try again",
+    500: "This request failed; others did not",
+    503: "Not now; Retry-After says when to try again",
+}
+
+
+PAGE_PATHS = PAGE_FILES | {"/ui/events"}  # between the server and its own page
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Which kinds of keys are asked for."""
+
+    api: bool
+    admin: bool
+
+
+KEYS = web.AppKey("documented_keys", Keys)
+
+
+async def show(request: web.Request) -> web.Response:
+    routes = tuple(routes_of(request.app))
+    return web.Response(body=await asyncio.to_thread(_written, routes, request.app[KEYS]), content_type=_JSON)
+
+
+@lru_cache(maxsize=4)
+def _written(routes: tuple[tuple[str, str], ...], keys: Keys) -> bytes:
+    """Takes longer than the loop may be held."""
+    return msgspec.json.encode(document(routes, keys))
+
+
+def routes_of(app: web.Application) -> list[tuple[str, str]]:
+    """(method, path) of the API. Without HEAD, which every GET has, and without the page."""
+    found = []
+    for route in app.router.routes():
+        if route.resource is None or route.resource.canonical in PAGE_PATHS:
+            continue
+        if route.method != "HEAD":
+            found.append((route.method, route.resource.canonical))
+    return found
+
+
+def document(routes: Iterable[tuple[str, str]], keys: Keys) -> Json:
+    """Routes that `OPERATIONS` does not have are left out."""
+    known = {route: OPERATIONS[route] for route in routes if route in OPERATIONS}
+    schemas, components = _schemas(known.values())
+    security = _security_schemes(keys)
+    paths: Json = {}
+    for (method, path), operation in known.items():
+        described = _operation(method, path, operation, schemas)
+        if path in ADMIN_PATHS:
+            described["security"] = [{"admin": []}]
+        elif keys.api and path not in OPEN_PATHS:
+            described["security"] = [{"bearer": []}, {"x_api_key": []}]
+        if "security" in described:
+            described["responses"]["401"] = {"$ref": f"#/components/responses/{_error_name(path, 401)}"}
+        paths.setdefault(path, {})[method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "hydra-engine",
+            "version": __version__,
+            "description": "An inference server for vision-language models. Fields that a schema does not name are "
+            "ignored; fields that would change the answer and are not built are named with the values that they may "
+            "have.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "responses": _error_answers(schemas),
+            "headers": {
+                "X-Request-Id": {"description": "The request's id, the client's own if it sent one", **_STRING},
+                "Retry-After": {"description": "Seconds", "schema": {"type": "integer"}},
+                "WWW-Authenticate": {"description": "Bearer", **_STRING},
+            },
+            **({"securitySchemes": security} if security else {}),
+        },
+    }
+
+
+_STRING: Json = {"schema": {"type": "string"}}
+
+
+# ---- operations
+
+
+def _operation(method: str, path: str, operation: Operation, schemas: dict[Any, Json]) -> Json:
+    described: Json = {
+        "operationId": f"{method.lower()}{path.translate(_IDENTIFIER)}",
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "responses": _answers(path, operation, schemas),
+    }
+    if operation.parameters:
+        described["parameters"] = [_parameter(one, schemas) for one in operation.parameters]
+    if operation.body is not None:
+        examples = {f"{index}": {"value": value} for index, value in enumerate(operation.examples, 1)}
+        content = {_JSON: {"schema": schemas[operation.body], "examples": examples}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
+_IDENTIFIER = {ord(c): "_" for c in "/{}."}
+
+
+def _parameter(parameter: Parameter, schemas: dict[Any, Json]) -> Json:
+    schema = schemas[parameter.kind]
+    if parameter.default is not None:
+        schema = {**schema, "default": parameter.default}
+    return {
+        "name": parameter.name,
+        "in": parameter.place,
+        "required": parameter.place == "path",
+        "description": parameter.description,
+        "schema": schema,
+    }
+
+
+def _answers(path: str, operation: Operation, schemas: dict[Any, Json]) -> Json:
+    if operation.answer is None:
+        content: Json = {TEXT: {"schema": {"type": "string"}}}
+    else:
+        content = {_JSON: {"schema": schemas[operation.answer]}}
+    if operation.events is not None:
+        content[_EVENTS] = {"schema": _event(schemas[operation.events], done=operation.done)}
+    found: Json = {"200": {"description": "OK", "headers": _headers("X-Request-Id"), "content": content}}
+    for status in sorted({*operation.errors, *_EVERYWHERE}):
+        found[str(status)] = {"$ref": f"#/components/responses/{_error_name(path, status)}"}
+    for status, kind in operation.others.items():
+        found[str(status)] = _error_answer(status, schemas[kind])
+    return found
+
+
+def _event(data: Json, *, done: bool) -> Json:
+    """One event of a stream, which is how tools read the schema of this media type."""
+    written = {"type": "string", "contentMediaType": _JSON, "contentSchema": data}
+    return {
+        "type": "object",
+        "description": "One of the server-sent events that come with `stream: true`",
+        "properties": {
+            "event": {"type": "string", "description": "The type of the data, where that has one"},
+            "data": {"oneOf": [{"const": "[DONE]"}, written]} if done else written,
+        },
+        "required": ["data"],
+    }
+
+
+# ---- errors
+
+
+def _error_name(path: str, status: int) -> str:
+    return f"{'AnthropicError' if has_anthropic_style(path) else 'Error'}{status}"
+
+
+def _error_answers(schemas: dict[Any, Json]) -> Json:
+    return {
+        f"{name}{status}": _error_answer(status, schemas[kind])
+        for name, kind in (("Error", ErrorAnswer), ("AnthropicError", AnthropicErrorAnswer))
+        for status in _WORDS
+    }
+
+
+def _error_answer(status: int, schema: Json) -> Json:
+    own = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}.get(status, ())
+    headers = _headers("X-Request-Id", *own)
+    return {"description": _WORDS[status], "headers": headers, "content": {_JSON: {"schema": schema}}}
+
+
+def _headers(*names: str) -> Json:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+# ---- types
+
+
+def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Json], Json]:
+    """(the schema of each type, what those refer to)."""
+    kinds: dict[Any, None] = {ErrorAnswer: None, AnthropicErrorAnswer: None}
+    bodies = []
+    for operation in operations:
+        types = [operation.body, operation.answer, operation.events, *operation.others.values()]
+        kinds.update(dict.fromkeys(kind for kind in types if kind is not None))
+        kinds.update(dict.fromkeys(parameter.kind for parameter in operation.parameters))
+        bodies += [operation.body] if operation.body is not None else []
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    for body in bodies:
+        refused = {name: {"enum": [None, *values]} for name, values in refused_fields(body).items()}
+        components[body.__name__]["properties"] |= refused
+    components["ErrorBody"]["properties"]["code"] = {"enum": [None, *sorted(CODES)]}
+    return dict(zip(kinds, map(_plain, schemas), strict=True)), _plain(components)
+
+
+def _plain(schema: Any) -> Any:
+    r"""Expressions as JSON Schema has them: their `$` never stands before a newline, as Python's `\Z`."""
+    if isinstance(schema, dict):
+        plain = {key: _plain(value) for key, value in schema.items()}
+        if isinstance(pattern := schema.get("pattern"), str) and pattern.endswith(r"\Z"):
+            plain["pattern"] = pattern.removesuffix(r"\Z") + "$"
+        return plain
+    return [_plain(item) for item in schema] if isinstance(schema, list | tuple) else schema
+
+
+def _security_schemes(keys: Keys) -> Json:
+    schemes: Json = {}
+    if keys.api:
+        schemes["bearer"] = {"type": "http", "scheme": "bearer", "description": "An API key"}
+        schemes["x_api_key"] = {"type": "apiKey", "in": "header", "name": "X-Api-Key", "description": "An API key"}
+    if keys.admin:
+        schemes["admin"] = {"type": "http", "scheme": "bearer", "description": "The admin key"}
+    return schemes

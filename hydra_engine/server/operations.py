@@ -1,0 +1,224 @@
+"""What each route takes and answers, for /openapi.json: types, examples, and the errors that only it has.
+
+A route without an entry here is not documented; a test says so. Does not know how a document is made of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra_engine.server import admin, health, info, models, requests, tokenize
+from hydra_engine.server.protocol import chat, completions, messages, responses
+from hydra_engine.server.protocol import tokenize as token_requests
+
+TEXT = "text/plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    description: str
+    kind: Any = str  # a type that msgspec knows
+    place: str = "path"  # or query
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`answer` is the JSON of a 200, None for text; `events` the data of a stream's events, `done` that [DONE] ends it;
+    `errors` statuses beside those that every route may answer with; `others` answers with a status and a form of their
+    own."""
+
+    tag: str
+    summary: str
+    answer: Any
+    body: Any = None
+    events: Any = None
+    done: bool = False
+    parameters: tuple[Parameter, ...] = ()
+    errors: tuple[int, ...] = ()
+    others: dict[int, Any] = field(default_factory=dict)
+    examples: tuple[dict[str, Any], ...] = ()
+
+
+_BODY = (400, 408, 413, 415)
+_MODEL = (*_BODY, 404, 429, 503)
+_PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJg"
+    "gg=="
+)
+_HELLO = {"role": "user", "content": "Hello"}
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "generation",
+        "An answer to chat messages with text and pictures",
+        chat.ChatCompletion,
+        chat.ChatCompletionRequest,
+        chat.ChatChunk,
+        done=True,
+        errors=_MODEL,
+        examples=(
+            {"messages": [_HELLO]},
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": _PICTURE}},
+                            {"type": "text", "text": "What is in the picture?"},
+                        ],
+                    }
+                ],
+                "max_tokens": 32,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        ),
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "generation",
+        "Text that goes on with a prompt, without a chat template",
+        completions.TextCompletion,
+        completions.CompletionRequest,
+        completions.TextCompletion,
+        done=True,
+        errors=_MODEL,
+        examples=({"prompt": "One, two,"}, {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True}),
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "generation",
+        "OpenAI's Responses, without a memory: nothing is stored",
+        responses.Response,
+        responses.ResponsesRequest,
+        responses.AnyResponseEvent,
+        errors=_MODEL,
+        examples=(
+            {"input": "Hello", "instructions": "Answer in one word."},
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "input_image", "image_url": _PICTURE, "detail": "auto"},
+                            {"type": "input_text", "text": "What is in the picture?"},
+                        ],
+                    }
+                ],
+                "max_output_tokens": 32,
+                "stream": True,
+            },
+        ),
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "generation",
+        "Anthropic's Messages",
+        messages.AnthropicMessage,
+        messages.MessagesRequest,
+        messages.AnyMessageEvent,
+        errors=_MODEL,
+        examples=(
+            {"max_tokens": 32, "messages": [_HELLO], "system": "Answer in one word."},
+            {
+                "max_tokens": 32,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "image",
+                                "source": {
+                                    "type": "base64",
+                                    "media_type": "image/png",
+                                    "data": _PICTURE.partition(",")[2],
+                                },
+                            },
+                            {"type": "text", "text": "What is in the picture?"},
+                        ],
+                    }
+                ],
+                "stop_sequences": ["###"],
+                "stream": True,
+            },
+        ),
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "tokens",
+        "How many tokens the prompt of Anthropic's Messages has, pictures included",
+        messages.TokensCount,
+        messages.CountTokensRequest,
+        errors=_MODEL,
+        examples=({"messages": [_HELLO]},),
+    ),
+    ("DELETE", "/v1/requests/{id}"): Operation(
+        "generation",
+        "Ends running generations of this client by their id",
+        requests.EndedRequests,
+        parameters=(Parameter("id", "the `id` of an answer, or its X-Request-Id"),),
+        errors=(404,),
+    ),
+    ("GET", "/v1/models"): Operation("models", "The model that is served", models.ModelList, errors=(503,)),
+    ("GET", "/v1/models/{model}"): Operation(
+        "models",
+        "The same by its name",
+        models.Model,
+        parameters=(Parameter("model", "the name of the model"),),
+        errors=(404, 503),
+    ),
+    ("POST", "/tokenize"): Operation(
+        "tokens",
+        "Token ids of a prompt or of messages, where a picture is one token",
+        tokenize.Tokens,
+        token_requests.TokenizeRequest,
+        errors=_MODEL,
+        examples=({"prompt": "Hello"}, {"messages": [_HELLO]}),
+    ),
+    ("POST", "/detokenize"): Operation(
+        "tokens",
+        "Text of token ids",
+        tokenize.Text,
+        token_requests.DetokenizeRequest,
+        errors=_MODEL,
+        examples=({"tokens": [72, 105]},),
+    ),
+    ("GET", "/livez"): Operation("server", "Answers while the HTTP process lives", health.Alive),
+    ("GET", "/health"): Operation(
+        "server", "Whether requests are served and make progress", health.Health, others={503: health.NotServing}
+    ),
+    ("GET", "/ready"): Operation("server", "The same as /health", health.Health, others={503: health.NotServing}),
+    ("GET", "/ping"): Operation("server", "The same as /health", health.Health, others={503: health.NotServing}),
+    ("GET", "/load"): Operation("server", "How many generations run or wait", info.Load),
+    ("GET", "/version"): Operation("server", "The version of the server", health.Version),
+    ("GET", "/server_info"): Operation(
+        "server", "Model, topology, devices, limits, caches and budgets", info.ServerInfo, errors=(503,)
+    ),
+    ("GET", "/metrics"): Operation("server", "Metrics in Prometheus's text format", None),
+    ("GET", "/openapi.json"): Operation("server", "This document", dict[str, Any]),
+    ("GET", "/admin/topology"): Operation(
+        "admin", "Which instances serve which stages", admin.TopologyAnswer, errors=(503,)
+    ),
+    ("POST", "/admin/topology"): Operation(
+        "admin",
+        "Changes that while requests are served",
+        admin.TopologyAnswer,
+        admin.TopologyRequest,
+        errors=(*_BODY, 503),
+        examples=({"topology": "EPD"},),
+    ),
+    ("POST", "/reset_prefix_cache"): Operation(
+        "admin", "Forgets reusable KV; what running requests hold stays", health.Alive, errors=(503,)
+    ),
+    ("POST", "/reset_mm_cache"): Operation(
+        "admin", "Forgets pictures and their features; what running requests hold stays", health.Alive, errors=(503,)
+    ),
+    ("GET", "/debug/trace"): Operation(
+        "admin",
+        "What happened to requests that have ended, as Chrome's trace format",
+        admin.Trace,
+        parameters=(Parameter("seconds", "how far back", admin.TraceSeconds, place="query", default=admin.TRACE_S),),
+        errors=(400, 503),
+    ),
+    ("GET", "/debug/ledger"): Operation("admin", "What is held right now; for tests", dict[str, Any]),
+}

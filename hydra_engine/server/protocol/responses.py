@@ -1,0 +1,363 @@
+"""POST /v1/responses: its request, its answer and the events of its stream, as OpenAI has them, without a memory.
+
+Nothing is stored, so what refers to an earlier response is refused by name; tools are not built. Does not know how a
+request is run or when an event is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hydra_engine.core import outputs
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.outputs import FinishReason, TextLogprob
+from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, TokenLogprob, chat_logprobs
+from hydra_engine.server.protocol.common import Metrics
+from hydra_engine.server.protocol.fields import GenerationFields, MediaUrl, StopStrings, Text, TokenCount, sampling_of
+from hydra_engine.server.protocol.names import log_once
+from hydra_engine.server.protocol.schemas import schema_grammar
+
+MAX_METADATA = 16
+MAX_INCLUDES = 32
+LOGPROBS = "message.output_text.logprobs"  # the one thing to include that is built
+
+ShortText = Annotated[str, Meta(max_length=64)]
+Metadata = Annotated[dict[ShortText, Annotated[str, Meta(max_length=512)]], Meta(max_length=MAX_METADATA)]
+
+
+# ---- the request
+
+
+class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
+    text: Text
+
+
+class InputImage(msgspec.Struct, frozen=True, tag_field="type", tag="input_image"):
+    image_url: MediaUrl
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    """Of an answer that the client sends back."""
+
+    text: Text
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A message. Other types of items are refused by name."""
+
+    type: ShortText = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Annotated[list[InputText | InputImage | EarlierText], Meta(max_length=MAX_PARTS)] | Text | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """Without `strict` the schema holds all the same."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_\-]{1,64}\Z")]
+    schema: msgspec.Raw
+    description: Text | UnsetType | None = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | UnsetType | None = UNSET
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
+    """`store` may be true, as it is by default at OpenAI: nothing is stored, and the answer says `store: false`."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "reasoning": ({},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "truncation": ("disabled",),
+        "n": (1,),
+        "max_tokens": (),  # as others name max_output_tokens
+        "max_completion_tokens": (),
+    }
+
+    input: Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)] | Text
+    instructions: Text | None = None
+    max_output_tokens: TokenCount | None = None
+    stop: StopStrings | None = None
+    text: TextConfig | None = None
+    include: Annotated[list[ShortText], Meta(max_length=MAX_INCLUDES)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+
+    def sampling(self) -> SamplingParams:
+        for name in self.include or ():
+            if name != LOGPROBS:
+                log_once(f"include: {name}")
+        wants_logprobs = bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+        return sampling_of(
+            self,
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+            grammar=_grammar_of(self.text) if self.text is not None else None,
+        )
+
+    def messages(self) -> list[dict[str, Any]]:
+        """As the engine takes them: the instructions first, as a system message."""
+        found: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*found, {"role": "user", "content": self.input}]
+        return found + [_plain_message(item, f"input[{index}]") for index, item in enumerate(self.input)]
+
+
+def _grammar_of(text: TextConfig) -> Grammar | None:
+    if text.verbosity:
+        log_once("text.verbosity")
+    match text.format:
+        case JsonObjectFormat():
+            return Grammar("json_object", param="text.format")
+        case JsonSchemaFormat(schema=schema):
+            return schema_grammar(schema, "text.format.schema")
+    return None
+
+
+def _plain_message(item: InputItem, where: str) -> dict[str, Any]:
+    if item.type != "message":
+        raise InvalidRequest(
+            f"{where}: items of type {item.type!r} are not supported by this server; send messages only",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    if item.role is None or item.content is None:
+        missing = "role" if item.role is None else "content"
+        raise InvalidRequest(f"{where}.{missing} is required", param=f"{where}.{missing}")
+    role = "system" if item.role == "developer" else item.role
+    if isinstance(item.content, str):
+        return {"role": role, "content": item.content}
+    return {"role": role, "content": [_plain_part(part) for part in item.content]}
+
+
+def _plain_part(part: InputText | InputImage | EarlierText) -> dict[str, Any]:
+    if not isinstance(part, InputImage):
+        return {"type": "text", "text": part.text}
+    if part.detail not in (None, "auto"):  # every picture gets the model's own resolution
+        log_once("input_image.detail")
+    return {"type": "image_url", "image_url": {"url": part.image_url}}
+
+
+# ---- the answer
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    image_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: list[TokenLogprob] = []
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    status: Status
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+FailureCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+
+
+class ResponseFailure(msgspec.Struct, frozen=True):
+    code: FailureCode
+    message: str
+    param: str | None
+    type: str
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"]
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """What is null or fixed here is there because clients read it."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status
+    background: Literal[False] = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputMessage] = []
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    reasoning: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: TextConfig
+    tool_choice: Literal["auto"] = "auto"
+    tools: tuple[()] = ()
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: None = None
+    metadata: dict[str, str]
+    metrics: Metrics | UnsetType = UNSET
+
+
+def echoed(text: TextConfig | None) -> TextConfig:
+    """What the answer says of the form that was asked for."""
+    return TextConfig(TextFormat()) if text is None or text.format is None else TextConfig(text.format)
+
+
+def response_usage(usage: outputs.Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputDetails(usage.cached_tokens, usage.image_tokens),
+        usage.completion_tokens,
+        OutputDetails(),
+        usage.total_tokens,
+    )
+
+
+def failure_code(status: int) -> FailureCode:
+    """What OpenAI's clients know, for an HTTP status."""
+    if status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if status < 500 else "server_error"
+
+
+def status_of(reason: FinishReason) -> Status:
+    return "incomplete" if reason is FinishReason.LENGTH else "completed"
+
+
+def token_logprobs(entries: Sequence[TextLogprob] | None) -> list[TokenLogprob]:
+    return chat_logprobs(entries).content if entries else []
+
+
+# ---- the events of a stream, in their order
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
+    sequence_number: int
+
+
+class ResponseCreated(ResponseEvent, frozen=True, tag="response.created", kw_only=True):
+    response: Response
+
+
+class ResponseInProgress(ResponseEvent, frozen=True, tag="response.in_progress", kw_only=True):
+    response: Response
+
+
+class OutputItemAdded(ResponseEvent, frozen=True, tag="response.output_item.added", kw_only=True):
+    output_index: int = 0
+    item: OutputMessage
+
+
+class ContentPartAdded(ResponseEvent, frozen=True, tag="response.content_part.added", kw_only=True):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    part: OutputText
+
+
+class OutputTextDelta(ResponseEvent, frozen=True, tag="response.output_text.delta", kw_only=True):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    delta: str
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputTextDone(ResponseEvent, frozen=True, tag="response.output_text.done", kw_only=True):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    text: str
+    logprobs: list[TokenLogprob] = []
+
+
+class ContentPartDone(ResponseEvent, frozen=True, tag="response.content_part.done", kw_only=True):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    part: OutputText
+
+
+class OutputItemDone(ResponseEvent, frozen=True, tag="response.output_item.done", kw_only=True):
+    output_index: int = 0
+    item: OutputMessage
+
+
+class ResponseCompleted(ResponseEvent, frozen=True, tag="response.completed", kw_only=True):
+    response: Response
+
+
+class ResponseIncomplete(ResponseEvent, frozen=True, tag="response.incomplete", kw_only=True):
+    response: Response
+
+
+class ResponseFailed(ResponseEvent, frozen=True, tag="response.failed", kw_only=True):
+    response: Response
+
+
+AnyResponseEvent = (
+    ResponseCreated
+    | ResponseInProgress
+    | OutputItemAdded
+    | ContentPartAdded
+    | OutputTextDelta
+    | OutputTextDone
+    | ContentPartDone
+    | OutputItemDone
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+)

@@ -1,0 +1,172 @@
+"""Tool calls: what a request allows, the grammar that makes a model call, and calls as events.
+
+`/v1/chat/completions` shows the events in OpenAI's words; other endpoints have theirs. How calls are read out of a
+model's text is `tool_parsers.py`. Does not know HTTP or the requests of any endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.tool_objects import CallArguments, CallStart, Content, Event
+from hydra_engine.server.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
+
+# What a function takes that says nothing about it.
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+# By these a schema may mean properties that it does not list itself.
+_ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
+_LITERALS = frozenset({"enum", "const", "default", "examples"})  # values, in which nothing is a reference
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` as the model wrote them: JSON, unless it was cut off or nothing constrained it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolParser(Protocol):
+    """Turns a growing text into events. All text comes out again in some event, but for marks of calls, white space
+    around calls, and calls beyond those that are allowed. Events do not depend on where the text is cut."""
+
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What was held back; nothing may be fed afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request allows. `tools` in OpenAI's form, `mode` none, auto, required or named (then `name`); at most one
+    call unless `parallel`. Raises InvalidRequest, naming the fields of OpenAI's API."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    mode: str = "none"
+    name: str = ""
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode in ("required", "named") and not self.tools:
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        if self.mode == "named" and self.name not in self._names:
+            raise InvalidRequest("tool_choice names a function that is not among the tools", param="tool_choice")
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+    @property
+    def shown(self) -> tuple[Mapping[str, Any], ...]:
+        """Tools that the prompt names: none where none may be called."""
+        return () if self.mode == "none" else self.tools
+
+    def grammar(self) -> Grammar | None:
+        """What the output has to be for a call to come in any case."""
+        if self.mode == "named":
+            tool = next(tool for tool in self.tools if tool["function"]["name"] == self.name)
+            schema = _parameters(tool)
+        elif self.mode == "required":
+            schema = _calls_schema(self.tools, self.parallel)
+        else:
+            return None
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), param="tools")
+
+    def parser(self, dialect: str) -> ToolParser | None:
+        """A new one, for one answer; None where the text is the answer. `dialect` says how the model writes calls."""
+        if not self.shown:
+            return None
+        most = None if self.parallel else 1
+        if self.mode == "named":
+            return ForcedCall(self.name)
+        if self.mode == "required":
+            return JsonParser(self._names, most)
+        if dialect == "hermes":
+            return HermesParser(self._names, most)
+        return JsonParser(self._names, most) if dialect == "json" else PlainText()
+
+    def reads_marks(self, dialect: str) -> bool:
+        return self.mode == "auto" and bool(self.tools) and dialect == "hermes"
+
+    def check(self, configured: str, chat_template: str | None) -> None:
+        """Raises InvalidRequest where a model would never hear of the tools that it may call."""
+        unheard = configured == "auto" and chat_template is not None and "tools" not in chat_template
+        if self.mode == "auto" and self.tools and unheard:
+            raise InvalidRequest(
+                'the chat template of this model knows no tools; set tool_choice to "required", "none" or one function',
+                param="tools",
+                code="unsupported_parameter",
+            )
+
+
+def dialect_of(configured: str, chat_template: str | None) -> str:
+    """hermes, json or none: what the server was told, or what the template tells the model to write."""
+    if configured != "auto":
+        return configured
+    return "hermes" if "<tool_call>" in (chat_template or "") else "none"
+
+
+def collect(events: Iterable[Event]) -> tuple[str, tuple[ToolCall, ...]]:
+    """A whole answer's text and calls."""
+    texts: list[str] = []
+    calls: dict[int, ToolCall] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case Content(text):
+                texts.append(text)
+            case CallStart(index, id, name):
+                calls[index], arguments[index] = ToolCall(id, name, ""), []
+            case CallArguments(index, text):
+                arguments[index].append(text)
+    whole = (ToolCall(call.id, call.name, "".join(arguments[index])) for index, call in calls.items())
+    return "".join(texts), tuple(whole)
+
+
+def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of objects. One that lists its parameters and does not say whether there may be others has no others:
+    a function would not know them, and clients send such schemas of plain functions."""
+    schema = tool["function"].get("parameters")
+    if schema is None:
+        return _NO_PARAMETERS
+    listed = "properties" in schema and not _ELSEWHERE & schema.keys()
+    closed = {"additionalProperties": False} if listed else {}
+    return closed | (dict(schema) if _SHAPES & schema.keys() else {"type": "object", **schema})
+
+
+def _calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
+    """A list of calls. Each tool's schema lies among the definitions, and its references by path are led there."""
+    calls, definitions = [], {}
+    for index, tool in enumerate(tools):
+        place = f"#/$defs/tool{index}"
+        own = {name: value for name, value in _parameters(tool).items() if name not in ("$schema", "$id")}
+        definitions[f"tool{index}"] = _moved(own, place)
+        properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": {"$ref": place}}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    limits = {"minItems": 1} if parallel else {"minItems": 1, "maxItems": 1}
+    return {"type": "array", **limits, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose root is now at `place` of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[name] = place + value[1:]
+        else:
+            moved[name] = value if name in _LITERALS else _moved(value, place)
+    return moved

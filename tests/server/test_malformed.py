@@ -1,0 +1,142 @@
+"""Some hundred malformed requests against the served demo model, as `python -m bench.fuzz` sends thousands of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench import fuzz
+from bench.hostile import CLOSED, Case, cases
+from bench.restless import footprint
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server import strict_json
+from hydra_engine.server.protocol.chat import ChatCompletionRequest
+from tests.server.conftest import Served, chat_body
+
+NUM_CLASSES = len({case.name for case in cases(0, 200)})
+EVERYTHING = frozenset({CLOSED, *range(600)})
+
+
+def test_malformed_requests_harm_nobody() -> None:
+    """No 500, no word from inside, nothing held or grown afterwards, and the tokens of four other streams unchanged."""
+    tally = fuzz.campaign(4 * NUM_CLASSES, seed=3, concurrency=4)
+    assert len(tally.by_class) == NUM_CLASSES > 25
+    assert tally.statuses["400"] > 60 and tally.statuses["415"] and tally.statuses["413"]
+    assert tally.bystanders > 8
+    assert tally.clean, (tally.unexpected, tally.lost, tally.changed, tally.leaks, tally.log)
+
+
+def test_the_same_seed_sends_the_same() -> None:
+    first, again, other = (list(cases(seed, 40)) for seed in (5, 5, 6))
+    assert first == again != other
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Iterator[Any]]:
+    """A campaign against a server that is not one: it says the same to everybody."""
+    said = bytearray()
+    connections: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(bytes(said))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    fake: Any = type("Fake", (), {"port": server.sockets[0].getsockname()[1], "log": [], "process": None})
+    yield fuzz.Campaign(fake, 1), said  # type: ignore[misc]
+    server.close()
+
+
+def error(status: int, message: str, code: str | None = None) -> bytes:
+    body = {"error": {"message": message, "type": "x", "param": None, "code": code}}
+    return f"HTTP/1.1 {status} X\r\n\r\n{json.dumps(body)}".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (error(400, "no"), ""),
+        (error(500, "no"), "status [500]"),
+        (error(200, "no"), "status [200]"),
+        (error(400, "at 0x7f00aabbcc"), "names b'0x7f00aa'"),
+        (error(400, "see /work/x"), "names b'/work'"),
+        (error(400, "no", "made_up"), "unknown code made_up"),
+        (b"", "status [0]"),
+    ],
+)
+async def test_the_campaign_notices(watched: Any, answer: bytes, found: str) -> None:
+    campaign, said = watched
+    said += answer
+    await campaign._one(Case("a", b"GET / HTTP/1.1\r\n\r\n", frozenset({400})))
+    assert len(campaign.tally.unexpected) == bool(found)
+    assert found in "".join(campaign.tally.unexpected)
+
+
+async def test_the_campaign_notices_changed_streams_and_growth(served: Served) -> None:
+    told = await fuzz.golden(served.port, chat_body("one two three", stream=True))
+    assert told != await fuzz.golden(served.port, chat_body("one two four", stream=True))
+    served.engine.error, served.engine.fail_after = ValueError("x"), 2
+    assert told != await fuzz.golden(served.port, chat_body("one two three", stream=True))
+    served.engine.error = None
+    assert told == await fuzz.golden(served.port, chat_body("one two three", stream=True))
+    now = footprint(os.getpid())
+    assert replace(now, descriptors=now.descriptors + 1).grown(now) and not now.grown(now)
+
+
+# ---- bodies that would hold the loop
+
+
+async def test_a_body_with_many_values_does_not_hold_the_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked beside the loop, which answers others meanwhile."""
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+    check = strict_json._check_structure
+
+    def slow(body: bytes) -> set[str]:
+        if len(body) > 300_000:
+            asyncio.run_coroutine_threadsafe(livez(served, seen), loop).result(10)
+        return check(body)
+
+    monkeypatch.setattr(strict_json, "_check_structure", slow)
+    async with served.chat(metadata={"x": ["a"] * 80_000}) as response:
+        assert response.status == 200
+    assert seen == [200]
+
+
+async def livez(served: Served, seen: list[int]) -> None:
+    async with served.get("/livez") as response:
+        seen.append(response.status)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (rb"\u0000", True),
+        (rb"\\\u0000", True),
+        (rb"a\\u0000", False),
+        (rb"\\\\u0000", False),
+        (rb"\\\\\u0000", True),
+        (rb"\u005c\u0000", True),
+        (rb"\\u0000 \u0000", True),
+        (b"\0", True),
+        (rb"\\u0000" + b"\0", True),
+    ],
+)
+def test_an_escaped_nul_is_one_only_where_its_backslash_counts(text: bytes, refused: bool) -> None:
+    body = b'{"messages":[{"role":"user","content":"' + text + b'"}]}'
+    try:
+        strict_json.parse(body, ChatCompletionRequest)
+    except InvalidRequest as error:
+        assert refused and "NUL" in error.message
+    else:
+        assert not refused

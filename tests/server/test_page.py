@@ -1,0 +1,228 @@
+"""The page's files and its stream of snapshots, over HTTP: headers, keys, bounds, and nothing of what was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from hydra_engine.config import ServerConfig
+from hydra_engine.core.instances import Condition
+from hydra_engine.core.messages import StepReport
+from hydra_engine.core.outputs import StageSpan
+from hydra_engine.observe.live import LiveRequest
+from hydra_engine.observe.trace import TraceRing
+from hydra_engine.server import page
+from hydra_engine.server.app import build_app
+from hydra_engine.server.context import LIFECYCLE
+from hydra_engine.server.runner import listen
+from tests.server.conftest import Serve, Served, until
+from tests.server.stub import StubEngine, example_status, instances_of
+
+STATIC = Path(page.__file__).parent / "static"
+SPANS = (
+    StageSpan("prefill", 0.1, 0.2, "epd0", "language", 3, 40),
+    StageSpan("decode", 0.2, 0.5, "epd0", "language", 2, 9),
+)
+
+
+async def snapshots(served: Served, path: str = "/ui/events", **options: Any) -> AsyncIterator[dict[str, Any]]:
+    async with served.get(path, **options) as answer:
+        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+
+
+async def first(served: Served, path: str = "/ui/events", **options: Any) -> dict[str, Any]:
+    async for snapshot in snapshots(served, path, **options):
+        return snapshot
+    raise AssertionError("a stream without an event")
+
+
+async def test_files_come_with_strict_headers_and_are_asked_for_again(served: Served) -> None:
+    for path in ("/", *(f"/ui/{file.name}" for file in STATIC.iterdir())):
+        async with served.get(path) as answer:
+            assert answer.status == 200
+            assert (
+                answer.headers["Cache-Control"] == "no-cache" and answer.headers["X-Content-Type-Options"] == "nosniff"
+            )
+            assert answer.headers["Referrer-Policy"] == "no-referrer"
+            policy = answer.headers["Content-Security-Policy"]
+            tag = answer.headers["ETag"]
+            body = await answer.read()
+        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+        assert not re.search(rb"https?://(?!www\.w3\.org|127\.0\.0\.1)[a-z]", body), "an outside resource"
+        async with served.get(path, headers={"If-None-Match": tag}) as answer:
+            assert answer.status == 304 and await answer.read() == b""
+        async with served.get(path, headers={"If-None-Match": '"other"'}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("name", ["absent.js", "..%2fpage.py", "%2e%2e%2fapp.py", "static", "."])
+async def test_only_the_pages_own_files_are_there(served: Served, name: str) -> None:
+    async with served.get("/ui/" + name) as answer:
+        assert answer.status == 404 and b"import" not in await answer.read()
+
+
+async def test_off_with_a_flag(serve: Serve) -> None:
+    served = await serve(ui=False)
+    for path in ("/", "/ui/app.js", "/ui/events", "/ui/"):
+        async with served.get(path) as answer:
+            assert answer.status == 404
+
+
+async def test_files_need_no_key_and_events_do(serve: Serve) -> None:
+    served = await serve(api_key=("k",))
+    for path, headers, status in (
+        ("/", {}, 200),
+        ("/ui/app.js", {}, 200),
+        ("/ui/events", {}, 401),
+        ("/ui/events", {"Authorization": "Bearer x"}, 401),
+        ("/ui/nothing.js", {}, 404),
+    ):
+        async with served.get(path, headers=headers) as answer:
+            assert answer.status == status
+    assert (await first(served, headers={"Authorization": "Bearer k"}))["state"] == "ok"
+
+
+async def test_a_snapshot_has_gauges_counts_and_stages(served: Served) -> None:
+    engine = served.engine
+    status = example_status(language_step=StepReport(True, 9.5, 4, 1, 0, 68), num_decoding=2)
+    engine.states = instances_of("E+PD", pd0={"status": status, "restarts": 1, "condition": Condition.SILENT})
+    engine.running = [LiveRequest("chatcmpl-1", 3.0, None, 0, "encode", "e0")]
+    engine.ring.add("chatcmpl-0", 1.5, SPANS)
+    found = await first(served)
+    assert (found["model"], found["state"], found["number"]) == ("stub", "ok", 1)
+    assert [(i["name"], i["role"], i["condition"], i["restarts"]) for i in found["instances"]] == [
+        ("e0", "E", "ready", 0),
+        ("pd0", "PD", "silent", 1),
+    ]
+    shown = found["instances"][1]["status"]
+    assert shown["kv_blocks_used"] == 25 and shown["num_decoding"] == 2
+    assert shown["language_step"] | {"since_s": 0} == {
+        **{"running": True, "since_s": 0, "decodes": 4, "prefills": 1, "images": 0, "tokens": 68}
+    }
+    assert found["ended"] == [
+        {
+            "id": "chatcmpl-0",
+            "arrival_s": 1.5,
+            "spans": [
+                ["prefill", 0.1, 0.2, "epd0", "language", 3, 40, None],
+                ["decode", 0.2, 0.5, "epd0", "language", 2, 9, None],
+            ],
+        }
+    ]
+    assert found["running"][0] == {
+        **{"id": "chatcmpl-1", "arrival_s": 3.0, "first_token_s": None, "num_tokens": 0, "stage": "encode"},
+        "instance": "e0",
+    }
+
+
+async def test_only_what_is_new_comes_again_and_after_a_break_what_was_missed(served: Served, monkeypatch: Any) -> None:
+    monkeypatch.setattr(page, "PERIOD_S", 0.01)
+    engine = served.engine
+    engine.ring.add("one", 1.0, SPANS)
+    stream = snapshots(served)
+    assert [r["id"] for r in (await anext(stream))["ended"]] == ["one"]
+    engine.ring.add("two", 2.0, SPANS)
+    seen = []
+    async for snapshot in stream:
+        seen += [r["id"] for r in snapshot["ended"]]
+        if seen:
+            break
+    await stream.aclose()
+    assert seen == ["two"]
+    engine.ring.add("three", 3.0, SPANS)
+    assert [r["id"] for r in (await first(served, "/ui/events?since=2"))["ended"]] == ["three"]
+    assert [r["id"] for r in (await first(served, "/ui/events?since=99"))["ended"]] == ["one", "two", "three"]
+    for wrong in ("-1", "x", "1e3", "9" * 16, "²"):
+        async with served.get("/ui/events", params={"since": wrong}) as answer:
+            assert answer.status == 400 and (await answer.json())["error"]["param"] == "since"
+
+
+async def test_what_is_asked_and_answered_is_in_no_event(served: Served) -> None:
+    async with served.chat("a secret word", return_metrics=True) as answer:
+        assert answer.status == 200
+    found = await first(served)
+    assert "secret" not in json.dumps(found)
+    assert found["outcomes"] == {
+        **{"finished": 1, "failed": 0, "cancelled": 0, "limited": 0, "good": 0},
+        "verdicts": {"ttft": [0, 0], "tpot": [0, 0]},
+    }
+
+
+async def test_attainment_is_counted_by_limit(served: Served) -> None:
+    for limits in ({"ttft_ms": 500}, {"ttft_ms": 100}, {"tpot_ms": 500}):
+        async with served.chat(**limits) as answer:
+            assert answer.status == 200
+    outcomes = (await first(served))["outcomes"]
+    assert (outcomes["limited"], outcomes["good"]) == (3, 1)
+    assert outcomes["verdicts"] == {"ttft": [1, 2], "tpot": [0, 1]}
+
+
+async def test_eight_may_watch_and_who_leaves_makes_room(served: Served) -> None:
+    streams = [snapshots(served) for _ in range(page.MAX_VIEWERS)]
+    for stream in streams:
+        await anext(stream)
+    async with served.get("/ui/events") as answer:
+        assert answer.status == 503 and "Retry-After" in answer.headers
+        assert "watching" in (await answer.json())["error"]["message"]
+    await streams.pop().aclose()
+    async with asyncio.timeout(2):
+        while True:
+            async with served.get("/ui/events") as answer:
+                if answer.status == 200:
+                    break
+    for stream in streams:
+        await stream.aclose()
+
+
+async def test_who_does_not_read_is_dropped(serve: Serve, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(page, "PERIOD_S", 0.001)
+    monkeypatch.setattr(page, "STALL_S", 0.2)
+    served = await serve()
+    served.engine.running = [LiveRequest("x" * 128, 0.0, None, 0, "decode", "epd0")] * 100
+    sock = socket.create_connection(("127.0.0.1", served.port))
+    sock.sendall(b"GET /ui/events HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: "slow_reader" in caplog.text, limit_s=8.0)
+    sock.close()
+
+
+async def test_a_loading_server_says_so(served: Served) -> None:
+    served.engine.state = "loading"
+    found = await first(served)
+    assert found["state"] == "loading" and found["instances"] == [] and found["model"] == "stub"
+
+
+async def test_the_end_of_the_server_ends_the_stream() -> None:
+    app = build_app(StubEngine(), ServerConfig())
+    listening = await listen(app, "127.0.0.1", 0)
+    async with aiohttp.ClientSession() as http, http.get(listening.url + "/ui/events") as answer:
+        await answer.content.readuntil(b"\n\n")
+        app[LIFECYCLE].draining = True
+        while b'"state":"draining"' not in await answer.content.readuntil(b"\n\n"):
+            pass
+        closing = asyncio.create_task(listening.close())
+        await answer.content.read()  # to its proper end: a cut connection would raise
+        await closing
+
+
+def test_the_ring_numbers_what_it_has_seen() -> None:
+    ring = TraceRing(capacity=3)
+    assert ring.since(0, 10) == (0, [])
+    for number in range(5):
+        ring.add(f"r{number}", float(number), SPANS)
+    number, found = ring.since(0, 10)
+    assert number == 5 and [id for id, _, _ in found] == ["r2", "r3", "r4"]
+    assert [id for id, _, _ in ring.since(3, 10)[1]] == ["r3", "r4"]
+    assert [id for id, _, _ in ring.since(2, 1)[1]] == ["r4"]
+    assert ring.since(5, 10) == (5, [])
+    assert len(ring.since(6, 10)[1]) == 3

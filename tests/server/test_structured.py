@@ -1,0 +1,184 @@
+"""Structured output over HTTP: every spelling becomes one grammar, and the official client gets what it asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from hydra_engine import Engine
+from hydra_engine.config import ServerConfig
+from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.app import build_app
+from hydra_engine.server.protocol.chat import ChatCompletionRequest
+from hydra_engine.server.protocol.completions import CompletionRequest
+from hydra_engine.server.protocol.names import parse_request
+from hydra_engine.server.runner import listen
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+TEXT = json.dumps(SCHEMA)
+QUESTION = [{"role": "user", "content": "What is two plus three?"}]
+
+
+def grammar_of(kind: type = ChatCompletionRequest, **fields: Any) -> Grammar | None:
+    body = {"messages": QUESTION} if kind is ChatCompletionRequest else {"prompt": "abc"}
+    grammar: Grammar | None = parse_request(msgspec.json.encode(body | fields), kind).sampling().grammar
+    return grammar
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {"json": None, "disable_fallback": True, "disable_any_whitespace": False}}, None),
+        ({"guided_json": None, "regex": None}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_object", "", "response_format")),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            ("json_schema", TEXT, "response_format.value"),
+        ),
+        ({"structured_outputs": {"json_object": True}}, ("json_object", "", "structured_outputs.json_object")),
+        ({"guided_json": SCHEMA}, ("json_schema", TEXT, "guided_json")),
+        ({"guided_json": TEXT}, ("json_schema", TEXT, "guided_json")),
+        ({"json_schema": TEXT}, ("json_schema", TEXT, "json_schema")),
+        ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", TEXT, "structured_outputs.json")),
+        ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
+        ({"regex": "a+"}, ("regex", "a+", "regex")),
+        ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+", "structured_outputs.regex")),
+        ({"guided_choice": ["é", 'b"']}, ("choice", '["é", "b\\""]', "guided_choice")),
+        ({"structured_outputs": {"choice": ["a"]}}, ("choice", '["a"]', "structured_outputs.choice")),
+        ({"guided_grammar": 'start: "a"'}, ("lark", 'start: "a"', "guided_grammar")),
+        ({"guided_grammar": 'root ::= "a"'}, ("ebnf", 'root ::= "a"', "guided_grammar")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, ("lark", 'start: "a"', "structured_outputs.grammar")),
+        ({"ebnf": 'root ::= "a"'}, ("ebnf", 'root ::= "a"', "ebnf")),
+    ],
+    ids=str,
+)
+def test_every_spelling(kind: type, fields: dict[str, Any], expected: tuple[str, str, str] | None) -> None:
+    found = grammar_of(kind, **fields)
+    if expected is None or found is None:
+        assert found is expected
+    elif expected[0] == "json_schema":
+        assert (found.kind, json.loads(found.source), found.param) == (expected[0], SCHEMA, expected[2])
+    else:
+        assert (found.kind, found.source, found.param) == expected
+
+
+def test_the_schema_of_a_response_format() -> None:
+    for more in ({}, {"strict": True}, {"strict": False, "description": "it"}):
+        found = grammar_of(
+            response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, **more}}
+        )
+        assert found is not None and json.loads(found.source) == SCHEMA
+        assert (found.kind, found.param) == ("json_schema", "response_format.json_schema.schema")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"regex": "a", "guided_regex": "a"}, "regex"),
+        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_json": {"x": "y" * MAX_GRAMMAR_CHARS}}, "guided_json"),
+        ({"guided_choice": ["a" * 40_000, "b" * 40_000]}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex"),
+        ({"json_schema": SCHEMA}, "json_schema"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_ones_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_of(**fields)
+    assert caught.value.param == param
+
+
+def test_biases_and_allowed_tokens_arrive() -> None:
+    body = {"messages": QUESTION, "logit_bias": {"5": -1.5, "17": 100}, "allowed_token_ids": [3, 5]}
+    sampling = parse_request(msgspec.json.encode(body), ChatCompletionRequest).sampling()
+    assert sampling.logit_bias == ((5, -1.5), (17, 100.0)) and sampling.allowed_token_ids == (3, 5)
+
+
+# ---- the demo model behind the real application
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine("demo", threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine: Engine) -> AsyncIterator[openai.AsyncOpenAI]:
+    listening = await listen(build_app(engine, ServerConfig()), "127.0.0.1", 0)
+    async with openai.AsyncOpenAI(base_url=f"{listening.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+    await listening.close()
+
+
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+async def test_a_schema_through_the_official_client(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": QUESTION, "response_format": FORMAT, "max_tokens": 200}
+    seeded = {"temperature": 1.0, "seed": 4, "logprobs": True}
+    whole = await client.chat.completions.create(**asked, **seeded)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "stop" and choice.message.content is not None
+    value = json.loads(choice.message.content)
+    assert value["color"] in ("red", "blue") and 0 <= value["count"] <= 9 and len(value) == 2
+    stream = await client.chat.completions.create(**asked, **seeded, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == "stop" and len(chunks) > 5
+
+
+async def test_other_forms_through_the_official_client(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": QUESTION, "max_tokens": 40, "temperature": 0}
+    for fields, expression in (
+        ({"guided_choice": ["perhaps", "never"]}, "perhaps|never"),
+        ({"structured_outputs": {"regex": "[a-d]{4}"}}, "[a-d]{4}"),
+        ({"ebnf": 'root ::= [0-9]{3} "!"'}, "[0-9]{3}!"),
+    ):
+        answer = await client.chat.completions.create(**asked, extra_body=fields)
+        assert re.fullmatch(expression, answer.choices[0].message.content or ""), fields
+        completion = await client.completions.create(model="demo", prompt="abc", max_tokens=40, extra_body=fields)
+        assert re.fullmatch(expression, completion.choices[0].text), fields
+    answer = await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert (answer.choices[0].message.content or "").startswith("{")
+
+
+async def test_what_cannot_be_used_is_a_400(client: openai.AsyncOpenAI) -> None:
+    for fields, param, words in (
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+        ({"guided_json": {"type": "objet"}}, "guided_json", "Invalid type"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "unknown name"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids go from 0 to"),
+    ):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(
+                    model="demo",
+                    messages=QUESTION,  # type: ignore[arg-type]
+                    stream=stream,
+                    extra_body=fields,
+                )
+            assert caught.value.param == param and words in caught.value.message
