@@ -1,52 +1,48 @@
-"""The command line: `hydra-engine serve | generate | chat | demo | bench | profile | memory | doctor`.
+"""The command line: `hydra-engine serve | generate | chat | demo | ...`; `cli/commands.py` has the table.
 
-Also `python -m hydra_engine`. Each command lives in `cli/` and is imported only when it runs. Known errors end with one
-line and their exit code.
+Also `python -m hydra_engine`. Known errors end with one line and their exit code.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
+from typing import NoReturn
 
-from hydra_engine import __version__
+from hydra_engine.cli.commands import build_parser, command_of, runner
+from hydra_engine.cli.parser import Parser, unknown_flags
 from hydra_engine.errors import HydraError
-
-_COMMANDS: tuple[tuple[str, str], ...] = (
-    ("serve", "start the OpenAI-compatible server on a model"),
-    ("generate", "ask one question, with or without pictures, and print the answer"),
-    ("chat", "talk to a running server in the terminal"),
-    ("demo", "three pictures and a text question through the shipped model, with their timelines"),
-    ("bench", "measure this machine: ops, stages, serving"),
-    ("profile", "measure what steps cost on this machine, save it, and print what a latency limit allows"),
-    ("memory", "print what each instance of a topology would hold and what its role saves; loads no weights"),
-    ("doctor", "print what was found here and which implementation each operation takes"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hydra-engine",
-        description="An inference engine for vision-language models on one node.",
-        epilog="Start here: `hydra-engine demo`, then `hydra-engine serve demo`. "
-        "`hydra-engine COMMAND --help` explains one command.",
-    )
-    parser.add_argument("--version", action="version", version=f"hydra-engine {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text in _COMMANDS:
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        import_module(f"hydra_engine.cli.{name}").add_options(command)
-    arguments = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = import_module(f"hydra_engine.cli.{arguments.command}").run
+    given = list(sys.argv[1:] if argv is None else argv)
+    if len(given) == 2 and given[0] in ("-h", "--help") and command_of(given[1]):
+        given = [given[1], "--help"]
+    asked = next((command_of(word) for word in given if not word.startswith("-")), None)
+    parser, commands = build_parser(only=asked or "")
+    arguments, extra = parser.parse_known_args(given)
+    name = command_of(arguments.command)
+    assert name is not None  # argparse knows the others
     try:
-        return run(arguments)
+        if extra:
+            _refuse(commands[name], extra)
+        return runner(name)(arguments)
     except HydraError as error:
         sys.stderr.write(f"hydra-engine: {error.message}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:
+    """Says which argument nobody knows, and what was perhaps meant."""
+    from hydra_engine.cli.sources import unknown_name
+
+    names = unknown_flags(extra)
+    known = [flag.removeprefix("--") for flag in parser.flags()]
+    if not names:
+        parser.error(f"{extra[0][:60]!r} is one argument too many")
+    parser.error(unknown_name(names[0], known, f"--{names[0][:60]}", lambda name: f"--{name}"))
 
 
 if __name__ == "__main__":

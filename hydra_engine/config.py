@@ -1,10 +1,11 @@
 """The frozen configuration tree. The command line, the config file and the embedded API are generated from it.
 
 `resolve()` (in `instance/build.py`, where the model is known) turns "auto" into values in a new object; nothing
-mutates one. Field metadata: `help`, `flag` (name on the command line, default the field name with dashes), `choices`,
-`kind` ("seconds": flags and files take 40ms, 1.5s or 2m too).
-Environment variables are read here and nowhere else: HYDRA_FAULTS, HYDRA_API_KEY, HYDRA_ADMIN_KEY,
-XDG_CACHE_HOME.
+mutates one. Field metadata: `help`, `flag` (name on the command line, in the environment and in a file, default the
+field name with dashes), `aliases` (the same, as others call it), `choices`, `kind` ("seconds": takes 40ms, 1.5s or 2m
+too; "file" and "folder": paths), `secret` (never shown).
+Environment variables are read here and nowhere else: HYDRA_* (HYDRA_FAULTS, HYDRA_API_KEY and HYDRA_ADMIN_KEY wherever
+an engine runs; the others only for the command line), XDG_CACHE_HOME and XDG_STATE_HOME.
 """
 
 from __future__ import annotations
@@ -14,21 +15,26 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
+SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # which only the front process needs
 MAX_LIMIT_S = 3600.0  # of a latency limit
 MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
+LOG_FORMATS = ("text", "json")
+ACCESS_LOGS = ("off", *LOG_FORMATS)
+TOOL_PARSERS = ("auto", "hermes", "json", "none")
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?(ms|s|m|)")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 
-def _opt(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
+def _opt(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> Any:
+    return field(default=default, repr=not secret, metadata={"help": help, "secret": secret, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,11 @@ class SchedulerConfig:
         None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
     )
     ttft_slo: float | None = _opt(None, "limit for the time to the first token, for example 1s", kind="seconds")
-    token_budget: int = _opt(512, "most tokens of one language step (decodes and prefill chunks together)")
+    token_budget: int = _opt(
+        512,
+        "most tokens of one language step (decodes and prefill chunks together)",
+        aliases=("max-num-batched-tokens",),
+    )
     image_budget: int = _opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
     max_num_seqs: int = _opt(64, "most requests that hold KV blocks at once")
     max_queue: int = _opt(512, "most requests accepted and not finished; beyond it 503")
@@ -88,9 +98,15 @@ class CacheConfig:
     )
     block_size: int = _opt(16, "tokens per KV block")
     image_block_size: int = _opt(64, "feature rows per image-cache block")
-    num_kv_blocks: int | None = _opt(None, "number of KV blocks, instead of kv_cache_gib (tests)")
+    num_kv_blocks: int | None = _opt(
+        None, "number of KV blocks, instead of kv_cache_gib (tests)", aliases=("num-gpu-blocks-override",)
+    )
     num_image_blocks: int | None = _opt(None, "number of image blocks, instead of image_cache_gib (tests)")
-    prefix_caching: bool = _opt(True, "reuse KV of equal beginnings of prompts, and features of equal pictures")
+    prefix_caching: bool = _opt(
+        True,
+        "reuse KV of equal beginnings of prompts, and features of equal pictures",
+        aliases=("enable-prefix-caching",),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +122,17 @@ class MediaConfig:
     max_video_frames: int = _opt(7200, "most frames of one video, all those that its file has")
     max_video_pixels: int = _opt(4_000_000_000, "most pixels of all frames of one video together")
     fetch_timeout_s: float = _opt(10.0, "total time to fetch one image by URL")
+    max_fetched_bytes: int = _opt(
+        1 << 30, "most bytes of images and videos that were fetched and are not decoded yet; beyond it 503"
+    )
     allow_private_media: bool = _opt(False, "fetch images from private network addresses too")
     allowed_media_domains: tuple[str, ...] = _opt((), "fetch images from these hosts only")
-    allowed_media_path: str | None = _opt(None, "folder below which file:// images may be read by the server")
+    allowed_media_path: str | None = _opt(
+        None,
+        "folder below which file:// images may be read by the server",
+        aliases=("allowed-local-media-path",),
+        kind="folder",
+    )
     local_files: bool = _opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
     decode_workers: int = _opt(2, "threads that decode and resize images")
     pixel_cache_mib: int = _opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: none")
@@ -173,13 +197,18 @@ class EngineConfig:
     trust_remote_code: bool = _opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"
     )
-    backend: str = _opt("auto", "auto, native, torch or reference: which CPU implementation of the ops to take")
-    seed: int = _opt(0, "seeds the draws of requests that bring no seed of their own")
-    chat_template: str | None = _opt(None, "file with a chat template that replaces the model's")
-    profile_dir: str | None = _opt(
-        None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder"
+    backend: str = _opt(
+        "auto", "which CPU implementation of the ops to take", choices=("auto", "native", "torch", "reference")
     )
-    log_level: str = _opt("warning", "debug, info, warning or error")
+    seed: int = _opt(0, "seeds the draws of requests that bring no seed of their own")
+    chat_template: str | None = _opt(None, "file with a chat template that replaces the model's", kind="file")
+    profile_dir: str | None = _opt(
+        None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder", kind="folder"
+    )
+    log_level: str = _opt("warning", "least serious lines to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = _opt(
+        "text", "text: lines for people; json: an object a line, the lines at start too", choices=LOG_FORMATS
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
@@ -187,12 +216,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         Topology.parse(self.topology)
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be {' or '.join(LOG_FORMATS)}", param="log_format")
         if self.scheduler.schedule not in (schedules := _choices(SchedulerConfig, "schedule")):
             raise ConfigError(f"schedule must be {' or '.join(schedules)}", param="schedule")
         _positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
         _positive(self.cache, "block_size", "image_block_size")
         _positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
-        _positive(self.media, "max_video_bytes", "max_video_frames", "max_video_pixels")
+        _positive(self.media, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
+        if self.media.max_fetched_bytes < max(self.media.max_image_bytes, self.media.max_video_bytes):
+            raise ConfigError(
+                "max_fetched_bytes must have room for max_image_bytes and max_video_bytes", param="max_fetched_bytes"
+            )
+        if self.media.allowed_media_path is not None and not self.media.allowed_media_path.strip():
+            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
         _positive(self.cluster, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
         if self.cluster.router not in (routers := _choices(ClusterConfig, "router")):
             raise ConfigError(f"router must be {', '.join(routers)}", param="router")
@@ -229,12 +266,10 @@ class EngineConfig:
         """Where measured step times are kept. Raises ConfigError where the user has no folder for such things."""
         if self.profile_dir is not None:
             return Path(self.profile_dir)
-        cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not cache.is_absolute():
-            cache = Path(os.path.expanduser("~/.cache"))
-        if not cache.is_absolute():
+        folder = _user_folder("XDG_CACHE_HOME", "~/.cache")
+        if folder is None:
             raise ConfigError("this user has no home directory; set profile_dir", param="profile_dir")
-        return cache / "hydra-engine" / "profiles"
+        return folder / "profiles"
 
     @property
     def lane_order(self) -> str:
@@ -254,19 +289,82 @@ class ServerConfig:
     host: str = _opt("127.0.0.1", "address to listen on; anything but loopback is reachable by others")
     port: int = _opt(8000, "port to listen on; 0 takes a free one")
     served_model_name: str | None = _opt(None, "model name that the API shows and accepts; default: MODEL")
-    api_key: tuple[str, ...] = _opt((), "accepted API keys (also HYDRA_API_KEY); none: no key is asked for")
+    api_key: tuple[str, ...] = _opt(
+        (),
+        "accepted API keys (also HYDRA_API_KEY, several with commas); none here nor in a file: no key is asked for. "
+        "Others on this machine can read a command line",
+        secret=True,
+    )
+    api_key_file: str | None = _opt(
+        None,
+        "file of API keys, KEY or NAME:KEY a line, # for comments; read again on SIGHUP (also HYDRA_API_KEY_FILE)",
+        kind="file",
+    )
     admin_key: str | None = _opt(
-        None, "the key that opens /admin (also HYDRA_ADMIN_KEY), which an API key does not; none: no /admin"
+        None,
+        "the key that opens /admin (also HYDRA_ADMIN_KEY), which an API key does not; none: no /admin",
+        secret=True,
+    )
+    share_caches: bool = _opt(
+        False, "let requests of different API keys find each other's prompts and pictures in the caches"
+    )
+    max_requests_per_client: int = _opt(
+        0, "most answers that one API key (without keys: one address) may wait for at once, beyond it 429; 0: no limit"
+    )
+    requests_per_minute: int = _opt(
+        0, "most requests that one API key (without keys: one address) may send a minute, beyond it 429; 0: no limit"
     )
     shutdown_timeout_s: float = _opt(30.0, "how long SIGTERM lets running requests finish", flag="shutdown-timeout")
     max_body_bytes: int = _opt(64 << 20, "largest request body")
+    max_inflight_body_bytes: int = _opt(
+        1 << 30, "most bytes of all request bodies that are read or being answered; beyond it 503"
+    )
     body_timeout_s: float = _opt(30.0, "how long a request body may take to arrive")
-    keepalive_s: float = _opt(15.0, "a comment line keeps idle streams open this often", flag="sse-keep-alive")
-    allow_origins: tuple[str, ...] = _opt((), "CORS origins; none by default")
+    keepalive_s: float = _opt(
+        15.0,
+        "a comment line keeps idle streams open this often",
+        flag="sse-keep-alive",
+        aliases=("sse-keep-alive-interval",),
+    )
+    allow_origins: tuple[str, ...] = _opt((), "CORS origins; none by default", aliases=("allowed-origins",))
     enable_log_requests: bool = _opt(False, "one log line per request")
+    access_log: str = _opt(
+        "off",
+        "one line per HTTP request with sizes, times, counts and who asked, never what: text or json, at any log level",
+        choices=ACCESS_LOGS,
+    )
+    otlp_endpoint: str | None = _opt(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318): a trace per request with a "
+        "span per stage; needs hydra-engine[otel]",
+    )
     server_timing: bool = _opt(
         False, "a Server-Timing header on every whole answer, asked for or not; tells clients how busy the server is"
     )
+    tool_parser: str = _opt(
+        "auto",
+        "how the model writes tool calls: hermes (<tool_call>), json (a bare object), none; auto: hermes if the chat "
+        "template has <tool_call>, else none",
+        choices=TOOL_PARSERS,
+    )
+    ui: bool = _opt(True, "the web page at /: chat, timelines and a live view of the instances")
+
+    def __post_init__(self) -> None:
+        if self.tool_parser not in TOOL_PARSERS:
+            raise ConfigError(f"tool_parser must be {', '.join(TOOL_PARSERS)}", param="tool_parser")
+        if self.access_log not in ACCESS_LOGS:
+            raise ConfigError(f"access_log must be {', '.join(ACCESS_LOGS)}", param="access_log")
+        if self.otlp_endpoint is not None:
+            _check_endpoint(self.otlp_endpoint)
+        _positive(self, "max_body_bytes", "body_timeout_s")
+        for name in ("max_requests_per_client", "requests_per_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                "max_inflight_body_bytes must have room for one body of max_body_bytes",
+                param="max_inflight_body_bytes",
+            )
 
 
 def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
@@ -306,8 +404,29 @@ def parse_seconds(value: object, name: str, *, param: str | None = None) -> floa
     return float(seconds)
 
 
+def environment_settings() -> dict[str, str]:
+    """All HYDRA_* variables that have a value, by their whole names."""
+    return {name: value for name, value in os.environ.items() if name.startswith("HYDRA_") and value}
+
+
+def state_folder() -> Path | None:
+    """Where the command line remembers what was typed; None where the user has no home directory."""
+    return _user_folder("XDG_STATE_HOME", "~/.local/state")
+
+
+def _user_folder(variable: str, default: str) -> Path | None:
+    folder = Path(os.environ.get(variable, ""))
+    if not folder.is_absolute():
+        folder = Path(os.path.expanduser(default))
+    return folder / "hydra-engine" if folder.is_absolute() else None
+
+
 def environment_api_keys() -> tuple[str, ...]:
     return tuple(key for key in os.environ.get("HYDRA_API_KEY", "").split(",") if key)
+
+
+def environment_api_key_file() -> str | None:
+    return os.environ.get("HYDRA_API_KEY_FILE") or None
 
 
 def environment_admin_key() -> str | None:
@@ -317,6 +436,20 @@ def environment_admin_key() -> str | None:
 def fault_points_enabled() -> bool:
     """Fault points answer only where a test has asked for them before start."""
     return os.environ.get("HYDRA_FAULTS", "") == "1"
+
+
+def _check_endpoint(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # an odd port or address
+        known = False
+    if not known:
+        raise ConfigError("otlp_endpoint must be a URL such as http://127.0.0.1:4318", param="otlp_endpoint")
+    if "@" in parts.netloc:
+        raise ConfigError(
+            "otlp_endpoint must not hold a password; OTEL_EXPORTER_OTLP_HEADERS is the place", param="otlp_endpoint"
+        )
 
 
 def _choices(cls: type, name: str) -> tuple[str, ...]:

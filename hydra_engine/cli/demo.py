@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from hydra_engine import log
-from hydra_engine.cli.options import add_engine_options, engine_config_from
+from hydra_engine.cli.options import add_engine_options
+from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.summary import start_lines
 from hydra_engine.cli.timeline import timeline_lines
 from hydra_engine.config import DEMO_MODEL
@@ -24,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from hydra_engine.engine import Engine
 
-    config = engine_config_from(arguments, DEMO_MODEL, local_files=True)
-    log.configure(config.log_level)
+    config = read_settings(arguments).engine(DEMO_MODEL, local_files=True)
+    log.configure(config.log_level, log_format=config.log_format)
     questions = json.loads((_FOLDER / "questions.json").read_text(encoding="utf-8"))
     wrong = 0
     with Engine.from_config(config) as engine:

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine import log
-from hydra_engine.cli.options import add_engine_options, engine_config_from
+from hydra_engine.cli.options import add_engine_options, add_model_argument
+from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.summary import columns, size
-from hydra_engine.config import DEMO_MODEL
 from hydra_engine.errors import ConfigError
 
 _GIB = 1 << 30
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="Hugging Face model directory, or `demo`")
+    add_model_argument(parser)
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="as if every device had that much; default: what is free here"
     )
@@ -29,8 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = engine_config_from(arguments, arguments.model)
-    log.configure(config.log_level)
+    config = read_settings(arguments).engine()
+    log.configure(config.log_level, log_format=config.log_format)
     memory: float | None = arguments.memory
     if memory is not None and not 0 < memory < 1e6:
         raise ConfigError("--memory must be a number of GiB above 0", param="memory")

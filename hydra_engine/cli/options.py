@@ -1,122 +1,125 @@
-"""Command-line options from the configuration classes: one place defines name, type, default and help.
+"""Command-line options from the configuration classes: one place defines name, type, default, help and other names.
 
-Flags win over environment variables, these over a `--config` file (TOML with flag names as keys).
-Imports no torch, so that `--help` answers at once.
+An option has one name everywhere: `--max-num-seqs` as a flag, HYDRA_MAX_NUM_SEQS in the environment, `max-num-seqs` in
+the file of `--config`. Does not know where values come from or which source wins (`sources.py`), nor what a text means
+(`values.py`). Imports no torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import tomllib
 import types
 import typing
-from dataclasses import MISSING, fields, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any
 
 from hydra_engine.config import CacheConfig, ClusterConfig, EngineConfig, MediaConfig, SchedulerConfig, ServerConfig
 from hydra_engine.core.request import SamplingParams
-from hydra_engine.errors import ConfigError
 
-_ENGINE_GROUPS: tuple[tuple[str, str, type], ...] = (
-    ("engine", "", EngineConfig),
-    ("scheduler", "scheduler", SchedulerConfig),
-    ("caches", "cache", CacheConfig),
-    ("images", "media", MediaConfig),
-    ("instances", "cluster", ClusterConfig),
-)
-# Set by the command itself, never by a flag.
-_HIDDEN = frozenset({"model", "local_files"})
+# Sections that a configuration file may have.
+SECTIONS: dict[str, type] = {
+    "engine": EngineConfig,
+    "scheduler": SchedulerConfig,
+    "cache": CacheConfig,
+    "media": MediaConfig,
+    "cluster": ClusterConfig,
+    "server": ServerConfig,
+}
+# vLLM's name for several limits at once; becomes the fields named here.
+MEDIA_LIMITS = "limit-mm-per-prompt"
+MEDIA_LIMIT_FIELDS = {"image": "max_images", "video": "max_videos"}
 
-
-class _Unset:
-    def __repr__(self) -> str:
-        return "unset"
-
-
-UNSET = _Unset()
-
-
-def add_engine_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
-    """`skip`: fields whose flag means something else in this command."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file with flag names as keys; flags win over it")
-    for title, _, cls in _ENGINE_GROUPS:
-        _add_fields(parser.add_argument_group(title), cls, skip)
-
-
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    _add_fields(parser.add_argument_group("server"), ServerConfig)
-
-
-def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    group = parser.add_argument_group("sampling")
-    for name, kind, text in (
-        ("temperature", float, "0 takes the most likely token each time"),
-        ("top_p", float, "smallest set of tokens with this probability"),
-        ("top_k", int, "that many most likely tokens; 0: all"),
-        ("min_p", float, "tokens at least this likely relative to the best"),
-        ("seed", int, "same seed, same text"),
-        ("max_tokens", int, "most new tokens"),
-        ("repetition_penalty", float, "above 1: repeats become less likely"),
-        ("presence_penalty", float, "-2 to 2"),
-        ("frequency_penalty", float, "-2 to 2"),
-    ):
-        group.add_argument(_flag(name), dest=name, type=kind, default=defaults.get(name), help=text)
-    group.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+_HIDDEN = frozenset({"local_files"})  # set by a command itself
+_POSITIONAL = frozenset({"model"})
+# Help by what a person looks for. Options that are not named here come last in their class's group.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "model": ("dtype", "device", "max_model_len", "chat_template", "load_format", "model_impl", "trust_remote_code"),
+    "where stages run": ("topology", "threads", "lane_priority", "router", "steal_decodes"),
+    "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget"),
+    "memory": ("kv_cache_gib", "image_cache_gib", "prefix_caching", "pixel_cache_mib"),
+    "pictures and videos": (),
+    "address and access": ("host", "port", "served_model_name", "api_key", "admin_key", "allow_origins"),
+    "requests": ("max_queue", "max_body_bytes", "body_timeout_s", "keepalive_s", "shutdown_timeout_s"),
+    "when instances fail": (),
+    "logging": ("log_level", "log_format", "access_log", "enable_log_requests", "server_timing", "otlp_endpoint"),
+    "to compare and to test": (
+        *("schedule", "lanes", "vision_slicing", "look_ahead", "deterministic", "backend", "check_transfers"),
+        *("num_kv_blocks", "num_image_blocks"),
+    ),
+}
+_GROUP_OF_CLASS: dict[type, str] = {
+    EngineConfig: "model",
+    SchedulerConfig: "latency and batching",
+    CacheConfig: "memory",
+    MediaConfig: "pictures and videos",
+    ClusterConfig: "when instances fail",
+    ServerConfig: "requests",
+}
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT", tuple: "VALUE"}
+_METAVARS_OF_KINDS = {"seconds": "TIME", "file": "FILE", "folder": "FOLDER"}
+_SECRET_ENDINGS = ("_key", "_token", "_password")
 
 
-def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
-    names = [f.name for f in fields(SamplingParams) if f.name != "stop"]
-    chosen = {n: getattr(arguments, n) for n in names if getattr(arguments, n, None) is not None}
-    return SamplingParams(**chosen, stop=tuple(arguments.stop))
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a configuration class. `name` has dashes; `kind` is bool, int, float, str or tuple (of texts)."""
+
+    name: str
+    field: str
+    owner: type
+    kind: type
+    default: Any
+    help: str
+    form: str = ""  # seconds, file or folder
+    choices: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    secret: bool = False
+    positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.name)
 
 
-def engine_config_from(
-    arguments: argparse.Namespace, model: str, skip: frozenset[str] = frozenset(), **media: Any
-) -> EngineConfig:
-    from_file = _read_file(arguments.config, (*(c for _, _, c in _ENGINE_GROUPS), ServerConfig))
-    parts: dict[str, Any] = {}
-    for _, part, cls in _ENGINE_GROUPS[1:]:
-        parts[part] = replace(cls(), **_given(arguments, cls, from_file))
-    if media:
-        parts["media"] = replace(parts["media"], **media)
-    given = {name: v for name, v in _given(arguments, EngineConfig, from_file).items() if name not in skip}
-    return EngineConfig(model=model, **given, **parts)
+def variable_of(name: str) -> str:
+    return "HYDRA_" + name.replace("-", "_").upper()
 
 
-def server_config_from(arguments: argparse.Namespace) -> ServerConfig:
-    from_file = _read_file(arguments.config, (*(c for _, _, c in _ENGINE_GROUPS), ServerConfig))
-    return ServerConfig(**_given(arguments, ServerConfig, from_file))
+@cache
+def all_options() -> tuple[Option, ...]:
+    return tuple(option for cls in SECTIONS.values() for option in _options_of(cls))
 
 
-def _add_fields(group: argparse._ArgumentGroup, cls: type, skip: frozenset[str] = frozenset()) -> None:
+@cache
+def options_by_name() -> dict[str, Option]:
+    """By every name that an option has, with dashes."""
+    return {name: option for option in all_options() for name in (option.name, *option.aliases)}
+
+
+def _options_of(cls: type) -> Iterator[Option]:
     hints = typing.get_type_hints(cls)
     for f in fields(cls):
-        if "help" not in f.metadata or f.name in _HIDDEN or f.name in skip:
+        if "help" not in f.metadata or f.name in _HIDDEN:
             continue
-        flag = _flag(f.metadata.get("flag", f.name))
-        default = None if f.default is MISSING else f.default
-        text = f.metadata["help"] + ("" if default in (None, (), "") else f" (default: {default})")
-        kind = _plain_type(hints[f.name])
-        options: dict[str, Any] = {"dest": f.name, "default": UNSET, "help": text.replace("%", "%%")}
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-        elif kind is tuple:
-            group.add_argument(flag, action="append", metavar="VALUE", **options)
-        elif f.metadata.get("kind") == "seconds":  # the configuration reads it
-            group.add_argument(flag, type=str, metavar="TIME", **options)
-        else:
-            group.add_argument(
-                flag,
-                type=kind,
-                choices=f.metadata.get("choices"),
-                metavar=None if "choices" in f.metadata else kind.__name__.upper(),
-                **options,
-            )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        yield Option(
+            name=f.metadata.get("flag", f.name).replace("_", "-"),
+            field=f.name,
+            owner=cls,
+            kind=_plain_type(hints[f.name]),
+            default=None if f.default is MISSING else f.default,
+            help=f.metadata["help"],
+            form=f.metadata.get("kind", ""),
+            choices=f.metadata.get("choices"),
+            aliases=f.metadata.get("aliases", ()),
+            secret=f.metadata.get("secret", f.name.endswith(_SECRET_ENDINGS)),
+            positional=f.name in _POSITIONAL,
+        )
 
 
 def _plain_type(hint: Any) -> type:
@@ -125,36 +128,97 @@ def _plain_type(hint: Any) -> type:
     return typing.get_origin(hint) or hint
 
 
-def _given(arguments: argparse.Namespace, cls: type, from_file: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for f in fields(cls):
-        value = getattr(arguments, f.name, UNSET)
-        if value is UNSET:
-            value = from_file.get(f.name, UNSET)
-        if value is not UNSET and f.name not in _HIDDEN and "help" in f.metadata:
-            values[f.name] = tuple(value) if isinstance(value, list) else value
-    return values
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [options]"
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="Hugging Face model directory, or `demo` (the default); also HYDRA_MODEL, or `model` in the file",
+    )
 
 
-def _read_file(path: str | None, classes: tuple[type, ...]) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file: {error.strerror}", param="config") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the configuration file is not valid TOML: {error}", param="config") from error
-    by_flag = {
-        f.metadata.get("flag", f.name).replace("_", "-"): f.name
-        for cls in classes
-        for f in fields(cls)
-        if "help" in f.metadata and f.name not in _HIDDEN
-    }
-    values: dict[str, Any] = {}
-    for key, value in document.items():
-        name = by_flag.get(key.replace("_", "-"))
-        if name is None:
-            raise ConfigError(f"the configuration file has an unknown key {key[:40]!r}", param=key[:40])
-        values[name] = value
-    return values
+def add_engine_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
+    """`skip`: fields whose flag means something else in this command."""
+    _add_options(parser, tuple(cls for cls in SECTIONS.values() if cls is not ServerConfig), skip)
+
+
+def add_all_options(parser: argparse.ArgumentParser) -> None:
+    """Those of the engine and those of the server."""
+    _add_options(parser, tuple(SECTIONS.values()), frozenset())
+
+
+def _add_options(parser: argparse.ArgumentParser, classes: tuple[type, ...], skip: frozenset[str]) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with flag names as keys; HYDRA_* variables and flags win over it"
+    )
+    offered = {o.field: o for o in all_options() if o.owner in classes and not o.positional and o.field not in skip}
+    grouped = {name for names in _GROUPS.values() for name in names}
+    for title, names in _GROUPS.items():
+        rest = [n for n, o in offered.items() if n not in grouped and _GROUP_OF_CLASS[o.owner] == title]
+        found = [offered[name] for name in (*names, *rest) if name in offered]
+        if not found:
+            continue
+        group = parser.add_argument_group(title)
+        for option in found:
+            _add_option(group, option)
+        if any(option.field in MEDIA_LIMIT_FIELDS.values() for option in found):
+            text = '--max-images and --max-videos as vLLM writes them: \'{"image": 4, "video": 0}\''
+            group.add_argument(f"--{MEDIA_LIMITS}", metavar="JSON", help=text)
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    """Flags bring text: what it means is for `values.py`, so that it means the same in the environment."""
+    text = option.help
+    if option.default not in (None, (), ""):
+        shown = ("off", "on")[option.default] if option.kind is bool else option.default
+        text += f" (default: {shown})"
+    if option.aliases:
+        text += f" (also --{', --'.join(option.aliases)})"
+    shown_as: dict[str, Any] = {"dest": option.field, "help": text.replace("%", "%%")}
+    for name in (option.name, *option.aliases):
+        flag = "--" + name
+        if option.kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **shown_as)
+        elif option.choices is not None:
+            group.add_argument(flag, choices=option.choices, **shown_as)
+        else:
+            action = "append" if option.kind is tuple else "store"
+            metavar = _METAVARS_OF_KINDS.get(option.form) or _METAVARS.get(option.kind, "VALUE")
+            group.add_argument(flag, action=action, metavar=metavar, **shown_as)
+        shown_as["help"] = argparse.SUPPRESS  # an alias is told of where the name is
+
+
+SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 takes the most likely token each time"),
+    ("top_p", float, "smallest set of tokens with this probability"),
+    ("top_k", int, "that many most likely tokens; 0: all"),
+    ("min_p", float, "tokens at least this likely relative to the best"),
+    ("seed", int, "same seed, same text"),
+    ("max_tokens", int, "most new tokens"),
+    ("repetition_penalty", float, "above 1: repeats become less likely"),
+    ("presence_penalty", float, "-2 to 2"),
+    ("frequency_penalty", float, "-2 to 2"),
+)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, kind, text in SAMPLING:
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=name,
+            type=kind,
+            default=defaults.get(name),
+            help=text,
+            metavar=_METAVARS[kind],
+        )
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop string; may be given several times"
+    )
+
+
+def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
+    names = [f.name for f in fields(SamplingParams) if f.name != "stop"]
+    chosen = {n: getattr(arguments, n) for n in names if getattr(arguments, n, None) is not None}
+    return SamplingParams(**chosen, stop=tuple(arguments.stop))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine import log
-from hydra_engine.cli.options import add_engine_options, engine_config_from
-from hydra_engine.config import DEMO_MODEL
+from hydra_engine.cli.options import add_engine_options, add_model_argument
+from hydra_engine.cli.sources import read_settings
 from hydra_engine.errors import ConfigError
 
 # As where instances run: an idle OpenMP team that spins would take the cores from the other lane.
@@ -23,7 +23,7 @@ _OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="Hugging Face model directory, or `demo`")
+    add_model_argument(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile here too, as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it as a PNG (needs hydra-engine[bench])")
     parser.add_argument("--cached", action="store_true", help="show what is saved if it still holds, do not measure")
@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from hydra_engine.planner.report import profile_lines
     from hydra_engine.planner.store import save
 
-    config = engine_config_from(arguments, arguments.model)
-    log.configure(config.log_level)
+    config = read_settings(arguments).engine()
+    log.configure(config.log_level, log_format=config.log_format)
     if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)

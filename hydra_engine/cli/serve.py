@@ -1,4 +1,4 @@
-"""`hydra-engine serve MODEL`: the HTTP server in this process, the engine's instance in one of its own."""
+"""`hydra-engine serve MODEL`: the HTTP server in this process, the engine's instances in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,31 +7,40 @@ import asyncio
 import sys
 
 from hydra_engine import log
-from hydra_engine.cli.options import add_engine_options, add_server_options, engine_config_from, server_config_from
-from hydra_engine.cli.summary import start_lines
-from hydra_engine.config import DEMO_MODEL, fault_points_enabled
+from hydra_engine.cli.options import add_all_options, add_model_argument
+from hydra_engine.cli.sources import read_settings
+from hydra_engine.config import fault_points_enabled
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="Hugging Face model directory, or `demo`")
-    add_server_options(parser)
-    add_engine_options(parser)
+    add_model_argument(parser)
+    add_all_options(parser)
+    parser.epilog = (
+        "Every flag is also a variable (--max-num-seqs: HYDRA_MAX_NUM_SEQS) and a key of the file that --config or "
+        "HYDRA_CONFIG names (max-num-seqs: 8). Flags win over variables, these over the file. "
+        "`hydra-engine config` prints what they lead to."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported here: only this command needs the server.
+    from hydra_engine.cli.start_screen import screen_lines
     from hydra_engine.engine import Engine
     from hydra_engine.server.runner import serve
 
-    config = engine_config_from(arguments, arguments.model)
-    server = server_config_from(arguments)
-    log.configure(config.log_level)
+    settings = read_settings(arguments)
+    config, server = settings.engine(), settings.server()
+    log.configure(config.log_level, log_format=config.log_format)
     engine = Engine.unstarted(config)
+    model_name = server.served_model_name or engine.model_name
 
     def announce(url: str) -> None:
-        for line in start_lines(engine.summaries):
-            sys.stderr.write(line + "\n")
-        sys.stderr.write(f"ready on {url}\n")
+        lines = screen_lines(engine.summaries, config, server, url=url, model_name=model_name)
+        for line in (*lines, f"ready on {url}"):
+            if config.log_format == "json":
+                log.tell(line.strip())
+            else:
+                sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
     return asyncio.run(

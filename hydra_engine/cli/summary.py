@@ -11,6 +11,8 @@ from hydra_engine import __version__
 from hydra_engine.core.messages import InstanceSummary, LimitSummary
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
 
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 
 def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
     return summary_lines(summaries[0]) if len(summaries) == 1 else topology_lines(summaries)
@@ -21,7 +23,7 @@ def summary_lines(summary: InstanceSummary) -> list[str]:
     image_rows = summary.num_image_blocks * summary.image_block_size
     lines = [
         f"hydra-engine {__version__}",
-        f"  model        {summary.model} ({summary.family}), {summary.dtype}",
+        f"  model        {_model([summary])}",
         f"  instance     {summary.name}, role {summary.role}, {summary.device}, {_how(summary)}",
         f"  memory       weights {size(summary.weights_bytes)}, KV cache {size(summary.kv_cache_bytes)} "
         f"({kv_tokens} tokens), image cache {size(summary.image_cache_bytes)} ({image_rows} rows)",
@@ -46,7 +48,7 @@ def topology_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
     decoding = max(summaries, key=lambda s: 2 * ("D" in s.role) + ("P" in s.role))
     lines = [
         f"hydra-engine {__version__}",
-        f"  model        {first.model} ({first.family}), {first.dtype}",
+        f"  model        {_model(summaries)}",
         f"  topology     {topology}: {len(summaries)} instances, {_how(first)}",
         *_table(summaries),
         f"  limits       {min(s.max_model_len for s in serving)} tokens a request, "
@@ -69,6 +71,22 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
     ]
 
 
+def _model(summaries: Sequence[InstanceSummary]) -> str:
+    """Parameters are those of the instances' weights together, each part counted once."""
+    first = summaries[0]
+    parts = [max(getattr(s, part) for s in summaries) for part in ("vision_weights_bytes", "language_weights_bytes")]
+    size_in_memory = sum(parts) or first.weights_bytes
+    count = size_in_memory // _BYTES.get(first.dtype, 4)
+    return f"{first.model} ({first.family}), {_number(count)} parameters, {first.dtype}"
+
+
+def _number(count: int) -> str:
+    for unit, size in (("billion", 10**9), ("million", 10**6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)
+
+
 def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
     vision = max(s.vision_weights_bytes for s in summaries)
     language = max(s.language_weights_bytes for s in summaries)
@@ -76,14 +94,17 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
     for s in summaries:
         lacks = []
         if language and not s.language_weights_bytes:
-            lacks.append(f"no decoder, saves {size(language)}")
+            lacks.append(f"no decoder: -{size(language)}")
         if vision and not s.vision_weights_bytes:
-            lacks.append(f"no vision tower, saves {size(vision)}")
+            lacks.append(f"no tower: -{size(vision)}")
         weights = size(s.weights_bytes) + (f" ({', '.join(lacks)})" if lacks else "")
         kv = f"{size(s.kv_cache_bytes)} ({s.num_kv_blocks * s.kv_block_size} tokens)" if s.num_kv_blocks else "none"
-        image_rows = s.num_image_blocks * s.image_block_size
-        images = f"{size(s.image_cache_bytes)} ({image_rows} rows)" if image_rows else "none"
-        rows.append((s.name, s.role, s.device, weights, kv, images))
+        images = size(s.image_cache_bytes) if s.num_image_blocks else "none"
+        row = (s.role, s.device, weights, kv, images)
+        if row == rows[-1][1:]:  # one line for neighbours that are alike
+            rows[-1] = (f"{rows[-1][0].split('..')[0]}..{s.name}", *row)
+        else:
+            rows.append((s.name, *row))
     return columns(rows, "    ")
 
 

@@ -1,0 +1,57 @@
+"""`hydra-engine config`: the configuration that flags, environment and file lead to, as a file with the source of each
+value beside it. What it prints is a valid `--config` file. Secrets are counted, never printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import yaml
+
+from hydra_engine.cli.options import SECTIONS, Option, add_all_options, add_model_argument, all_options
+from hydra_engine.cli.sources import Settings, read_settings
+
+_COLUMN = 44  # of the sources
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument("--changed", action="store_true", help="only what is not the default")
+    add_all_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = read_settings(arguments)
+    lines = config_lines(settings, changed_only=arguments.changed)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def config_lines(settings: Settings, *, changed_only: bool = False) -> list[str]:
+    """Raises ConfigError where the values contradict each other."""
+    engine, server = settings.engine(), settings.server()
+    lines = []
+    for section, cls in SECTIONS.items():
+        target = {"engine": engine, "server": server}.get(section) or getattr(engine, section)
+        shown = [
+            _line(option, getattr(target, option.field), settings)
+            for option in all_options()
+            if option.owner is cls and (option.field in settings.chosen or not changed_only)
+        ]
+        if shown:
+            lines += [f"{section}:", *shown]
+    return lines or ["{}  # all defaults"]
+
+
+def _line(option: Option, value: object, settings: Settings) -> str:
+    setting = settings.chosen.get(option.field)
+    source = setting.source if setting is not None else "default"
+    if option.secret and value:
+        count = len(value) if isinstance(value, tuple) else 1
+        text = f"  # {option.name}: {count} not shown"
+    else:
+        plain = list(value) if isinstance(value, tuple) else value
+        dumped = yaml.safe_dump(plain, default_flow_style=True, width=1000, allow_unicode=True)
+        text = f"  {option.name}: {dumped.removesuffix('...' + chr(10)).strip()}"
+    return f"{text:{_COLUMN}}  # {source}"

@@ -1,0 +1,113 @@
+"""argparse in the manners of this command line: `--help PART` finds flags by a part of their name, names may have
+underscores, nothing is abbreviated, and what is wrong is one sentence instead of a page of usage.
+
+Does not know which commands or options there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+_MAX_WIDTH = 100
+
+
+class Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((_MAX_WIDTH, 24)).columns - 2, _MAX_WIDTH)
+        super().__init__(prog, max_help_position=30, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """--no-x is understood from --x/--no-x; names of choices are shown once, in the line's beginning."""
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"{action.option_strings[0]}, --no-..."
+        return super()._format_action_invocation(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """`about` ends the help text of a command."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**(keywords | {"allow_abbrev": False, "add_help": False, "formatter_class": Formatter}))
+        self.add_argument(
+            "-h", "--help", action=_Help, nargs="?", metavar="PART", help="this text, or flags with PART in their name"
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Dashes for underscores in the names of flags, never in their values, and not behind `bench NAME`."""
+        given = list(sys.argv[1:] if args is None else args)
+        if not any(action.nargs == argparse.REMAINDER for action in self._actions) and self._subparsers is None:
+            given = [_dashed(argument) for argument in given]
+        return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"{self.prog}: {message}\nTry `{self.prog} --help`, or `--help PART` to find a flag.\n")
+        self.exit(2)
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def matching(self, part: str) -> list[tuple[str | None, list[argparse.Action]]]:
+        """Options with `part` in one of their names or aliases, by group. An alias is shown as what it is one of."""
+        wanted = part.strip().lstrip("-").replace("_", "-").lower()
+        fields = {
+            action.dest
+            for action in self._actions
+            if any(wanted in flag.lstrip("-") for flag in action.option_strings) and wanted
+        }
+        found = []
+        for group in self._action_groups:
+            actions = [a for a in group._group_actions if a.dest in fields and a.help != argparse.SUPPRESS]
+            if actions:
+                found.append((group.title, actions))
+        return found
+
+    def format_matching(self, part: str) -> str:
+        """Help of what matches, or what comes near."""
+        found = self.matching(part)
+        if not found:
+            near = difflib.get_close_matches("--" + part.lstrip("-"), self.flags(), n=3, cutoff=0.5)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            return f"{self.prog} has no flag with {part!r} in its name{hint}.\n"
+        formatter = self._get_formatter()
+        for title, actions in found:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+
+class _Help(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **keywords)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        if not values:
+            parser.print_help()
+            parser.exit()
+        text = parser.format_matching(str(values))
+        sys.stdout.write(text)
+        parser.exit(0 if parser.matching(str(values)) else 2)
+
+
+def unknown_flags(extra: Iterable[str]) -> list[str]:
+    """The names, without dashes and values, among arguments that no parser took."""
+    return [argument.lstrip("-").partition("=")[0] for argument in extra if argument.startswith("-")]
+
+
+def _dashed(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

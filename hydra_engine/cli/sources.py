@@ -1,0 +1,289 @@
+"""Where the values of options come from: flags, then HYDRA_* variables, then the YAML file, then the defaults.
+
+Each value remembers its source, for error messages and for `hydra-engine config`. Does not know what the configuration
+is used for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hydra_engine.cli import values
+from hydra_engine.cli.options import (
+    MEDIA_LIMITS,
+    SECTIONS,
+    all_options,
+    options_by_name,
+    variable_of,
+)
+from hydra_engine.config import (
+    DEMO_MODEL,
+    EngineConfig,
+    ServerConfig,
+    environment_api_keys,
+    environment_settings,
+)
+from hydra_engine.errors import ConfigError
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_WARNINGS = 8
+_MAX_KEY = 60  # characters of an unknown key that its message quotes
+# Variables of ours that are no options: of tests, of the build (setup.py), of the CUDA extension.
+_OTHER_VARIABLES = frozenset(
+    (
+        *("HYDRA_CONFIG", "HYDRA_FAULTS", "HYDRA_CUDA_SYNC"),
+        *("HYDRA_CPU_ONLY", "HYDRA_CUDA_ARCHS", "HYDRA_NVCC_FLAGS", "HYDRA_BUILD_JOBS"),
+    )
+)
+# Options that people bring along from other engines and that would change what they get.
+_REFUSED = {
+    "tensor-parallel-size": "a model runs on one device here; --topology puts its stages on several",
+    "pipeline-parallel-size": "a model runs on one device here; --topology puts its stages on several",
+    "data-parallel-size": "name several instances with --topology, for example 2EPD",
+    "gpu-memory-utilization": "give the cache a size with --kv-cache-gib",
+    "kv-cache-memory-bytes": "give the cache a size with --kv-cache-gib",
+    "quantization": "weights are taken as the checkpoint has them, in --dtype",
+    "enable-lora": "adapters are not served; merge them into the checkpoint",
+    "speculative-config": "speculative decoding is not built",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value and what the user wrote it with, for example `--port` or `HYDRA_PORT`."""
+
+    value: Any
+    source: str
+
+
+Layer = dict[str, Setting]  # by field
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was chosen, by field; what was not is not there."""
+
+    chosen: Layer
+
+    def engine(self, model: str | None = None, **media: Any) -> EngineConfig:
+        """`model`: where the command takes no other one; `media`: fields of MediaConfig that the command sets."""
+        parts: dict[str, Any] = {}
+        for name, cls in SECTIONS.items():
+            if cls not in (EngineConfig, ServerConfig):
+                parts[name] = self._make(cls)
+        if media:
+            parts["media"] = replace(parts["media"], **media)
+        return self._make(EngineConfig, model=model or self.model, **parts)
+
+    def server(self) -> ServerConfig:
+        return self._make(ServerConfig)
+
+    @property
+    def model(self) -> str:
+        return self.chosen["model"].value if "model" in self.chosen else DEMO_MODEL
+
+    def _make(self, cls: type, **more: Any) -> Any:
+        given = {o.field: self.chosen[o.field].value for o in all_options() if o.owner is cls if o.field in self.chosen}
+        try:
+            return cls(**(given | more))
+        except ConfigError as error:
+            setting = self.chosen.get(error.param or "")
+            if setting is None or setting.source.startswith("--"):
+                raise
+            raise ConfigError(f"{error.message} (set by {setting.source})", param=error.param) from error
+
+
+def read_settings(arguments: argparse.Namespace, skip: frozenset[str] = frozenset()) -> Settings:
+    """`skip`: fields whose flag means something else in this command. Raises ConfigError with one sentence."""
+    environment = environment_settings()
+    file = getattr(arguments, "config", None) or environment.get("HYDRA_CONFIG")
+    layers = (
+        _from_file(Path(file)) if file else {},
+        _from_environment(environment),
+        _from_flags(arguments, skip),
+    )
+    chosen: Layer = {}
+    for layer in layers:
+        chosen |= layer
+    from_file, from_environment, from_flags = (layer.get("api_key") for layer in layers)
+    if from_environment is not None and (other := from_flags or from_file) is not None:
+        # The server accepts the environment's keys beside all others.
+        both = (*other.value, *environment_api_keys())
+        chosen["api_key"] = Setting(both, f"{other.source} and {from_environment.source}")
+    return Settings(chosen)
+
+
+def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
+    """A sentence about an option that does not exist; `written` is how the user wrote it, `spell` writes others so."""
+    plain = name.replace("_", "-").lower()
+    if plain in _REFUSED:
+        return f"{written} is not an option here: {_REFUSED[plain]}"
+    near = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.6)
+    return f"{written} is not an option" + (f"; the nearest one is {spell(near[0])}" if near else "")
+
+
+# ---- flags
+
+
+def _from_flags(arguments: argparse.Namespace, skip: frozenset[str]) -> Layer:
+    layer: Layer = {}
+    for option in all_options():
+        given = None if option.field in skip else getattr(arguments, option.field, None)
+        if given is not None:
+            where = "the command line" if option.positional else option.flag
+            layer[option.field] = Setting(values.from_flags(option, given), where)
+    if (limits := getattr(arguments, MEDIA_LIMITS.replace("-", "_"), None)) is not None:
+        _add_media_limits(layer, limits, f"--{MEDIA_LIMITS}")
+    return layer
+
+
+def _add_media_limits(layer: Layer, value: object, where: str, source: str | None = None) -> None:
+    for field, count in values.media_limits(value, where).items():
+        if field in layer and layer[field].value != count:
+            raise ConfigError(f"{where} and {layer[field].source} say different things; give one", param=field)
+        layer[field] = Setting(count, source or where)
+
+
+# ---- the environment
+
+
+def _from_environment(environment: dict[str, str]) -> Layer:
+    by_variable = {variable_of(name): option for name, option in options_by_name().items()}
+    layer: Layer = {}
+    unknown = []
+    limits = None
+    for variable, text in sorted(environment.items()):
+        option = by_variable.get(variable)
+        if variable == variable_of(MEDIA_LIMITS):
+            limits = text
+        elif option is not None:
+            _refuse_service_link(variable, text)
+            if option.field in layer:
+                raise ConfigError(f"{variable} and {layer[option.field].source} mean the same; set one of them")
+            layer[option.field] = Setting(values.from_text(option, text, variable), variable)
+        elif variable not in _OTHER_VARIABLES:
+            unknown.append(variable)
+    if limits is not None:
+        _add_media_limits(layer, limits, variable_of(MEDIA_LIMITS))
+    _warn(unknown)
+    return layer
+
+
+def _refuse_service_link(variable: str, text: str) -> None:
+    """Kubernetes sets HYDRA_PORT=tcp://... in every pod beside a Service that is called hydra."""
+    if variable == "HYDRA_PORT" and "://" in text:
+        raise ConfigError(
+            "HYDRA_PORT holds an address and not a port number; Kubernetes sets it for a Service named hydra: rename "
+            "the Service or set enableServiceLinks: false",
+            param="port",
+        )
+
+
+def _warn(unknown: list[str]) -> None:
+    for variable in unknown[:_MAX_WARNINGS]:
+        sentence = unknown_name(variable.removeprefix("HYDRA_"), options_by_name(), variable, variable_of)
+        sys.stderr.write(f"hydra-engine: warning: {sentence}; the variable is ignored\n")
+    if more := unknown[_MAX_WARNINGS:]:
+        sys.stderr.write(f"hydra-engine: warning: {len(more)} more HYDRA_ variables are no options and are ignored\n")
+
+
+# ---- the file
+
+
+def _from_file(path: Path) -> Layer:
+    """Keys are options with dashes or underscores, at the top or in sections named as the configuration's parts."""
+    loader, root = _document(path)
+    known = options_by_name()
+    layer: Layer = {}
+    limits: tuple[object, str, str] | None = None
+    try:
+        for key, node, section in _entries(root):
+            name = key.value.replace("_", "-")
+            where = f"{key.value} (line {key.start_mark.line + 1} of the configuration file)"
+            value = _value(loader, node, where)
+            option = known.get(name)
+            if name == MEDIA_LIMITS and section in ("", "media"):
+                limits = value, where, _source(path, key)
+            elif option is None:
+                sentence = unknown_name(name, [*known, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}")
+                raise ConfigError(f"line {key.start_mark.line + 1} of the configuration file: {sentence}", param=name)
+            elif section and SECTIONS[section] is not option.owner:
+                home = next(name for name, cls in SECTIONS.items() if cls is option.owner)
+                raise ConfigError(f"{where} belongs to the section {home}, not to {section}", param=option.field)
+            elif option.field in layer:
+                raise ConfigError(f"{where} is there twice", param=option.field)
+            elif value is not None:
+                layer[option.field] = Setting(values.from_yaml(option, value, where), _source(path, key))
+        if limits is not None and limits[0] is not None:
+            _add_media_limits(layer, *limits)
+    finally:
+        loader.dispose()
+    return layer
+
+
+def _source(path: Path, key: yaml.Node) -> str:
+    return f"{path.name}, line {key.start_mark.line + 1}"
+
+
+def _document(path: Path) -> tuple[yaml.SafeLoader, yaml.MappingNode | None]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file: {error.strerror}", param="config") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError("the configuration file is larger than 1 MiB", param="config")
+    try:
+        loader = yaml.SafeLoader(data)
+        root = loader.get_single_node()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration file is not valid YAML: {_problem(error)}", param="config") from error
+    except RecursionError as error:
+        raise ConfigError("the configuration file is nested too deeply", param="config") from error
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise ConfigError("the configuration file must hold lines such as `max-num-seqs: 8` (YAML)", param="config")
+    return loader, root
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "it holds characters that no YAML file has"
+    return problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _entries(root: yaml.MappingNode | None) -> Iterator[tuple[yaml.ScalarNode, yaml.Node, str]]:
+    """(key, value, section), the section "" for keys at the top."""
+    for key, node in root.value if root is not None else ():
+        if _key(key).value not in SECTIONS:
+            yield key, node, ""
+        elif isinstance(node, yaml.MappingNode):
+            for inner, value in node.value:
+                yield _key(inner), value, key.value
+        elif node.value:  # an empty section says nothing
+            raise ConfigError(
+                f"the section {key.value} of the configuration file must hold lines such as `name: value`"
+            )
+
+
+def _key(node: yaml.Node) -> yaml.ScalarNode:
+    if not isinstance(node, yaml.ScalarNode):
+        line = node.start_mark.line + 1
+        raise ConfigError(f"line {line} of the configuration file: a key must be the name of an option", param="config")
+    return node
+
+
+def _value(loader: yaml.SafeLoader, node: yaml.Node, where: str) -> object:
+    try:
+        return loader.construct_object(node, deep=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is no plain value: {_problem(error)}", param="config") from error
+    except (ValueError, TypeError, RecursionError) as error:  # no date of any calendar, a list as a key, ...
+        raise ConfigError(f"{where} is no plain value", param="config") from error

@@ -1,0 +1,152 @@
+"""What lines that begin with a slash do: attach, set, show, save, start over.
+
+Does not send anything itself: it says what `chat` has to do next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+from hydra_engine.cli.talk.conversation import Attachment, Conversation, Turn, attachment
+from hydra_engine.cli.talk.prompt import words
+from hydra_engine.cli.talk.screen import Screen
+from hydra_engine.errors import ConfigError
+
+HELP = """\
+  /image PATH...    attach pictures to the next question (paths, quoted or with ~, or http addresses); alone: which
+  /video PATH       attach a video, for models that take them
+  /system TEXT      set the system prompt; alone: show it; `/system off` removes it
+  /set NAME VALUE   temperature, top_p, top_k, seed, max_tokens, ...; alone: show them; VALUE off: the server's default
+  /retry            ask the last question again
+  /new              start over, with the same system prompt and settings
+  /history          show the conversation
+  /save FILE        write the conversation as JSON
+  /timeline on|off  show what each stage took after an answer
+  /help, /quit      this text; leave (also Ctrl-D)
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer. // sends a line that begins with a slash."""
+
+
+class Next(Enum):
+    READ = "read"  # the next line
+    SEND = "send"  # the open question
+    LEAVE = "leave"
+
+
+class Commands:
+    """`model` is what the conversation is with. `timeline` is whether stages are shown."""
+
+    def __init__(self, conversation: Conversation, screen: Screen, *, model: str, timeline: bool) -> None:
+        self._conversation = conversation
+        self._screen = screen
+        self._model = model
+        self.timeline = timeline
+        self._table: dict[str, Callable[[str], Next | None]] = {
+            "/image": lambda rest: self.attach(words(rest), "image"),
+            "/video": lambda rest: self.attach(words(rest), "video"),
+            "/system": self._system,
+            "/set": self._set,
+            "/retry": self._retry,
+            "/new": self._new,
+            "/history": self._history,
+            "/save": self._save,
+            "/timeline": self._timeline,
+            "/help": lambda _: self._screen.say(HELP),
+            "/quit": lambda _: Next.LEAVE,
+            "/exit": lambda _: Next.LEAVE,
+        }
+
+    NAMES = (
+        *("/image", "/video", "/system", "/set", "/retry", "/new", "/history", "/save", "/timeline", "/help"),
+        *("/quit", "/exit"),
+    )
+    WITH_PATHS = frozenset({"/image", "/video", "/save"})
+
+    def take(self, line: str) -> Next:
+        """A line that is not empty. Raises ConfigError with what to say."""
+        if not line.startswith("/") or line.startswith("//"):
+            self._conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
+            return Next.SEND
+        name, _, rest = line.partition(" ")
+        command = self._table.get(name)
+        if command is None:
+            raise ConfigError(f"there is no command {name[:40]}; /help lists them")
+        return command(rest.strip()) or Next.READ
+
+    def attach(self, given: list[str], kind: str) -> None:
+        for word in given:
+            found = attachment(word, kind)
+            self._conversation.attached.append(found)
+            self._screen.note(f"attached {_described(found)}")
+        if not given:
+            shown = ", ".join(_described(found) for found in self._conversation.attached)
+            self._screen.say(shown or f"nothing is attached; /{kind} PATH attaches something to the next question")
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self._conversation.system = None if rest == "off" else rest
+            self._screen.note("system prompt " + ("removed" if rest == "off" else "set"))
+        else:
+            self._screen.say(self._conversation.system or "there is no system prompt")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.replace("=", " ", 1).partition(" ")
+        if value.strip():
+            self._conversation.set(name, value.strip())
+        elif name:
+            raise ConfigError("give a value: /set temperature 0.7")
+        settings = self._conversation.settings
+        self._screen.note(" ".join(f"{name}={value}" for name, value in settings.items()) or "the server's defaults")
+
+    def _retry(self, _: str) -> Next:
+        if not self._conversation.take_back():
+            raise ConfigError("nothing was asked yet")
+        return Next.SEND
+
+    def _new(self, _: str) -> None:
+        self._conversation.clear()
+        self._screen.note("a new conversation")
+
+    def _history(self, _: str) -> None:
+        turns = self._conversation.turns
+        if not turns:
+            self._screen.say("nothing was said yet")
+        for turn in turns:
+            self._screen.say(_told(turn))
+
+    def _save(self, rest: str) -> None:
+        names = words(rest)
+        if len(names) != 1:
+            raise ConfigError("give one file name: /save talk.json")
+        path = Path(names[0]).expanduser()
+        document = {
+            "model": self._model,
+            "settings": self._conversation.settings,
+            "messages": self._conversation.messages(),
+        }
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(document, file, ensure_ascii=False, indent=1)
+                file.write("\n")
+        except FileExistsError as error:
+            raise ConfigError(f"{path} is there already; choose another name") from error
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        self._screen.note(f"written to {path}")
+
+    def _timeline(self, rest: str) -> None:
+        if rest not in ("on", "off", ""):
+            raise ConfigError("/timeline on, or /timeline off")
+        self.timeline = rest == "on" if rest else not self.timeline
+        self._screen.note(f"timeline {'on' if self.timeline else 'off'}")
+
+
+def _described(found: Attachment) -> str:
+    return f"{found.name} ({found.note})" if found.note else found.name
+
+
+def _told(turn: Turn) -> str:
+    names = "".join(f"[{found.name}] " for found in turn.attachments)
+    return f"{turn.role}: {names}{turn.text}{' (stopped)' if turn.stopped else ''}"

@@ -1,0 +1,155 @@
+"""A conversation as `chat` keeps it: turns, what will go along with the next question, and how answers are sampled.
+
+Does not know the terminal or the server; pictures are checked only as far as a typing mistake goes.
+"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from hydra_engine.errors import ConfigError
+
+MAX_FILE_BYTES = 64 << 20
+_KINDS = ("image", "video")
+# What /set takes besides SAMPLING: fields of a request that have numbers.
+NUMBERS: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+    "max_tokens": int,
+    "min_tokens": int,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "priority": int,
+    "ttft_ms": float,
+    "tpot_ms": float,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A picture or a video: `url` is what the server gets, `name` and `note` are for people."""
+
+    kind: str  # image or video
+    name: str
+    url: str
+    note: str = ""
+
+    def part(self) -> dict[str, Any]:
+        field = f"{self.kind}_url"
+        return {"type": field, field: {"url": self.url}}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    role: str
+    text: str
+    attachments: tuple[Attachment, ...] = ()
+    stopped: bool = False  # by the user, before its end
+
+    def message(self) -> dict[str, Any]:
+        if not self.attachments:
+            return {"role": self.role, "content": self.text}
+        parts = [attachment.part() for attachment in self.attachments]
+        return {"role": self.role, "content": [*parts, {"type": "text", "text": self.text}]}
+
+
+@dataclass(slots=True)
+class Conversation:
+    """`question` is the last one that got no answer; `/retry` sends it again."""
+
+    system: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    attached: list[Attachment] = field(default_factory=list)
+    question: Turn | None = None
+
+    def ask(self, text: str) -> None:
+        self.question = Turn("user", text, tuple(self.attached))
+        self.attached = []
+
+    def answered(self, text: str, *, stopped: bool = False) -> None:
+        assert self.question is not None
+        self.turns += [self.question, Turn("assistant", text, stopped=stopped)]
+        self.question = None
+
+    def take_back(self) -> bool:
+        """The last question is open again, its answer gone; False when there was none."""
+        if self.question is None and self.turns:
+            self.question = self.turns[-2]
+            del self.turns[-2:]
+        return self.question is not None
+
+    def clear(self) -> None:
+        self.turns, self.attached, self.question = [], [], None
+
+    def messages(self) -> list[dict[str, Any]]:
+        return [message for _, message in self._messages()]
+
+    def _messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self.system:
+            yield "system", {"role": "system", "content": self.system}
+        for turn in (*self.turns, *([self.question] if self.question else [])):
+            yield turn.role, turn.message()
+
+    def set(self, name: str, text: str) -> None:
+        """Raises ConfigError; the server checks ranges."""
+        name = name.replace("-", "_")
+        if name == "stop":
+            self.settings["stop"] = text
+            return
+        if name not in NUMBERS:
+            raise ConfigError(f"{name[:40]!r} cannot be set; there are {', '.join((*NUMBERS, 'stop'))}")
+        if text in ("off", "default", "none"):
+            self.settings.pop(name, None)
+            return
+        try:
+            self.settings[name] = NUMBERS[name](text)
+        except (ValueError, OverflowError) as error:
+            wanted = "a whole number" if NUMBERS[name] is int else "a number"
+            raise ConfigError(f"{name} takes {wanted}, or off") from error
+
+
+def attachment(word: str, kind: str = "image") -> Attachment:
+    """From a path, a file:// or http(s):// address, or a data URI. Raises ConfigError."""
+    if word.startswith(("http://", "https://")):
+        return Attachment(kind, urlsplit(word).path.rsplit("/", 1)[-1] or word[:60], word, "fetched by the server")
+    if word.startswith("data:"):
+        return Attachment(kind, "data URI", word)
+    path = Path(unquote(urlsplit(word).path)) if word.startswith("file://") else Path(word).expanduser()
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+        data = path.read_bytes()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or "no such file"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+    media_type = mimetypes.guess_type(path.name)[0] or ""
+    if not media_type.startswith(_KINDS):
+        media_type = "image/png" if kind == "image" else "video/mp4"  # the server looks at the bytes
+    url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+    note = f"{_pixels(path)}{len(data) / 1024:.0f} KiB" if kind == "image" else f"{len(data) / 1048576:.1f} MiB"
+    return Attachment(kind, path.name, url, note)
+
+
+def _pixels(path: Path) -> str:
+    """Raises ConfigError for what is no picture, so that a wrong path is said at once."""
+    from PIL import Image, UnidentifiedImageError  # takes a while, and only pictures need it
+
+    try:
+        with Image.open(path) as picture:
+            return f"{picture.width} x {picture.height}, "
+    except UnidentifiedImageError as error:
+        raise ConfigError(f"{path} is not a picture") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return ""  # the server says what is wrong with it

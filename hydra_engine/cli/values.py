@@ -1,0 +1,158 @@
+"""What a text or a YAML value means for an option, or the sentence that says why it means nothing.
+
+The same rules for flags, variables and files, so that one value means one thing wherever it is written. Does not know
+the options' ranges: the configuration classes check those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from typing import Any
+
+from hydra_engine.cli.options import MEDIA_LIMIT_FIELDS, Option
+from hydra_engine.config import parse_seconds
+from hydra_engine.errors import ConfigError
+
+MAX_TEXT = 65536  # characters of a value
+_MAX_INT = (1 << 63) - 1
+_MAX_ITEMS = 1024
+_SHOWN = 40  # characters of a wrong value that its message quotes
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def from_text(option: Option, text: str, where: str) -> Any:
+    """The value of an option that takes one; `where` is what the user wrote, a flag or a variable."""
+    if len(text) > MAX_TEXT:
+        raise ConfigError(f"{where} is too long", param=option.field)
+    if option.kind is bool:
+        if (known := _WORDS.get(text.strip().lower())) is None:
+            raise _wrong(option, where, "on or off (1, 0, true, false, yes, no)", text)
+        return known
+    if option.form == "seconds":
+        return parse_seconds(text, where, param=option.field)
+    if option.kind in (int, float):
+        return _number(option, text, where)
+    if option.kind is tuple:
+        return _checked(option, list_from_text(option, text, where), where)
+    return _checked(option, text, where)
+
+
+def list_from_text(option: Option, text: str, where: str) -> tuple[str, ...]:
+    """Comma-separated, or a JSON list as vLLM takes it."""
+    if text.lstrip().startswith("["):
+        try:
+            return _strings(option, json.loads(text), where)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} begins like a JSON list and is none", param=option.field) from error
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def from_flags(option: Option, given: Any) -> Any:
+    """`given`: what argparse has made of the flag, True or False, a text, or the texts of a repeated flag. A text of a
+    repeated flag is one item, commas and all, unless it is a JSON list."""
+    where = option.flag
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, list):
+        items: list[str] = []
+        for text in given:
+            items.extend(list_from_text(option, text, where) if text.lstrip().startswith("[") else [text])
+        return _checked(option, tuple(items), where)
+    return from_text(option, given, where)
+
+
+def from_yaml(option: Option, value: object, where: str) -> Any:
+    """`where`: the key and its line. YAML 1.1 reads 1e-3 as text; numbers may be written so here."""
+    if isinstance(value, str) and option.kind is not tuple:
+        if option.kind is bool:
+            raise _wrong(option, where, "true or false", value)
+        return from_text(option, value, where)
+    if option.form == "seconds":
+        return parse_seconds(value, where, param=option.field)
+    if option.kind is bool:
+        if not isinstance(value, bool):
+            raise _wrong(option, where, "true or false", value)
+        return value
+    if option.kind in (int, float):
+        return _number(option, value, where)
+    if option.kind is tuple:
+        return _checked(option, _strings(option, [value] if isinstance(value, str) else value, where), where)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise _wrong(option, where, "text; put it in quotes", value)
+    raise _wrong(option, where, "text", value)
+
+
+def media_limits(value: object, where: str) -> dict[str, int]:
+    """vLLM's `{"image": 4, "video": 0}`, also as JSON text -> fields of MediaConfig."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value[:MAX_TEXT])
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict) or not all(type(count) is int and 0 <= count <= 4096 for count in value.values()):
+        raise ConfigError(f'{where} must say how many, such as {{"image": 4, "video": 0}}', param="max_images")
+    limits = {}
+    for kind, count in value.items():
+        if kind in MEDIA_LIMIT_FIELDS:
+            limits[MEDIA_LIMIT_FIELDS[kind]] = count
+        elif count:
+            raise ConfigError(f"{where}: {str(kind)[:_SHOWN]!r} is not served here, only image and video", param=kind)
+    return limits
+
+
+def _number(option: Option, value: object, where: str) -> int | float:
+    wanted = "a whole number" if option.kind is int else "a number"
+    number = _read_number(value)
+    if number is None:
+        raise _wrong(option, where, wanted, value)
+    if abs(number) > _MAX_INT:
+        raise _wrong(option, where, "a smaller number", value)
+    if option.kind is float:
+        return float(number)
+    if number != int(number):
+        raise _wrong(option, where, wanted, value)
+    return int(number)
+
+
+def _read_number(value: object) -> int | float | None:
+    """None also for what is not finite."""
+    if isinstance(value, str) and len(value) <= _SHOWN:
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                value = kind(value)
+                break
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def _strings(option: Option, value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _wrong(option, where, "a list of texts; put numbers in quotes", value)
+    return tuple(value)
+
+
+def _checked(option: Option, value: Any, where: str) -> Any:
+    if isinstance(value, tuple) and (len(value) > _MAX_ITEMS or any(len(item) > MAX_TEXT for item in value)):
+        raise ConfigError(f"{where} has too many or too long values", param=option.field)
+    if option.choices is not None and value not in option.choices:
+        *others, last = option.choices
+        raise _wrong(option, where, f"{', '.join(others)} or {last}", value)
+    return value
+
+
+def _wrong(option: Option, where: str, wanted: str, value: object) -> ConfigError:
+    """Secrets are not quoted."""
+    shown = "" if option.secret else f", not {_quoted(value)}"
+    return ConfigError(f"{where} must be {wanted}{shown}", param=option.field)
+
+
+def _quoted(value: object) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,101 @@
+"""The one screen of `serve`: what it says, how wide it is, and that its command works as printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from hydra_engine.cli.start_screen import screen_lines
+from hydra_engine.config import EngineConfig, SchedulerConfig, ServerConfig
+from hydra_engine.core.messages import LimitSummary
+from tests.cli.conftest import KEY, Started
+from tests.cli.test_summary import BUDGETS, instance
+
+URL = "http://127.0.0.1:8000"
+
+
+def screen(*summaries: object, config: EngineConfig | None = None, url: str = URL, **server: object) -> list[str]:
+    shown = summaries or (instance("epd0", "EPD", notes=("dtype bfloat16: " + "because " * 12,)),)
+    return screen_lines(shown, config or EngineConfig(), ServerConfig(**server), url=url, model_name="m")  # type: ignore[arg-type]
+
+
+def test_one_screen() -> None:
+    lines = screen()
+    assert lines[1:] == [
+        "  model        m (llava), 7.5 billion parameters, bfloat16",
+        "  instance     epd0, role EPD, cpu, 2 threads per lane, ops native-amx, deterministic",
+        "  memory       weights 14.0 GiB, KV cache 512.0 MiB (8192 tokens), image cache 8.0 MiB (512 rows)",
+        "  limits       4096 tokens a request, 512 tokens a language step, 1152 patches a vision step",
+        "  loaded in    1.0 s",
+        "  budgets      fixed, as above; --tpot-slo 40ms derives them from step times of this machine",
+        "  admission    64 requests at once, 512 accepted; 16 pictures a request, bodies of 64.0 MiB",
+        "  access       this machine only, asks for no key",
+        "  note         dtype bfloat16: because because because because because because because because",
+        "               because because because because",
+        "  page         http://127.0.0.1:8000/",
+        "  try it       hydra-engine chat, or:",
+        f"curl -s {URL}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        """  -d '{"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}'""",
+    ]
+    assert max(map(len, lines)) <= 100
+
+
+def test_with_a_limit_the_budgets_are_those_that_follow() -> None:
+    limits = LimitSummary(0.04, 1.0, "saved profile", BUDGETS)
+    lines = screen(
+        instance("epd0", "EPD", limits=limits), config=EngineConfig(scheduler=SchedulerConfig(tpot_slo=0.04))
+    )
+    assert sum(line.startswith("  budgets") for line in lines) == 1
+    assert not any("--tpot-slo" in line for line in lines)
+    assert "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision all along" in lines
+    assert 10 <= len(lines) + 1 <= 17
+
+
+def test_instances_that_are_alike_share_a_line() -> None:
+    summaries = [instance("e0", "E"), *(instance(f"pd{i}", "PD") for i in range(8))]
+    lines = screen(*summaries)
+    assert [line.split()[0] for line in lines[3:6]] == ["instance", "e0", "pd0..pd7"]
+    assert 10 <= len(lines) + 1 <= 17 and max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        ({}, "this machine only, asks for no key"),
+        ({"host": "localhost", "api_key": ("a",)}, "this machine only, asks for an API key"),
+        ({"host": "::1", "api_key": ("a", "b", "a")}, "this machine only, asks for one of 2 API keys"),
+        ({"host": "0.0.0.0"}, "OPEN TO THE NETWORK, asks for no key"),
+        (
+            {"host": "10.0.0.1", "api_key": ("a",), "admin_key": "b"},
+            "the network, asks for an API key, /admin with its own",
+        ),
+    ],
+)
+def test_who_may_ask(server: dict[str, object], words: str) -> None:
+    lines = screen(**server)
+    assert f"  access       {words}" in lines
+    assert any("$HYDRA_API_KEY" in line for line in lines) == ("api_key" in server)
+    assert not any("'a'" in line or "'b'" in line for line in lines)
+
+
+def test_chat_is_told_where_the_server_is() -> None:
+    assert "  try it       hydra-engine chat --url http://127.0.0.1:9, or:" in screen(url="http://127.0.0.1:9")
+
+
+def test_the_screen_of_a_real_server_and_its_command(server: Started) -> None:
+    """Pasted into a shell as it stands, with the key in the variable that it names."""
+    assert server.screen[0].startswith("hydra-engine ") and server.screen[-1].startswith("ready on http://127.0.0.1:")
+    assert 10 <= len(server.screen) <= 20 and max(map(len, server.screen)) <= 100
+    assert KEY not in "\n".join(server.screen) and "\x1b" not in "\n".join(server.screen)
+    begin = next(i for i, line in enumerate(server.screen) if line.startswith("curl "))
+    command = "\n".join(server.screen[begin:-1])
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    environment = {**os.environ, "HYDRA_API_KEY": KEY}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
