@@ -72,6 +72,9 @@ class _NoText:
     def feed(self, token_ids: Sequence[int]) -> str:
         return ""
 
+    def feed_one(self, token_id: int) -> str:
+        return ""
+
     def flush(self) -> str:
         return ""
 

@@ -307,6 +307,7 @@ def test_simulate_prints_a_point_for_every_topology_and_rate(tmp_path: Path, pro
     assert again["result"] == result  # another process, with other hashes of strings
 
 
+@pytest.mark.slow
 def test_real_measures_and_predicts_the_same_requests(tmp_path: Path, profile: Path) -> None:
     pytest.importorskip("matplotlib")
     flags = ("--topologies", "EPD,E+P+D", "--requests", "4", "--rate", "10", "--threads", "1")
@@ -323,6 +324,7 @@ def test_real_measures_and_predicts_the_same_requests(tmp_path: Path, profile: P
     assert alone["measured"]["breakdown"]["exposed_share"] == 0
 
 
+@pytest.mark.slow
 def test_timeline_shows_two_pictures_on_their_way(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     document = command("timeline", tmp_path, "--threads", "1", "--tokens", "4")
