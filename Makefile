@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all check support bench build clean help
+.PHONY: demo serve test test-all check support bench build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -15,6 +15,7 @@ help:
 	@echo "make support the README's table of model families, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine"
 	@echo "make build   the environment and the native extension only"
+	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
 
 build: $(VENV)/.native
 
@@ -63,5 +64,12 @@ bench: build
 	@$(BIN)/python -m bench.throughput --model demo --quick
 	@$(BIN)/python -m bench.serve all --model demo --quick
 
+# Takes the objects of the build in place; what setuptools staged for an earlier wheel could hold files that are gone.
+dist: build
+	@rm -rf dist build/lib.* build/bdist.*
+	@HYDRA_CPU_ONLY=1 $(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")' \
+		>build/dist.log 2>&1 || { cat build/dist.log; exit 1; }
+	@ls dist
+
 clean:
-	rm -rf $(VENV) build hydra_engine/*.so
+	rm -rf $(VENV) build dist hydra_engine/*.so
