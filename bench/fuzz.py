@@ -39,7 +39,7 @@ MOST_THREADS = 24  # of the front, whose pools of bounded size fill up in their 
 RESULT = ROOT / "bench" / "results" / "fuzz.json"
 _DEMO = ROOT / "hydra_engine" / "demo"
 _INSIDE = re.compile(
-    rb"0x[0-9a-f]{6}|Traceback|\.py\b|hydra_engine|/work|/home|/tmp|msgspec|aiohttp|PIL\b|site-packages"
+    rb"0x[0-9a-f]{6}|Traceback|\.py\b|hydra_engine|/(?:home|root|tmp|usr|opt)\b|msgspec|aiohttp|PIL\b|site-packages"
 )
 
 

@@ -67,7 +67,7 @@ def error(status: int, message: str, code: str | None = None) -> bytes:
         (error(500, "no"), "status [500]"),
         (error(200, "no"), "status [200]"),
         (error(400, "at 0x7f00aabbcc"), "names b'0x7f00aa'"),
-        (error(400, "see /work/x"), "names b'/work'"),
+        (error(400, "see /home/x"), "names b'/home'"),
         (error(400, "no", "made_up"), "unknown code made_up"),
         (b"", "status [0]"),
     ],
