@@ -150,7 +150,7 @@ class ChatAnswer:
 
     def text_event(self, piece: Piece) -> bytes | None:
         choice = self._choices[piece.index]
-        if not choice.is_plain or piece.logprobs or piece.prompt_logprobs:
+        if not choice.is_plain or piece.logprobs:
             return None
         self.meter.add(piece)
         return self._texts.event(piece.index, piece.text, self.meter.now()) if piece.text else b""

@@ -25,7 +25,6 @@ from hydra_engine.server.port import EnginePort, Handle
 from hydra_engine.server.protocol.common import (
     FINGERPRINT,
     Metrics,
-    PromptLogprobs,
     Usage,
     metrics_of,
     prompt_logprobs,
@@ -63,7 +62,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await respond(
         request,
         lambda: _submit(request, engine, prompts, sampling, asked, identity),
-        CompletionAnswer(asked, identity, len(prompts), echoes),
+        CompletionAnswer(asked, identity, echoes),
         asked,
     )
 
@@ -122,13 +121,12 @@ async def _echo(engine: EnginePort, prompt: Prompt, by_token: bool) -> tuple[Pro
 class CompletionAnswer:
     """`echoes` has an entry for each prompt where prompts are repeated."""
 
-    def __init__(self, asked: CompletionRequest, identity: Identity, num_prompts: int, echoes: Sequence[Echo]) -> None:
+    def __init__(self, asked: CompletionRequest, identity: Identity, echoes: Sequence[Echo]) -> None:
         self._asked = asked
         self._identity = identity
         self._echoes = echoes
         self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens whose log probabilities were sent
         self._results: dict[int, Result] = {}
-        self._num_choices = num_prompts * asked.num_each
         self._is_plain = not (asked.only_prompt or asked.return_token_ids)
         self._texts = TextEvents(self._text_chunk)
         self.meter = UsageMeter(asked)
@@ -156,7 +154,7 @@ class CompletionAnswer:
             reason,
             stop_reason,
             token_ids=token_ids if asked.return_token_ids else UNSET,
-            prompt_logprobs=self._prompt_logprobs(result.prompt_logprobs),
+            prompt_logprobs=prompt_logprobs(result.prompt_logprobs, asked.prompt_logprobs),
             prompt_token_ids=result.prompt_token_ids if asked.return_token_ids else UNSET,
         )
 
@@ -188,8 +186,8 @@ class CompletionAnswer:
             reason, stop_reason = self._end(result)
             chunks.append(self._chunk(TextChoice(piece.index, "", None, reason, stop_reason), metrics))
             self._results[piece.index] = result
-            if self.meter.wanted and len(self._results) == self._num_choices:
-                results = [self._results[index] for index in range(self._num_choices)]
+            if self.meter.wanted and len(self._results) == asked.num_choices:
+                results = [self._results[index] for index in range(asked.num_choices)]
                 chunks.append(self._completion([], self._usage(usage_of_all(results, asked.num_each))))
         return chunks
 
@@ -202,7 +200,7 @@ class CompletionAnswer:
             piece.index,
             self._echo(piece.index).text if asked.echo else "",
             logprobs,
-            prompt_logprobs=self._prompt_logprobs(piece.prompt_logprobs),
+            prompt_logprobs=prompt_logprobs(piece.prompt_logprobs, asked.prompt_logprobs),
             prompt_token_ids=piece.prompt_token_ids if asked.return_token_ids else UNSET,
         )
 
@@ -244,9 +242,6 @@ class CompletionAnswer:
         )
         self._offsets[index] = offset + sum(len(first[1] if entry is None else entry.token) for entry in entries)
         return told
-
-    def _prompt_logprobs(self, entries: Sequence[TextLogprob | None] | None) -> PromptLogprobs | UnsetType:
-        return prompt_logprobs(entries, self._asked.prompt_logprobs)
 
     def _text_chunk(self, index: int, text: str, usage: Usage | UnsetType | None) -> TextCompletion:
         return self._completion([TextChoice(index, text)], usage)

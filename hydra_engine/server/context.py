@@ -14,11 +14,24 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.errors import Unavailable
+from hydra_engine.errors import HydraError, Unavailable
 from hydra_engine.observe.metrics import Metrics
 from hydra_engine.server.port import EnginePort
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+@asynccontextmanager
+async def endable(error: HydraError) -> AsyncIterator[asyncio.Timeout]:
+    """A scope that others can end by rescheduling it: then `error` is raised inside, at whatever is waited for."""
+    scope = asyncio.timeout(None)
+    try:
+        async with scope:
+            yield scope
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise error from None
 
 
 class Lifecycle:
@@ -45,22 +58,16 @@ class Lifecycle:
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
         self.check()
-        scope = asyncio.timeout(None)
-        self._scopes.add(scope)
-        self._idle.clear()
-        try:
-            async with scope:
+        late = Unavailable("the server shut down before this request could finish", code="draining", retry_after_s=5)
+        async with endable(late) as scope:
+            self._scopes.add(scope)
+            self._idle.clear()
+            try:
                 yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise Unavailable(
-                "the server shut down before this request could finish", code="draining", retry_after_s=5
-            ) from None
-        finally:
-            self._scopes.discard(scope)
-            if not self._scopes:
-                self._idle.set()
+            finally:
+                self._scopes.discard(scope)
+                if not self._scopes:
+                    self._idle.set()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()

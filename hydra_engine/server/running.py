@@ -13,7 +13,7 @@ from aiohttp import web
 
 from hydra_engine.errors import RequestAborted
 from hydra_engine.server.admission import CLIENT_LIMITS, client_of
-from hydra_engine.server.context import ANSWER_ID, LIFECYCLE, REQUEST_ID, TENANT
+from hydra_engine.server.context import ANSWER_ID, LIFECYCLE, REQUEST_ID, TENANT, endable
 
 
 class RunningRequests:
@@ -25,22 +25,17 @@ class RunningRequests:
     @asynccontextmanager
     async def running(self, tenant: str, ids: Iterable[str]) -> AsyncIterator[None]:
         """Raises RequestAborted inside, at whatever is waited for, when `end` names one of the ids."""
-        scope = asyncio.timeout(None)
         keys = {(tenant, one) for one in ids}
-        for key in keys:
-            self._scopes.setdefault(key, set()).add(scope)
-        try:
-            async with scope:
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise RequestAborted("the request was ended by its id") from None
-        finally:
+        async with endable(RequestAborted("the request was ended by its id")) as scope:
             for key in keys:
-                self._scopes[key].discard(scope)
-                if not self._scopes[key]:
-                    del self._scopes[key]
+                self._scopes.setdefault(key, set()).add(scope)
+            try:
+                yield
+            finally:
+                for key in keys:
+                    self._scopes[key].discard(scope)
+                    if not self._scopes[key]:
+                        del self._scopes[key]
 
     def end(self, tenant: str, one: str) -> int:
         """How many were running and are not ending yet."""

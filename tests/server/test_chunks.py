@@ -47,7 +47,7 @@ def answers(kind: str, usage: str) -> tuple[Any, Any]:
             )
         else:
             body = {"prompt": "a", "stream": True, **USAGES[usage]}
-            answer = CompletionAnswer(msgspec.convert(body, CompletionRequest), IDENTITY, 1, [])
+            answer = CompletionAnswer(msgspec.convert(body, CompletionRequest), IDENTITY, [])
         answer.meter.begin(Admitted())
         answer.events(Piece("begun", (1,)))
         pair.append(answer)
