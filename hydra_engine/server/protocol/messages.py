@@ -28,7 +28,7 @@ from hydra_engine.server.protocol.fields import (
     sampling_of,
 )
 from hydra_engine.server.protocol.names import log_once
-from hydra_engine.server.protocol.schemas import schema_grammar
+from hydra_engine.server.protocol.structured import schema_grammar
 
 # ---- the requests
 

@@ -21,7 +21,7 @@ from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, TokenLogp
 from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import GenerationFields, MediaUrl, StopStrings, Text, TokenCount, sampling_of
 from hydra_engine.server.protocol.names import log_once
-from hydra_engine.server.protocol.schemas import schema_grammar
+from hydra_engine.server.protocol.structured import schema_grammar
 
 MAX_METADATA = 16
 MAX_INCLUDES = 32

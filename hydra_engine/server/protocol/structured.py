@@ -111,12 +111,7 @@ def _of_response_format(asked: ResponseFormat | None) -> list[Grammar]:
         return schema or [Grammar("json_object", param="response_format")]
     if asked.json_schema is None:
         raise InvalidRequest("response_format.json_schema is required", param="response_format.json_schema")
-    schema = _of_schema(asked.json_schema.schema, "response_format.json_schema.schema")
-    if not schema:
-        raise InvalidRequest(
-            "response_format.json_schema.schema is required", param="response_format.json_schema.schema"
-        )
-    return schema
+    return [schema_grammar(asked.json_schema.schema, "response_format.json_schema.schema")]
 
 
 def _of_structured_outputs(asked: StructuredOutputs | None) -> list[Grammar]:
@@ -137,6 +132,16 @@ def _of_schema(raw: msgspec.Raw, param: str) -> list[Grammar]:
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
     return [] if text == "null" else [Grammar("json_schema", text, param)]
+
+
+def schema_grammar(schema: msgspec.Raw, param: str) -> Grammar:
+    """Of a schema that there has to be. Raises InvalidRequest, naming `param`."""
+    found = _of_schema(schema, param)
+    if not found:
+        raise InvalidRequest(f"{param} is required", param=param)
+    if not found[0].source.lstrip().startswith("{"):
+        raise InvalidRequest(f"{param} must be a JSON object", param=param)
+    return found[0]
 
 
 def _of_text(kind: str, source: str | None, param: str) -> list[Grammar]:
