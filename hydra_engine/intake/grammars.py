@@ -24,7 +24,7 @@ from hydra_engine.guidance import TOO_COMPLEX, is_installed
 from hydra_engine.intake.grammar_child import Job, Setup, Verdict
 from hydra_engine.intake.pool import WorkerPool
 from hydra_engine.intake.processor_child import receive, send
-from hydra_engine.intake.spawn import spawn
+from hydra_engine.intake.spawn import SpawnedChild, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -126,18 +126,14 @@ class Grammars:
         return self._child
 
 
-class _Child:
+class _Child(SpawnedChild):
     def __init__(self, command: Sequence[str], setup: Setup) -> None:
-        self._process, self._socket = spawn(command, msgspec.json.encode(setup).decode(), settings=_SETTINGS)
+        super().__init__(spawn(command, msgspec.json.encode(setup).decode(), settings=_SETTINGS))
         try:
             self.greeting = self._verdict(START_SECONDS)
         except (OSError, EOFError, msgspec.MsgspecError):
             self.end()
             raise
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
     def ask(self, job: Job, seconds: float) -> Verdict:
         """Raises OSError, EOFError or MsgspecError when the child is broken."""
@@ -151,13 +147,6 @@ class _Child:
             return self._process.wait(1.0) != -signal.SIGKILL
         except subprocess.TimeoutExpired:
             return False
-
-    def end(self) -> int:
-        """Its exit status. From any thread; who waits for an answer gets an error."""
-        self._process.kill()
-        status = self._process.wait()
-        self._socket.close()
-        return status
 
     def _verdict(self, seconds: float) -> Verdict:
         self._socket.settimeout(seconds)

@@ -20,7 +20,7 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ArrayLayout, PixelPayload
 from hydra_engine.errors import EngineClosed, InvalidImage, Unavailable, from_info
 from hydra_engine.intake.processor_child import Ask, Reply, Setup, receive, send
-from hydra_engine.intake.spawn import fill, spawn
+from hydra_engine.intake.spawn import SpawnedChild, fill, spawn
 from hydra_engine.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
 
@@ -137,9 +137,9 @@ class ProcessorHost:
         return self._child
 
 
-class _Child:
+class _Child(SpawnedChild):
     def __init__(self, command: Sequence[str], setup: str) -> None:
-        self._process, self._socket = spawn(command, setup, settings=_SETTINGS, kept=_FOLDERS)
+        super().__init__(spawn(command, setup, settings=_SETTINGS, kept=_FOLDERS))
         try:
             reply, _ = self._reply(START_SECONDS)
         except (OSError, EOFError, msgspec.MsgspecError):
@@ -149,22 +149,11 @@ class _Child:
             self.end()
             raise from_info(reply.error)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def ask(self, ask: Ask, pixels: bytes, seconds: float) -> tuple[Reply, bytes]:
         """The reply and the bytes of its arrays. Raises OSError, EOFError or MsgspecError when the child is broken."""
         self._socket.settimeout(seconds)
         send(self._socket, ask, (pixels,))
         return self._reply(seconds)
-
-    def end(self) -> int:
-        """Its exit status. From any thread; who waits for an answer gets an error."""
-        self._process.kill()
-        status = self._process.wait()
-        self._socket.close()
-        return status
 
     def _reply(self, seconds: float) -> tuple[Reply, bytes]:
         self._socket.settimeout(seconds)

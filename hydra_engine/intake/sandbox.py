@@ -21,7 +21,7 @@ from hydra_engine.errors import InvalidImage, Unavailable
 from hydra_engine.intake.child import BROKEN, DONE, HEAD, FramesJob, Job
 from hydra_engine.intake.containers import broken
 from hydra_engine.intake.pixels import num_bytes
-from hydra_engine.intake.spawn import fill, spawn
+from hydra_engine.intake.spawn import SpawnedChild, fill, spawn
 from hydra_engine.intake.videos import INFO, ProbeJob, VideoJob, broken_video
 from hydra_engine.specs.base import VideoInfo
 
@@ -162,10 +162,10 @@ class _Memory:
         os.close(self.descriptor)
 
 
-class _Child:
+class _Child(SpawnedChild):
     def __init__(self, command: Sequence[str]) -> None:
         self._memory: _Memory | None = None
-        self._process, self._socket = spawn(command, settings=_ONE_THREAD)
+        super().__init__(spawn(command, settings=_ONE_THREAD))
         try:
             self._socket.settimeout(START_SECONDS)
             if self._read(1) != DONE:
@@ -173,10 +173,6 @@ class _Child:
         except (OSError, EOFError):
             self.end()
             raise
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
     def run(self, job: Struct, num_pixel_bytes: int, seconds: float, num_more: int) -> tuple[bytes, bytes] | None:
         """None when the file is broken. Raises OSError or EOFError when the child is."""
@@ -190,13 +186,10 @@ class _Child:
         return self._read(num_more), memory.read(num_pixel_bytes)
 
     def end(self) -> int:
-        """Its exit status."""
-        self._socket.close()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        self._process.kill()
-        return self._process.wait()
+        return super().end()
 
     def _send(self, job: bytes, size: int) -> _Memory:
         """With memory for `size` bytes of answer, if the child does not have that."""

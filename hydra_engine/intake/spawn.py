@@ -41,6 +41,24 @@ def spawn(command: Sequence[str], *arguments: str, settings: Mapping[str, str], 
     return Spawned(process, ours)
 
 
+class SpawnedChild:
+    """A child while it answers. Who cannot get an answer ends it."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self._process, self._socket = spawned
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> int:
+        """Its exit status. From any thread; who waits for an answer gets an error."""
+        self._process.kill()
+        status = self._process.wait()
+        self._socket.close()
+        return status
+
+
 def fill(connection: socket.socket, rest: memoryview) -> bool:
     """Reads until `rest` is full; False when the other side has gone before."""
     while rest:
