@@ -188,6 +188,7 @@ async def test_what_an_instance_says_before_it_dies_is_the_reason(make: Make, mo
     assert recorder.of("down", "e0")[1][2].startswith("the model is made of paper")
 
 
+@pytest.mark.slow
 async def test_starts_wait_longer_after_each_death(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor, recorder = make("E+PD", replace(QUICK, backoff_s=(0.0, 0.2, 0.6), max_deaths=4)), Recorder()
     await supervisor.start(recorder)

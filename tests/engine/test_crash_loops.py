@@ -77,6 +77,7 @@ def test_the_other_one_serves_on(tiny_model: Path, golden: list[Outcome]) -> Non
         rig.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_without_an_encoder_text_is_served_and_pictures_fail_at_once(tiny_model: Path, golden: list[Outcome]) -> None:
     with Impatient(tiny_model, topology="E+P+D", **OPTIONS) as engine:
         rig = Rig(engine, REQUESTS, golden)

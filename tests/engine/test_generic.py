@@ -128,6 +128,7 @@ def test_budgets_smaller_than_a_picture_change_nothing(
     check_all(engine, transformers_says["gemma3"])
 
 
+@pytest.mark.slow
 def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path]) -> None:
     code = f"""
         import os, sys
@@ -247,6 +248,7 @@ def test_code_that_comes_with_a_model_is_refused_and_never_run(
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.slow
 def test_code_that_comes_with_a_model_runs_when_it_is_trusted(
     homemade: Path,
     tmp_path: Path,

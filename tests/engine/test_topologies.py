@@ -40,12 +40,12 @@ def differences(requests: list[Mixed], found: list[Outcome], expected: list[Outc
         ("EP+D", {"token_budget": 24}),
         ("EP+D", {"token_budget": 512, "prefix_caching": False}),
         ("ED+P", {"token_budget": 24}),
-        ("ED+P", {"token_budget": 512}),
+        pytest.param("ED+P", {"token_budget": 512}, marks=pytest.mark.slow),
         ("E+PD", {"token_budget": 24}),
-        ("E+PD", {"token_budget": 512}),
+        pytest.param("E+PD", {"token_budget": 512}, marks=pytest.mark.slow),
         ("E+P+D", {"token_budget": 24}),
-        ("E+P+D", {"token_budget": 512, "prefix_caching": False}),
-        ("2E+P+2D", {"token_budget": 24}),
+        pytest.param("E+P+D", {"token_budget": 512, "prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param("2E+P+2D", {"token_budget": 24}, marks=pytest.mark.slow),
         ("2E+P+2D", {"token_budget": 512}),
         ("2EPD", {"token_budget": 24}),
     ],
@@ -62,7 +62,9 @@ def test_every_topology_gives_the_tokens_of_one_instance(
     assert (moved > 0) == (topology not in ("EPD", "2EPD")), "whether anything went from one instance to another"
 
 
-@pytest.mark.parametrize("topology", ["EP+D", "E+P+D", "ED+P"])
+@pytest.mark.parametrize(
+    "topology", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("EP+D", "ED+P")), "E+P+D"]
+)
 def test_caches_with_room_for_one_request_of_each_kind(
     make_engine: EngineFactory, golden: list[Outcome], topology: str
 ) -> None:

@@ -21,9 +21,9 @@ REQUESTS = mixture(10, tokens=8)
     ("family", "options"),
     [
         ("qwen2_5_vl", {}),
-        ("qwen3_vl", {"token_budget": 24}),
+        pytest.param("qwen3_vl", {"token_budget": 24}, marks=pytest.mark.slow),
         ("llava_next", {}),
-        ("internvl", {"dtype": "bfloat16"}),
+        pytest.param("internvl", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
 )
 def test_families_give_the_tokens_of_one_instance(

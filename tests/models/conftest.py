@@ -13,6 +13,7 @@ import torch
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.models.tiny import make_tiny
+from tests.models.families.base import FamilyCase
 
 NATIVE = importlib.util.find_spec("hydra_engine._C") is not None
 BACKENDS = ["reference", "native"] if NATIVE else ["reference"]
@@ -32,6 +33,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
         return made[name]
 
     return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The reference ops, which are slow, compute one variant of each family in the quick tests, and all in the slow."""
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        case, variant = params.get("case"), params.get("variant")
+        is_reference = params.get("backend") == "reference"
+        if is_reference and isinstance(case, FamilyCase) and variant != next(iter(case.variants)):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=BACKENDS)

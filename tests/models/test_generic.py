@@ -228,7 +228,7 @@ def test_halves_of_a_model_work_together(name: str, directories: Mapping[str, Pa
     assert encoder.model.weights_bytes + decoder.model.weights_bytes >= total  # both hold the embeddings
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN[:-1]), PLAIN[-1]])
 def test_bfloat16_is_as_good_as_transformers_in_bfloat16(name: str, directories: Mapping[str, Path]) -> None:
     pair = Pair(directories[name], create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1]))
     truths = {}

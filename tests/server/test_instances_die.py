@@ -168,6 +168,7 @@ def test_a_stream_goes_on_where_it_was_when_its_instance_is_killed(lasting: Serv
     assert health_of(lasting)["instances"][victim]["restarts"] == restarts[victim] + 1
 
 
+@pytest.mark.slow
 def test_without_recovery_clients_are_told_and_a_killed_server_leaves_nothing(impatient: Served) -> None:
     names = shared_names()
     stream = Stream().start(impatient.url, long_chat(max_tokens=1500))
