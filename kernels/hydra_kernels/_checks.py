@@ -79,6 +79,15 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tenso
     return q.shape[1] // k_cache.shape[2]
 
 
+def output(out: Tensor | None, q: Tensor) -> Tensor:
+    """Where attention of q [T, H, D] goes: into `out`, contiguous of q's shape and dtype, or into a new tensor."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous {list(q.shape)} {q.dtype} on {q.device}, got {described(out)}")
+    return out
+
+
 def check_scale(scale: float) -> None:
     """The kernels take the maximum before they scale, which needs a positive factor."""
     if not scale > 0:

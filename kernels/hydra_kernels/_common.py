@@ -5,7 +5,8 @@ Launch parameters are plain tables, read from here at every call; nothing is tun
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -15,6 +16,7 @@ INTERPRETING: bool = triton.knobs.runtime.interpret
 # The interpreter multiplies the bit patterns of bfloat16 operands as integers; on a GPU operands stay as they are.
 DOT_DTYPE = tl.float32 if INTERPRETING else None
 
+Entry = TypeVar("Entry")
 LOG2_E = 1.4426950408889634
 _MAX_WARPS = 16
 _ELEMENTS_PER_THREAD = 16
@@ -108,3 +110,68 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
         return launch
     # float32 tiles of the same size fit neither the registers nor the shared memory of every GPU.
     return AttentionLaunch(max(16, launch.rows // 2), max(16, launch.keys // 2), launch.warps, 2)
+
+
+class LinearLaunch(NamedTuple):
+    """Tokens, outputs and inputs of one step of a program, its warps and pipeline stages; over how many programs the
+    inputs of a tile are split."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+# By the least number of outputs, widest first: what keeps 132 SMs busy with four 16-byte pieces of weight per thread.
+_VECTOR = {4096: (4, 1024), 2048: (2, 2048), 0: (1, 4096)}
+_FEW_ROWS = {3072: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)}
+_FEW_PROGRAMS = 64  # so few do not read at full speed: their inputs are split until there are twice as many
+# Outputs of narrow tiles are many programs for a step of few tokens, wide tiles read the tokens less often.
+_TILED = {
+    80: {8192: LinearLaunch(128, 128, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 4)},
+    90: {8192: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
+}
+_TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # of float32
+
+
+def vector_launch(num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+    columns, depth = _first(_VECTOR, num_out)
+    return LinearLaunch(1, columns, min(depth * 2 // dtype.itemsize, triton.next_power_of_2(num_in)), 4, 1)
+
+
+def few_rows_launch(num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+    """For 2 to 16 rows, in one tile of 16."""
+    launch = _first(_FEW_ROWS, num_out)
+    launch = launch._replace(depth=launch.depth * 2 // dtype.itemsize)
+    programs = triton.cdiv(num_out, launch.columns)
+    if programs >= _FEW_PROGRAMS:
+        return launch
+    longest = triton.cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
+    return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
+
+
+def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
+    """Never by the number of rows, so that a row's bits do not depend on it."""
+    if dtype.itemsize > 2:
+        return _TILED_WIDE
+    return _first(_TILED[90 if capability >= 90 else 80], num_out)
+
+
+def _first(table: dict[int, Entry], size: int) -> Entry:
+    return next(entry for least, entry in table.items() if size >= least)
+
+
+@cache
+def capability_of(device: torch.device) -> int:
+    """80, 90, ...; 90 where the tensors of a kernel that is interpreted or compiled for elsewhere lie on the host."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def num_sms_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

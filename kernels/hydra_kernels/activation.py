@@ -1,4 +1,4 @@
-"""The gated activation between the two linears of an MLP: act(gate) * up. Bound by memory."""
+"""Activations, the gated one between the two linears of an MLP, and gates of attention heads. Bound by memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._checks import check_rows, described
+from hydra_kernels._checks import check_heads, check_rows, described
+from hydra_kernels._common import row_launch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 _COLUMNS = 1024  # of one program: one 16-byte piece of gate and of up per thread
@@ -15,7 +16,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _activate(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
+def activate(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
     """In float32. The tanh approximation uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
     if ACT == "silu":
         share = tl.sigmoid(x)
@@ -43,8 +44,34 @@ def _act_and_mul_kernel(
     mask = column < WIDTH
     gate = tl.load(gate_up + row * STRIDE_ROW + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * STRIDE_ROW + WIDTH + column, mask=mask, other=0.0)
-    activated = _activate(gate.to(tl.float32), ACT).to(gate.dtype).to(tl.float32)
+    activated = activate(gate.to(tl.float32), ACT).to(gate.dtype).to(tl.float32)
     tl.store(out + row * WIDTH + column, (activated * up.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sigmoid_mul_kernel(
+    x: tl.tensor,
+    gate: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    stride_token: tl.tensor,
+    stride_gate: tl.tensor,
+    HEADS: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    STRIDE_GATE_HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Row r is head r % HEADS of token r // HEADS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    mask = (row < num_rows) & (column < COLUMNS)
+    token, head = row // HEADS, row % HEADS
+    value = tl.load(x + token * stride_token + head * STRIDE_HEAD + column, mask=mask, other=0.0)
+    opened = tl.load(gate + token * stride_gate + head * STRIDE_GATE_HEAD + column, mask=mask, other=0.0)
+    result = value.to(tl.float32) * tl.sigmoid(opened.to(tl.float32))
+    tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=mask)
 
 
 def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
@@ -62,5 +89,28 @@ def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
     if out.numel():
         _act_and_mul_kernel[(num_rows, triton.cdiv(width, _COLUMNS))](
             gate_up, out, ACT=act, WIDTH=width, STRIDE_ROW=gate_up.stride(0), COLUMNS=_COLUMNS, num_warps=_WARPS
+        )
+    return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), rounded once: x, gate [T, H, D], tokens and heads at any stride -> new contiguous tensor."""
+    check_heads("x", x)
+    check_heads("gate", gate, x)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate: expected {list(x.shape)} like x, got {described(gate)}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        num_rows = x.shape[0] * x.shape[1]
+        tile = row_launch(x.shape[2])
+        _sigmoid_mul_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            *(x, gate, out, num_rows, x.stride(0), gate.stride(0)),
+            HEADS=x.shape[1],
+            STRIDE_HEAD=x.stride(1),
+            STRIDE_GATE_HEAD=gate.stride(1),
+            COLUMNS=x.shape[2],
+            ROWS=tile.rows,
+            PADDED=tile.columns,
+            num_warps=tile.warps,
         )
     return out

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
-from hydra_kernels._checks import check_paged, check_scale, described
+from hydra_kernels._checks import check_paged, check_scale, described, output
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, decode_launch, split_for_lanes, split_head_dim
 
 _PROGRAMS_PER_SM = 4
@@ -37,7 +37,11 @@ def _split_bounds(
     return split * keys, tl.minimum((split + 1) * keys, context)
 
 
-@triton.jit
+# Numbers that change from step to step: a kernel for each kind of them would be compiled while serving.
+_VARYING = ["num_splits", "stride_table"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _decode_mha_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -107,7 +111,7 @@ def _decode_mha_kernel(
     store_parts(out, one + place * D, part0, part1, kept, D, D0, D1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _decode_gqa_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -165,7 +169,7 @@ def _decode_gqa_kernel(
     store_parts(out, places * D, acc0 / divisor[:, None], acc1 / divisor[:, None], kept, D, D0, D1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     partial: tl.tensor,
     log_totals: tl.tensor,
@@ -219,8 +223,9 @@ def decode_attention(
     scale: float,
     *,
     num_splits: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q K^T) V of one query per request over all of its context -> new contiguous [B, Hq, D].
+    """softmax(scale * q K^T) V of one query per request over all of its context -> contiguous [B, Hq, D], `out` or new.
 
     q [B, Hq, D], requests and heads at any stride. k_cache, v_cache [N, S, Hkv, D]: the views `data[:, layer, 0]` and
     `data[:, layer, 1]` of a block-major cache [N, L, 2, S, Hkv, D]. block_tables [B, max_blocks] int32 with dense rows,
@@ -234,7 +239,7 @@ def decode_attention(
         raise ValueError(f"num_context: expected [{batch}], one for each query, got {described(num_context)}")
     if not 1 <= num_splits <= _MAX_SPLITS:
         raise ValueError(f"num_splits: expected 1 to {_MAX_SPLITS}, got {num_splits}")
-    out = torch.empty((batch, num_heads, dim), dtype=q.dtype, device=q.device)
+    out = output(out, q)
     if batch == 0:
         return out
     single = num_splits == 1
@@ -273,7 +278,7 @@ def decode_attention(
             D=dim,
             PADDED=triton.next_power_of_2(dim),
             KEYS=launch.keys,
-            ALL=triton.next_power_of_2(num_splits),
+            ALL=_MAX_SPLITS,
             STEP=_MERGE_SPLITS,
             num_warps=_MERGE_WARPS,
         )

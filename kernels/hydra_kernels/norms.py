@@ -1,8 +1,8 @@
-"""RMSNorm, RMSNorm behind a residual addition, and LayerNorm, over the last dimension.
+"""RMSNorm, RMSNorm behind a residual addition or before a gate, and LayerNorm, over the last dimension.
 
-Rounding is that of transformers: RMSNorm rounds the normalised value to the dtype before the weight (LlamaRMSNorm),
-LayerNorm once at the end. Sums are float32. One program holds whole rows in registers, so every row is read once and
-depends on nothing but itself. Bound by memory.
+Rounding is that of transformers: RMSNorm rounds the normalised value to the dtype before the weight (LlamaRMSNorm), but
+not before a wider one (a float32 weight for values of 16 bits); LayerNorm rounds once at the end. Sums are float32. One
+program holds whole rows in registers, so every row is read once and depends on nothing but itself. Bound by memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._checks import check_heads, check_rows, check_vector
+from hydra_kernels._checks import check_heads, check_rows, check_vector, described
 from hydra_kernels._common import row_launch
+from hydra_kernels.activation import activate
 
 
 @triton.jit
@@ -21,33 +22,42 @@ def _rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    gate: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     stride_token: tl.tensor,
     stride_residual: tl.tensor,
+    stride_gate: tl.tensor,
     eps: tl.tensor,
     HEADS: tl.constexpr,
     STRIDE_HEAD: tl.constexpr,
+    STRIDE_GATE_HEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
-    ADD: tl.constexpr,
 ) -> None:
-    """Row r is head r % HEADS of token r // HEADS."""
+    """Row r is head r % HEADS of token r // HEADS. `residual` and `gate` may be None."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < COLUMNS)
     value = tl.load(x + row // HEADS * stride_token + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
-    if ADD:
+    if residual is not None:
         place = residual + row * stride_residual + column
         total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
         value = total.to(x.dtype.element_ty)
         tl.store(place, value, mask=mask)
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / COLUMNS + eps)
-    normed = (wide * factor).to(x.dtype.element_ty).to(tl.float32)
+    normed = wide * factor
+    if weight.dtype.element_ty == x.dtype.element_ty:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, (normed * scale).to(out.dtype.element_ty), mask=mask)
+    result = (normed * scale).to(out.dtype.element_ty)
+    if gate is not None:
+        place = gate + row // HEADS * stride_gate + row % HEADS * STRIDE_GATE_HEAD + column
+        opened = activate(tl.load(place, mask=mask, other=0.0).to(tl.float32), "silu")
+        result = (result.to(tl.float32) * opened).to(out.dtype.element_ty)
+    tl.store(out + row * COLUMNS + column, result, mask=mask)
 
 
 @triton.jit
@@ -79,65 +89,59 @@ def _layer_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension.
 
-    x [T, C] or [T, H, D], tokens and heads at any stride; weight [C] or [D] of x's dtype. Returns a new contiguous
-    tensor of x's shape.
+    x [T, C] or [T, H, D], tokens and heads at any stride; weight [C] or [D] of x's dtype or float32. Returns a new
+    contiguous tensor of x's shape.
     """
     if x.dim() == 3:
         check_heads("x", x)
     else:
         check_rows("x", x)
-    check_vector("weight", weight, x.shape[-1], x.dtype, x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads, stride_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    num_rows = x.shape[0] * heads
-    if num_rows and x.shape[-1]:
-        tile = row_launch(x.shape[-1])
-        _rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
-            x,
-            x,
-            weight,
-            out,
-            num_rows,
-            x.stride(0),
-            0,
-            eps,
-            HEADS=heads,
-            STRIDE_HEAD=stride_head,
-            COLUMNS=x.shape[-1],
-            ROWS=tile.rows,
-            PADDED=tile.columns,
-            ADD=False,
-            num_warps=tile.warps,
-        )
-    return out
+    return _rms_norm(x, None, weight, None, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x, rounded to the dtype, in place; returns rms_norm(residual), new and contiguous.
 
-    x, residual [T, C], rows at any stride; weight [C] of their dtype.
+    x, residual [T, C], rows at any stride; weight [C] of their dtype or float32.
     """
     check_rows("x", x)
     check_rows("residual", residual, x)
-    check_vector("weight", weight, x.shape[1], x.dtype, x.device)
+    return _rms_norm(x, residual, weight, None, eps)
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """round(rms_norm(x) * silu(gate)), rms_norm(x) rounded too.
+
+    x, gate [T, H, D], tokens and heads at any stride; weight [D] of their dtype. Returns a new contiguous tensor.
+    """
+    check_heads("x", x)
+    check_heads("gate", gate, x)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate: expected {list(x.shape)} like x, got {described(gate)}")
+    check_vector("weight", weight, x.shape[2], x.dtype, x.device)
+    return _rms_norm(x, None, weight, gate, eps)
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
+    wanted = torch.float32 if weight.dtype is torch.float32 else x.dtype
+    check_vector("weight", weight, x.shape[-1], wanted, x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        tile = row_launch(x.shape[1])
-        _rms_norm_kernel[(triton.cdiv(x.shape[0], tile.rows),)](
-            x,
-            residual,
-            weight,
-            out,
-            x.shape[0],
+    heads, stride_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    if out.numel():
+        num_rows = x.shape[0] * heads
+        tile = row_launch(x.shape[-1])
+        _rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            *(x, residual, weight, gate, out, num_rows),
             x.stride(0),
-            residual.stride(0),
+            0 if residual is None else residual.stride(0),
+            0 if gate is None else gate.stride(0),
             eps,
-            HEADS=1,
-            STRIDE_HEAD=0,
-            COLUMNS=x.shape[1],
+            HEADS=heads,
+            STRIDE_HEAD=stride_head,
+            STRIDE_GATE_HEAD=0 if gate is None else gate.stride(1),
+            COLUMNS=x.shape[-1],
             ROWS=tile.rows,
             PADDED=tile.columns,
-            ADD=True,
             num_warps=tile.warps,
         )
     return out

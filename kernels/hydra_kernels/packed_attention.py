@@ -15,6 +15,8 @@ from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts
 from hydra_kernels._checks import check_heads, check_scale, check_vector, described
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim
 
+_LONG = 1 << 30  # rows: longer than any window
+
 
 @triton.jit
 def _packed_kernel(
@@ -76,12 +78,21 @@ def _packed_kernel(
     store_parts(out, places, acc0 / total[:, None], acc1 / total[:, None], real, D, D0, D1)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, *, max_length: int) -> Tensor:
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    *,
+    max_length: int,
+    one_tile: bool = False,
+) -> Tensor:
     """softmax(scale * q K^T) V within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> new contiguous [P, H, D].
 
     q, k, v [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens [segments + 1] int32
-    rising from 0 to P, no segment longer than `max_length`; empty segments are legal. Nothing is read back from the
-    device.
+    rising from 0 to P, no segment longer than `max_length`; empty segments are legal. With `one_tile` a segment's
+    result does not depend on how long the others are. Nothing is read back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -99,7 +110,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     segments = cu_seqlens.shape[0] - 1
     if segments == 0 or max_length == 0 or num_heads == 0:
         return out
-    launch = packed_launch(dim, max_length, q.dtype)
+    launch = packed_launch(dim, _LONG if one_tile else max_length, q.dtype)
     first, rest = split_head_dim(dim)
     _packed_kernel[(triton.cdiv(max_length, launch.rows), num_heads, segments)](
         q,

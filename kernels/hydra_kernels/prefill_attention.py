@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
-from hydra_kernels._checks import check_paged, check_scale, check_vector
+from hydra_kernels._checks import check_paged, check_scale, check_vector, output
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])  # changes from step to step: nothing is compiled while serving
 def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -88,7 +88,8 @@ def _prefill_kernel(
         visible = position[None, :] <= row_position[:, None]
         top, total, acc0, acc1 = attend(q0, q1, k0, k1, v0, v1, visible, top, total, acc0, acc1, scale, True, D1, DTYPE)
     places = (token.to(tl.int64) * HEADS + query_head) * D
-    store_parts(out, places, acc0 / total[:, None], acc1 / total[:, None], real, D, D0, D1)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    store_parts(out, places, acc0 / divisor[:, None], acc1 / divisor[:, None], real, D, D0, D1)
 
 
 def prefill_attention(
@@ -101,14 +102,16 @@ def prefill_attention(
     scale: float,
     *,
     max_q: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> new contiguous [T, Hq, D].
+    """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> contiguous [T, Hq, D], `out`
+    or new.
 
     q [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), the last of its
     num_context[r] tokens, at most `max_q` of them. k_cache, v_cache [N, S, Hkv, D] strided views of a block-major
     cache, block_tables [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context, cu_q [B + 1]
-    and num_context [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows behind cu_q[B] are not written.
-    Nothing is read back from the device.
+    and num_context [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows behind cu_q[B] are not written; a query
+    of a context of 0, as rows that fill up a batch have it, gets zeros. Nothing is read back from the device.
     """
     group = check_paged(q, k_cache, v_cache, block_tables, num_context)
     check_scale(scale)
@@ -116,7 +119,7 @@ def prefill_attention(
     check_vector("cu_q", cu_q, batch + 1, torch.int32, q.device)
     if not 0 <= max_q <= q.shape[0]:
         raise ValueError(f"max_q: expected 0 to {q.shape[0]}, the tokens of the step, got {max_q}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = output(out, q)
     if batch == 0 or max_q == 0:
         return out
     dim = q.shape[2]

@@ -25,6 +25,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
@@ -84,7 +85,11 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
-        if parameter.is_constexpr or (type(value) is int and value == 1):
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+        ):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
@@ -93,7 +98,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
             signature[name], number = ("i32" if abs(value) < 2**31 else "i64"), value
         else:
             signature[name], number = "fp32", 1
-        if number % _ALIGNMENT == 0:
+        if number % _ALIGNMENT == 0 and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_kernels.activation import act_and_mul
+from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.decode_attention import decode_attention
-from hydra_kernels.norms import add_rms_norm, layer_norm, rms_norm
+from hydra_kernels.epilogue import finish
+from hydra_kernels.linear import invariant_linear, small_linear
+from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
 from hydra_kernels.rotary import rotate
-from hydra_kernels.sampling import greedy
+from hydra_kernels.sampling import greedy, sample
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record
 
 pytestmark = pytest.mark.skipif(
@@ -32,6 +34,11 @@ INDICES = torch.zeros(5, dtype=torch.int32)
 
 def rows(columns: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(8, columns, dtype=dtype)
+
+
+def heads(dim: int) -> Tensor:
+    """Part of a fused projection."""
+    return torch.zeros(8, 40, dim, dtype=BF16)[:, 8:]
 
 
 def decode(heads: int, kv_heads: int, dim: int, splits: int) -> object:
@@ -53,15 +60,53 @@ def packed(dim: int, max_length: int) -> object:
     return packed_attention(q, k, v, INDICES, 0.1, max_length=max_length)
 
 
+def linear(
+    num_rows: int, num_out: int, num_in: int, *, residual: bool = False, out_dtype: torch.dtype = BF16
+) -> object:
+    """By one kernel for up to 16 rows and another for more; weights are never touched, so that they take no memory."""
+    x, weight = torch.empty(num_rows, num_in, dtype=BF16), torch.empty(num_out, num_in, dtype=BF16)
+    added = torch.empty(num_rows, num_out, dtype=BF16) if residual else None
+    function = small_linear if num_rows <= 16 else invariant_linear
+    return function(x, weight, residual=added, out_dtype=out_dtype)
+
+
+def patches(num_rows: int) -> object:
+    """The first linear of a tower of 1280 and an activation that compiles to much."""
+    x, weight = torch.empty(num_rows, 1176, dtype=BF16), torch.empty(1280, 1176, dtype=BF16)
+    return invariant_linear(x, weight, torch.empty(1280, dtype=BF16), act="gelu")
+
+
+def draws(vocabulary: int) -> object:
+    field = torch.zeros(4)
+    return sample(torch.zeros(4, vocabulary), field, field.int(), field, field, field)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "rms_norm-4096": lambda: rms_norm(rows(4096), rows(4096)[0], 1e-5),
     "rms_norm-heads": lambda: rms_norm(torch.zeros(8, 36, 128, dtype=BF16)[:, :28], rows(128)[0], 1e-5),
     "add_rms_norm-3584": lambda: add_rms_norm(rows(3584), rows(3584), rows(3584)[0], 1e-5),
+    "rms_norm-4096-float32": lambda: rms_norm(rows(4096), rows(4096, torch.float32)[0], 1e-5),
+    "gated_rms_norm-128": lambda: gated_rms_norm(heads(128), rows(128)[0], heads(128), 1e-6),
     "layer_norm-1152": lambda: layer_norm(rows(1152), rows(1152)[0], rows(1152)[0], 1e-5),
     "act_and_mul-silu": lambda: act_and_mul(rows(2 * 18944), "silu"),
     "act_and_mul-gelu": lambda: act_and_mul(rows(2 * 4304), "gelu"),
+    "sigmoid_mul-256": lambda: sigmoid_mul(heads(256), heads(256)),
+    "finish-quick_gelu": lambda: finish(rows(4096), None, None, "quick_gelu"),
+    "finish-all": lambda: finish(rows(3584, torch.float32), rows(3584)[0], rows(3584), "gelu", BF16),
     "rotate-80": lambda: rotate(torch.zeros(8, 48, 80, dtype=BF16)[:, :32], *torch.zeros(2, 8, 40)),
     "greedy": lambda: greedy(rows(32064, torch.float32)),
+    "sample-32064": lambda: draws(32064),
+    "sample-152064": lambda: draws(152064),
+    "linear-vector-4096": lambda: linear(1, 4096, 11008, residual=True),
+    "linear-vector-3584": lambda: linear(1, 3584, 18944, residual=True),
+    "linear-vector-head": lambda: linear(1, 152064, 3584, out_dtype=torch.float32),
+    "linear-few-22016": lambda: linear(8, 22016, 4096),
+    "linear-few-3584": lambda: linear(16, 3584, 18944, residual=True),
+    "linear-few-512": lambda: linear(8, 512, 3584),
+    "linear-tiled-4096": lambda: linear(100, 4096, 11008, residual=True),
+    "linear-tiled-37888": lambda: linear(100, 37888, 3584),
+    "linear-tiled-head": lambda: linear(100, 152064, 3584, out_dtype=torch.float32),
+    "linear-tiled-patches": lambda: patches(100),
     "decode-mha-128": lambda: decode(32, 32, 128, 4),
     "decode-mha-80": lambda: decode(16, 16, 80, 1),
     "decode-gqa-128": lambda: decode(28, 4, 128, 4),
@@ -73,16 +118,21 @@ CASES: dict[str, Callable[[], object]] = {
     "packed-72-windows": lambda: packed(72, 64),
 }
 # Matrix products of bf16 in tiles of 64 rows or more.
-WGMMA = [name for name in CASES if name.startswith(("prefill", "packed"))]
+WGMMA = [name for name in CASES if name.startswith(("prefill", "packed", "linear-tiled"))]
 # Kernels whose tiles go through shared memory, and those that read into registers.
-PIPELINED = [name for name in CASES if name.startswith(("decode", "prefill", "packed"))]
+PIPELINED = [name for name in CASES if name.startswith(("decode", "prefill", "packed", "linear-few", "linear-tiled"))]
 DIRECT = [name for name in CASES if name not in PIPELINED]
+# One number of a row or a few of them are all that a program stores.
+REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "linear-vector"))]
+# Reads what it was given a list of, in any order.
+GATHERING = "_draw_kernel"
 
 
 @cache
 def compiled(name: str, capability: int) -> dict[str, Compiled]:
     """The kernels that a case launches, by name."""
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("hydra_kernels.linear.capability_of", lambda device: capability)
         launches = record(monkeypatch, CASES[name])
     return {launch.name: compile_for(launch, capability) for launch in launches}
 
@@ -104,6 +154,12 @@ def test_tensor_cores(name: str) -> None:
     assert on_ampere.count(r"mma\.sync") > 0
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None:
+    assert compiled("linear-few-3584", capability)["_few_rows_linear_kernel"].count(r"mma\.sync") > 0
+    assert compiled("linear-vector-3584", capability)["_vector_linear_kernel"].count("mma") == 0
+
+
 def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> None:
     assert compiled("decode-gqa-128", 90)["_decode_gqa_kernel"].count(r"mma\.sync") > 0
     assert compiled("decode-mha-128", 90)["_decode_mha_kernel"].count("mma") == 0
@@ -111,17 +167,26 @@ def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> N
 
 @pytest.mark.parametrize("name", DIRECT)
 def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
-    for result in compiled(name, 90).values():
-        assert result.count(r"ld\.global[.\w:]*\.v4") > 0
-        assert name == "greedy" or result.count(r"st\.global[.\w:]*\.v4") > 0
+    for kernel, result in compiled(name, 90).items():
+        assert kernel == GATHERING or result.count(r"ld\.global[.\w:]*\.v4") > 0
+        assert name in REDUCING or result.count(r"st\.global[.\w:]*\.v4") > 0
         # What is left is one piece of a weight that all rows share, if anything.
-        assert result.count(r"st\.global") == result.count(r"st\.global[.\w:]*\.v4") or name == "greedy"
+        assert result.count(r"st\.global") == result.count(r"st\.global[.\w:]*\.v4") or name in REDUCING
 
 
 @pytest.mark.parametrize("name", PIPELINED)
 def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name: str) -> None:
     result = next(iter(compiled(name, 90).values()))
     assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear")])
+def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(name: str, capability: int) -> None:
+    result = next(iter(compiled(name, capability).values()))
+    copies = result.count(r"cp\.async\.c[ag]\.shared\.global")
+    assert copies == result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10")
+    assert copies > 0 or result.count(r"ld\.global[.\w:]*\.v4") >= 4
 
 
 def test_every_kernel_is_compiled_here() -> None:

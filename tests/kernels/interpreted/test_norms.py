@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.reference import ReferenceOps
-from hydra_kernels.norms import add_rms_norm, layer_norm, rms_norm
+from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
 
 OPS = ReferenceOps()
@@ -65,6 +65,30 @@ def test_rounding_is_that_of_transformers() -> None:
     assert_same_rounding(add_rms_norm(x, residual, weight, 1e-5), normed)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_before_a_wider_weight_nothing_is_rounded(dtype: torch.dtype) -> None:
+    x, residual, weight = rows((4, 500), dtype), rows((4, 500), dtype, 1), rows((500,), torch.float32, 2)
+    normed, _ = OPS.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    for result, expected in (
+        (rms_norm(x, weight, 1e-5), OPS.rms_norm(x, weight, 1e-5)),
+        (add_rms_norm(x, residual, weight, 1e-5), normed),
+    ):
+        assert_close(result, expected, ulps=4 if dtype is torch.bfloat16 else 1)
+        if dtype is torch.float16:
+            assert_same_rounding(result, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_rms_norm(dtype: torch.dtype) -> None:
+    x, gate = strided(rows((5, 9, 48), dtype))[:, 2:7], strided(rows((5, 6, 48), dtype, 1))[:, 1:]
+    weight = rows((48,), dtype, 2)
+    result, expected = gated_rms_norm(x, weight, gate, 1e-6), OPS.gated_rms_norm(x, weight, gate, 1e-6)
+    assert result.is_contiguous()
+    assert_close(result, expected, ulps=4)
+    if dtype is torch.float16:
+        assert_same_rounding(result, expected)
+
+
 def test_a_row_does_not_see_its_neighbours() -> None:
     x, weight = rows((20, 80), torch.float32), rows((80,), torch.float32, 1)
     alone = rms_norm(x[7:8], weight, 1e-5)
@@ -78,6 +102,7 @@ def test_nothing_in_nothing_out() -> None:
     assert rms_norm(torch.empty(0, 3, 64), weight, 1e-5).shape == (0, 3, 64)
     assert add_rms_norm(empty, empty.clone(), weight, 1e-5).shape == (0, 64)
     assert layer_norm(empty, weight, weight, 1e-5).shape == (0, 64)
+    assert gated_rms_norm(torch.empty(0, 3, 64), weight, torch.empty(0, 3, 64), 1e-5).shape == (0, 3, 64)
 
 
 def test_messages() -> None:
@@ -92,3 +117,8 @@ def test_messages() -> None:
         add_rms_norm(x, x.half(), weight, 1e-5)
     with pytest.raises(ValueError, match="bias: expected"):
         layer_norm(x, weight, weight.half(), 1e-5)
+    heads = torch.ones(2, 3, 64)
+    with pytest.raises(ValueError, match=r"gate: expected \[2, 3, 64\] like x, got \[1, 3, 64\]"):
+        gated_rms_norm(heads, weight, heads[:1], 1e-5)
+    with pytest.raises(ValueError, match=r"weight: expected contiguous \[64\] torch.float16"):
+        gated_rms_norm(heads.half(), weight, heads.half(), 1e-5)

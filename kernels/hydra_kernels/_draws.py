@@ -1,0 +1,260 @@
+"""Pieces of the sampling kernels: weights, bounds and thresholds of filters, and the walk to the drawn token.
+
+A row lies in PARTS parts of WIDTH columns. A filter's threshold is found by bisecting the order-preserving integers of
+float32, in at most 32 passes over those logits of the row that are listed because they may be kept.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hydra_kernels._common import LOG2_E
+
+_LOG2_E = tl.constexpr(LOG2_E)
+LOWEST_KEY = tl.constexpr(-2139095040)  # of minus infinity
+
+
+# ---- float32 numbers and integers of the same order
+
+
+@triton.jit
+def key_of(value: tl.tensor) -> tl.tensor:
+    """0 for both zeros."""
+    bits = tl.abs(value).to(tl.int32, bitcast=True)
+    return tl.where(value < 0.0, -bits, bits)
+
+
+@triton.jit
+def value_of(key: tl.tensor) -> tl.tensor:
+    """The inverse of `key_of`."""
+    size = tl.abs(key).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, -size, size)
+
+
+@triton.jit
+def between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """floor((low + high) / 2) without overflow: `low` when nothing lies between them."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+# ---- weights: probabilities up to a factor, 1 for the row's largest logit
+
+
+@triton.jit
+def weight_of(value: tl.tensor, highest: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    return tl.exp2((value - highest) * scale)
+
+
+@triton.jit
+def scale_of(temperature: tl.tensor) -> tl.tensor:
+    """Finite for every temperature above 0, so that 0 times it is 0."""
+    return tl.minimum(_LOG2_E / temperature, 3.0e38)
+
+
+@triton.jit
+def part_weights(
+    sums: tl.tensor, part_peaks: tl.tensor, highest: tl.tensor, scale: tl.tensor, PARTS: tl.constexpr
+) -> tl.tensor:
+    """[PARTS]: of all logits of a part together."""
+    return tl.load(sums + tl.arange(0, PARTS)) * weight_of(part_peaks, highest, scale)
+
+
+# ---- filters
+
+
+@triton.jit
+def lower_bound(
+    peaks: tl.tensor,
+    sums: tl.tensor,
+    k: tl.tensor,
+    p: tl.tensor,
+    least: tl.tensor,
+    scale: tl.tensor,
+    VOCABULARY: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEPS: tl.constexpr,
+) -> tl.tensor:
+    """A number that no kept logit is below. peaks [PARTS * GROUPS]: largest logits of groups that share none; sums:
+    where the parts' sums of weights lie, each relative to the part's largest."""
+    highest = tl.max(peaks, axis=0)
+    if (k > 0) & (k < VOCABULARY):
+        # k peaks of at least some value are k logits of at least that value. Any such value will do.
+        low = tl.full([], LOWEST_KEY, tl.int32)
+        high = key_of(highest) + 1
+        for _ in range(STEPS):
+            middle = between(low, high)
+            enough = tl.sum((peaks >= value_of(middle)).to(tl.int32), axis=0) >= k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        lowest = value_of(low)
+    elif p < 1.0:
+        # All weights below this bound together are less than half of what may be left out.
+        part_peaks = tl.max(tl.reshape(peaks, [PARTS, GROUPS]), axis=1)
+        total = tl.sum(part_weights(sums, part_peaks, highest, scale, PARTS), axis=0)
+        lowest = highest + (tl.log2((1.0 - p) * total / (2.0 * VOCABULARY)) - 1.0) / scale
+    else:
+        lowest = highest + (tl.log2(tl.minimum(least, 1.0)) - 1.0) / scale
+    return lowest
+
+
+@triton.jit
+def _tile(
+    logits: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """[PARTS, COLUMNS]: listed logits from place `start` of every part's list on; minus infinity behind its end."""
+    base = tl.arange(0, PARTS)[:, None] * WIDTH
+    index = start + tl.arange(0, COLUMNS)[None, :]
+    listed = index < count[:, None]
+    offset = tl.load(offsets + base + index, mask=listed, other=0).to(tl.int32)
+    return tl.load(logits + base + offset, mask=listed, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _sum_above(
+    logits: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    bound: tl.tensor,
+    highest: tl.tensor,
+    scale: tl.tensor,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
+    """The sum of the weights of listed logits above `bound`; with COUNT, how many there are."""
+    total = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for start in range(0, tl.max(count, axis=0), COLUMNS):
+        value = _tile(logits, offsets, count, start, WIDTH, PARTS, COLUMNS)
+        share = 1.0 if COUNT else weight_of(value, highest, scale)
+        total += tl.where(value > bound, share, 0.0)
+    return tl.sum(tl.sum(total, axis=1), axis=0)
+
+
+@triton.jit
+def _threshold(
+    logits: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    low: tl.tensor,
+    mark: tl.tensor,
+    highest: tl.tensor,
+    scale: tl.tensor,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The smallest listed logit above the number of key `low` that has less than `mark` above it, and what it has: with
+    COUNT as many logits, the k-th largest for k; without, as much weight, the last of the nucleus of that weight."""
+    high = key_of(highest)
+    above = tl.full([], 0.0, tl.float32)
+    middle = between(low, high)
+    while middle != low:
+        found = _sum_above(logits, offsets, count, value_of(middle), highest, scale, WIDTH, PARTS, COLUMNS, COUNT)
+        less = found < mark
+        high = tl.where(less, middle, high)
+        above = tl.where(less, found, above)
+        low = tl.where(less, low, middle)
+        middle = between(low, high)
+    return value_of(high), above
+
+
+@triton.jit
+def apply_filters(
+    logits: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    lowest: tl.tensor,
+    total: tl.tensor,
+    k: tl.tensor,
+    p: tl.tensor,
+    least: tl.tensor,
+    highest: tl.tensor,
+    scale: tl.tensor,
+    VOCABULARY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What top_k, top_p and min_p leave of a row: (bound, ties [PARTS], weights [PARTS]). Kept are the logits above the
+    bound and of each part the first `ties` of those equal to it, all of weight `least` or more. No listed logit is
+    below `lowest`; `total` is the weight of the whole row."""
+    bound = tl.full([], float("-inf"), tl.float32)
+    allowed = tl.full([], VOCABULARY, tl.float32)
+    low = tl.maximum(key_of(lowest) - 1, LOWEST_KEY)
+    if (k > 0) & (k < VOCABULARY):
+        number = k.to(tl.float32)
+        bound, _ = _threshold(logits, offsets, count, low, number, highest, scale, WIDTH, PARTS, COLUMNS, True)
+        low = key_of(bound) - 1
+        total = _sum_above(logits, offsets, count, value_of(low), highest, scale, WIDTH, PARTS, COLUMNS, False)
+    if p < 1.0:
+        mark = p * total
+        bound, above = _threshold(logits, offsets, count, low, mark, highest, scale, WIDTH, PARTS, COLUMNS, False)
+        allowed = tl.ceil((mark - above) / weight_of(bound, highest, scale))
+        allowed = tl.maximum(tl.minimum(allowed, VOCABULARY), 1.0)
+    above = tl.zeros([PARTS, COLUMNS], tl.float32)
+    equal = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for start in range(0, tl.max(count, axis=0), COLUMNS):
+        value = _tile(logits, offsets, count, start, WIDTH, PARTS, COLUMNS)
+        weight = weight_of(value, highest, scale)
+        above += tl.where((value > bound) & (weight >= least), weight, 0.0)
+        equal += tl.where((value == bound) & (weight >= least), 1.0, 0.0)
+    equal = tl.sum(equal, axis=1)
+    part = tl.arange(0, PARTS)
+    before = tl.sum(tl.where(part[:, None] > part[None, :], equal[None, :], 0.0), axis=1)
+    ties = tl.minimum(tl.maximum(allowed - before, 0.0), equal)
+    return bound, ties, tl.sum(above, axis=1) + ties * weight_of(bound, highest, scale)
+
+
+# ---- draws
+
+
+@triton.jit
+def walk(
+    logits: tl.tensor,
+    offsets: tl.tensor,
+    count: tl.tensor,
+    listed: tl.tensor,
+    mark: tl.tensor,
+    bound: tl.tensor,
+    ties: tl.tensor,
+    least: tl.tensor,
+    highest: tl.tensor,
+    scale: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """The place in one part of the first kept logit whose cumulative weight is above `mark`, or else of the last kept
+    one. The part has `count` logits, or list of logits if `listed`."""
+    start = tl.full([], 0, tl.int32)
+    found = tl.full([], WIDTH, tl.int32)
+    last = tl.full([], 0, tl.int32)
+    total = tl.full([], 0.0, tl.float32)
+    seen = tl.full([], 0.0, tl.float32)
+    while (found == WIDTH) & (start < count):
+        index = start + tl.arange(0, COLUMNS)
+        inside = index < count
+        place = tl.load(offsets + index, mask=index < tl.where(listed, count, 0), other=0).to(tl.int32)
+        place = tl.where(listed, place, index)
+        value = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+        weight = weight_of(value, highest, scale)
+        tied = tl.where(inside & (value == bound), 1.0, 0.0)
+        rank = seen + tl.cumsum(tied, axis=0) - tied
+        kept = inside & (weight >= least) & ((value > bound) | ((tied > 0.0) & (rank < ties)))
+        weight = tl.where(kept, weight, 0.0)
+        beyond = (weight > 0.0) & (total + tl.cumsum(weight, axis=0) > mark)
+        found = tl.min(tl.where(beyond, place, WIDTH), axis=0)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, place, 0), axis=0))
+        total += tl.sum(weight, axis=0)
+        seen += tl.sum(tied, axis=0)
+        start += COLUMNS
+    return tl.where(found == WIDTH, last, found)

@@ -1,0 +1,327 @@
+"""Linears: act(x @ W^T + bias) + residual in one launch, for steps of few tokens and for any number.
+
+`small_linear` is for decode steps and bound by memory: each weight is read once, 16 bytes at a time. `invariant_linear`
+computes a row in the same order whatever the step, so its bits depend neither on how many rows share the call nor on
+what they hold. Weights are used as they lie, [N, K] for N outputs and K inputs. Sums, bias, activation and residual are
+float32, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._checks import FLOATS, check_rows, check_vector, described
+from hydra_kernels._common import (
+    DOT_DTYPE,
+    LinearLaunch,
+    capability_of,
+    dot,
+    few_rows_launch,
+    num_sms_of,
+    tiled_launch,
+    vector_launch,
+)
+from hydra_kernels.activation import ACTIVATIONS, activate
+
+MAX_SMALL_ROWS = 16
+_GROUP = 8  # tiles of rows that follow each other before the next columns: their weights are still in L2
+_JOIN_COLUMNS = 256
+_JOIN_WARPS = 2
+
+
+@triton.jit
+def _finish(
+    sums: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    num_rows: tl.tensor,
+    N: tl.constexpr,
+    ACT: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+) -> None:
+    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None."""
+    inside = column < N
+    mask = (row < num_rows)[:, None] & inside[None, :]
+    wide = row.to(tl.int64)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if ACT is not None:
+        sums = activate(sums, ACT)
+    if residual is not None:
+        sums += tl.load(residual + wide * STRIDE_RESIDUAL + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + wide * N + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector_linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ACT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    """Grid (N / COLUMNS,), for one row: too little arithmetic for tensor cores to matter."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < N)[:, None]
+    source = weight + column.to(tl.int64)[:, None] * K
+    sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for start in range(0, K, DEPTH):
+        k = start + tl.arange(0, DEPTH)[None, :]
+        mask = inside & (k < K)
+        piece = tl.load(source + k, mask=mask, other=0.0, eviction_policy="evict_first")
+        sums += piece.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    row = tl.arange(0, 1)
+    _finish(tl.sum(sums, axis=1)[None, :], bias, residual, out, row, column, 1, N, ACT, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Grid (N / COLUMNS, K / SPAN): with more than one split `out` is [splits, num_rows, N] float32."""
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.program_id(1)
+    tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
+    source = weight + column.to(tl.int64)[:, None] * K
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, SPAN, DEPTH, num_stages=STAGES):
+        k = split * SPAN + start + tl.arange(0, DEPTH)[None, :]
+        values = tl.load(tokens + k, mask=(row < num_rows)[:, None] & (k < K), other=0.0)
+        piece = tl.load(source + k, mask=(column < N)[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
+        sums = dot(values, tl.trans(piece), sums, DTYPE)
+    target = out + split.to(tl.int64) * num_rows * N
+    _finish(sums, bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _join_splits_kernel(
+    partial: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    N: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Grid (N / COLUMNS, num_rows): adds the splits in their order."""
+    row = tl.program_id(1) + tl.arange(0, 1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([1, COLUMNS], tl.float32)
+    for split in range(SPLITS):
+        place = (split * num_rows + row).to(tl.int64)[:, None] * N + column[None, :]
+        sums += tl.load(partial + place, mask=(column < N)[None, :], other=0.0)
+    _finish(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _tiled_linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Any grid (programs,): each takes every programs-th tile. `num_rows` is the only trace of the step's size, and is
+    not specialised for, so that every step runs the same machine code."""
+    tiles_down = tl.cdiv(num_rows, ROWS)
+    tiles_across = tl.cdiv(N, COLUMNS)
+    for tile in range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0)):
+        group = tile // (GROUP * tiles_across)
+        height = tl.minimum(tiles_down - group * GROUP, GROUP)
+        place = tile % (GROUP * tiles_across)
+        row = (group * GROUP + place % height) * ROWS + tl.arange(0, ROWS)
+        column = (place // height) * COLUMNS + tl.arange(0, COLUMNS)
+        tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
+        source = weight + column.to(tl.int64)[:, None] * K
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in tl.range(0, K, DEPTH, num_stages=STAGES):
+            k = start + tl.arange(0, DEPTH)[None, :]
+            values = tl.load(tokens + k, mask=(row < num_rows)[:, None] & (k < K), other=0.0)
+            piece = tl.load(source + k, mask=(column < N)[:, None] & (k < K), other=0.0)
+            sums = dot(values, tl.trans(piece), sums, DTYPE)
+        _finish(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+
+
+def small_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """act(x @ weight^T + bias) + residual for x [M, K], M at most 16, rows at any stride -> new contiguous [M, N].
+
+    weight [N, K] contiguous of x's dtype; bias [N] of x's dtype or float32; residual [M, N] of the result's dtype, rows
+    at any stride; act "none" or one of `activation.ACTIVATIONS`; out_dtype, of the float types, is x's by default. A
+    row depends on its own values and on whether M is 1.
+    """
+    out = _checked(x, weight, bias, residual, act, out_dtype)
+    (num_rows, num_in), num_out = x.shape, weight.shape[0]
+    if num_rows > MAX_SMALL_ROWS:
+        raise ValueError(f"x: expected at most {MAX_SMALL_ROWS} rows, got {num_rows}")
+    if out.numel() == 0:
+        return out
+    name = None if act == "none" else act
+    if num_rows == 1:
+        launch = vector_launch(num_out, num_in, x.dtype)
+        shape = {"N": num_out, "K": num_in, "COLUMNS": launch.columns, "DEPTH": launch.depth}
+        grid = (triton.cdiv(num_out, launch.columns),)
+        _vector_linear_kernel[grid](x, weight, bias, residual, out, ACT=name, **shape, num_warps=launch.warps)
+        return out
+    launch = few_rows_launch(num_out, num_in, x.dtype)
+    stride_residual = 0 if residual is None else residual.stride(0)
+    if launch.splits == 1:
+        _few_rows(x, weight, (bias, residual, out), launch, name, stride_residual)
+        return out
+    partial = torch.empty((launch.splits, num_rows, num_out), dtype=torch.float32, device=x.device)
+    _few_rows(x, weight, (None, None, partial), launch, None, 0)
+    _join_splits_kernel[(triton.cdiv(num_out, _JOIN_COLUMNS), num_rows)](
+        *(partial, bias, residual, out, num_rows),
+        N=num_out,
+        STRIDE_RESIDUAL=stride_residual,
+        ACT=name,
+        SPLITS=launch.splits,
+        COLUMNS=_JOIN_COLUMNS,
+        num_warps=_JOIN_WARPS,
+    )
+    return out
+
+
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "none",
+    out_dtype: torch.dtype | None = None,
+    *,
+    num_sms: int | None = None,
+) -> Tensor:
+    """What `small_linear` computes, for any M: row i of the result depends on row i of x and of the residual alone.
+
+    Tiles and the order of sums follow from N, K, the dtype and the kind of GPU. `num_sms`: how many programs there are
+    at most, by default the SMs of the whole GPU; it changes no bit.
+    """
+    out = _checked(x, weight, bias, residual, act, out_dtype)
+    if out.numel() == 0:
+        return out
+    (num_rows, num_in), num_out = x.shape, weight.shape[0]
+    launch = tiled_launch(num_out, x.dtype, capability_of(x.device))
+    tiles = triton.cdiv(num_rows, launch.rows) * triton.cdiv(num_out, launch.columns)
+    _tiled_linear_kernel[(min(tiles, num_sms or num_sms_of(x.device)),)](
+        *(x, weight, bias, residual, out, num_rows),
+        N=num_out,
+        K=num_in,
+        STRIDE_X=x.stride(0),
+        STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
+        ACT=None if act == "none" else act,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        DEPTH=launch.depth,
+        GROUP=_GROUP,
+        STAGES=launch.stages,
+        DTYPE=DOT_DTYPE,
+        num_warps=launch.warps,
+    )
+    return out
+
+
+def _few_rows(
+    x: Tensor,
+    weight: Tensor,
+    end: tuple[Tensor | None, Tensor | None, Tensor],
+    launch: LinearLaunch,
+    act: str | None,
+    stride_residual: int,
+) -> None:
+    """end: bias, residual and what is written."""
+    num_out, num_in = weight.shape
+    _few_rows_linear_kernel[(triton.cdiv(num_out, launch.columns), launch.splits)](
+        *(x, weight, *end, x.shape[0]),
+        N=num_out,
+        K=num_in,
+        STRIDE_X=x.stride(0),
+        STRIDE_RESIDUAL=stride_residual,
+        ACT=act,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        DEPTH=launch.depth,
+        SPAN=triton.cdiv(num_in, launch.splits * launch.depth) * launch.depth,
+        STAGES=launch.stages,
+        DTYPE=DOT_DTYPE,
+        num_warps=launch.warps,
+    )
+
+
+def _checked(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """The result, not yet written."""
+    check_rows("x", x)
+    num_in = x.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != num_in or not weight.is_contiguous() or weight.dtype is not x.dtype:
+        raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")
+    if weight.device != x.device:
+        raise ValueError(f"weight: expected a tensor on {x.device} like x, got {described(weight)}")
+    if act != "none" and act not in ACTIVATIONS:
+        raise ValueError(f"act: expected one of none, {', '.join(ACTIVATIONS)}, got {act!r}")
+    dtype = x.dtype if out_dtype is None else out_dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"out_dtype: expected a float type, got {dtype}")
+    num_out = weight.shape[0]
+    if bias is not None:
+        wanted = torch.float32 if bias.dtype is torch.float32 else x.dtype
+        check_vector("bias", bias, num_out, wanted, x.device)
+    out = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.device)
+    if residual is not None:
+        check_rows("residual", residual, out)
+    return out
