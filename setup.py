@@ -190,7 +190,7 @@ setup(
     package_data={
         "hydra_engine": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
-        "hydra_engine.models.tiny.shapes": ["*.json"],
+        "hydra_engine.models": ["shapes/*/*"],
         "hydra_engine.server": ["static/*"],
     },
     ext_modules=[Extension("hydra_engine._C", SOURCES)],

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_image(m);
   hydra::register_cuda_cache(m);
   hydra::register_cuda_ipc(m);
+  hydra::register_cuda_split(m);
   hydra::register_delta(m);
   hydra::register_shared_words(m);
 }

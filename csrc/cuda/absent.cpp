@@ -4,6 +4,7 @@
 #include "cuda/cache.h"
 #include "cuda/device.h"
 #include "cuda/ipc.h"
+#include "cuda/split.h"
 
 namespace hydra::cuda {
 namespace {
@@ -47,5 +48,7 @@ void record_event(std::uintptr_t, std::uintptr_t, int) { fail(); }
 void wait_event(std::uintptr_t, std::uintptr_t, int) { fail(); }
 bool event_is_done(std::uintptr_t, int) { fail(); }
 void destroy_event(std::uintptr_t, int) { fail(); }
+
+std::vector<Split> split_streams(int, const std::vector<int>&, int, int) { fail(); }
 
 }  // namespace hydra::cuda

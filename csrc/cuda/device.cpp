@@ -138,6 +138,17 @@ void fail_call(cudaError_t error, const char* what, const char* file, int line) 
   throw std::runtime_error(text.str());
 }
 
+void* driver_function(const char* name, unsigned int version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  HYDRA_CUDA(cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+    throw std::runtime_error(std::string("the NVIDIA driver has no ") + name + " of CUDA " +
+                             version_text(static_cast<int>(version)));
+  }
+  return function;
+}
+
 DeviceGuard::DeviceGuard(int device) {
   int current = -1;
   HYDRA_CUDA(cudaGetDevice(&current));

@@ -29,15 +29,8 @@ Handle handle_of(const std::string& bytes) {
 
 using AddressRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
 
-// A driver function, asked for through the runtime: linking against libcuda would need a driver to import the module.
-AddressRange address_range() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  // The version names the function's arguments, which are as old as the lowest one that is asked for here.
-  HYDRA_CUDA(cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the NVIDIA driver has no cuMemGetAddressRange");
-  return reinterpret_cast<AddressRange>(function);
-}
+// The version names the function's arguments, which are as old as the lowest one that is asked for here.
+AddressRange address_range() { return reinterpret_cast<AddressRange>(driver_function("cuMemGetAddressRange", 12000)); }
 
 void check_mapped_size(void* address, int64_t nbytes) {
   CUdeviceptr base = 0;

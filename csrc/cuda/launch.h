@@ -22,6 +22,10 @@ inline void check_call(cudaError_t error, const char* what, const char* file, in
   if (error != cudaSuccess) fail_call(error, what, file, line);
 }
 
+// A driver function with the arguments that it had in `version` (12040 is CUDA 12.4), asked for through the runtime:
+// linking against libcuda would need a driver to import the module. Throws std::runtime_error where there is none.
+void* driver_function(const char* name, unsigned int version);
+
 // Makes a device current for a scope.
 class DeviceGuard {
  public:

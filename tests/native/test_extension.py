@@ -139,7 +139,8 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_importing_the_module_loads_no_driver() -> None:
-    maps = run_python("import hydra_engine.backend.cuda_ipc\nprint(open('/proc/self/maps').read())")
+    """Of torch nothing is said: its own libraries may."""
+    maps = run_python("import hydra_engine._C\nprint(open('/proc/self/maps').read())")
     assert "_C." in maps and "libcuda.so" not in maps
 
 
@@ -178,6 +179,7 @@ def test_arguments_are_checked_before_the_device_is_asked() -> None:
 
 
 # Compiles one file and links; a machine without the other objects would compile them all.
+@pytest.mark.slow
 @pytest.mark.skipif(not OBJECTS.exists(), reason="the extension was built elsewhere")
 def test_a_build_without_cuda_imports_and_says_so(tmp_path: Path) -> None:
     environment = {**os.environ, "HYDRA_CPU_ONLY": "1"}
