@@ -13,14 +13,14 @@ into chunks. The engine's promise "same seed, same text, whatever else is in the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hydra_engine.core.pools import PoolExport
+from hydra_engine.backend.device import Device, SharedMemory
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "quick_gelu"]
 
@@ -31,46 +31,6 @@ class OpChoice(NamedTuple):
     op: str
     implementation: str  # "native-amx", "native-avx512bf16", "native-avx2", "torch", "reference"
     reason: str
-
-
-class SharedMemory(Protocol):
-    """Memory of this process that other processes of the node can map to read it."""
-
-    @property
-    def transport(self) -> str:
-        """How it is mapped, as in `core.pools.PoolExport`."""
-        ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def descriptor(self) -> int:
-        """What travels to a peer, and stays ours; -1 where `handle` says everything. Not after `close`."""
-        ...
-
-    @property
-    def handle(self) -> bytes: ...
-
-    def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
-        ...
-
-    def close(self) -> None:
-        """Nobody maps it from now on; a second call does nothing. Tensors, and what peers have mapped, stay good."""
-        ...
-
-
-class PeerMemory(Protocol):
-    """Memory of another process, mapped into this one."""
-
-    def tensor(self) -> Tensor:
-        """[num_bytes] uint8, which must never be written. Not after `close`."""
-        ...
-
-    def close(self) -> None:
-        """Once nothing that was launched reads it; a second call does nothing. No tensor of it may be read again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +111,16 @@ class StateRows:
         return self.cu_q.tolist(), self.starts.tolist(), self.reads.tolist(), self.writes.tolist()
 
 
+class Draws(NamedTuple):
+    """How `Ops.sample` draws each row's token, [B] each and where the logits are. Filters as in worker/sampler.py."""
+
+    temperatures: Tensor  # float32; 0: the largest logit, whatever the other fields say
+    top_k: Tensor  # int32; 0: all
+    top_p: Tensor  # float32; 1: all
+    min_p: Tensor  # float32; 0: all
+    numbers: Tensor  # float32 in [0, 1): where in the cumulative distribution
+
+
 class PackedLinear(Protocol):
     """A weight in the layout its implementation wants; the original may be gone."""
 
@@ -162,7 +132,7 @@ class PackedLinear(Protocol):
 
 
 class Ops(Protocol):
-    """Eighteen operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
+    """Twenty operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
     new contiguous tensors of the input's dtype (the compute dtype: float32, bfloat16 or float16), accumulation is
     float32, empty inputs (T = 0, B = 0) are legal, and a wrong shape or dtype raises ValueError naming the argument
     with expected and actual.
@@ -300,7 +270,15 @@ class Ops(Protocol):
         ...
 
     # ---- attention
-    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan: ...
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """From host tensors, which may be reused once this returns only where the device computes on the host too."""
+        ...
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """The plan of a step of one token a row, from tensors on the device: num_context [B], block_tables [B, W]
+        int32, whose contents may change until each use, with `max_context` W * S. A launch that uses the plan can be
+        captured. Raises ValueError where the implementation plans from contents."""
+        ...
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         """Causal attention of the step's queries over their paged context, decode rows and prefill chunks alike.
@@ -312,46 +290,11 @@ class Ops(Protocol):
         q, k, v [P, H, D] (may be strided views of one fused projection) -> [P, H, D]."""
         ...
 
-
-class Lane(Protocol):
-    """Where the steps of one model run in order: a thread (CPU) or a stream with its launching thread (CUDA)."""
-
-    name: str
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Runs `job` after all earlier ones. A job handles its own errors; one that raises kills the lane loudly."""
-        ...
-
-    def close(self) -> None:
-        """Waits for what was submitted and stops the thread."""
-        ...
-
-
-class Device(Protocol):
-    name: str  # "cpu", "cuda:0"
-    torch_device: torch.device
-
-    def lane(self, name: str) -> Lane: ...
-
-    def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of this device's memory."""
-        ...
-
-    def trim(self) -> None:
-        """Gives host memory that was freed back to the system; called while weights are loaded."""
-        ...
-
-    def share(self, num_bytes: int) -> SharedMemory:
-        """Memory full of zeros, of at least one byte. Raises ResourceError where there is none."""
-        ...
-
-    def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """Maps what a peer's `share` has made. `descriptor` is the one that came with it, -1 if none did; it is still
-        the caller's. Raises TransferError, with the reason, unless the memory is what `export` says."""
-        ...
-
-    def finish(self) -> None:
-        """Waits until all that the calling lane has launched is done; not at all where a call ends with its work."""
+    # ---- sampling
+    def sample(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """logits [B, V] float32 -> (tokens [B] int64, finite [B] bool). The token at `numbers` of the filtered
+        distribution's cumulative sum in vocabulary order; the lowest id among the largest logits at temperature 0. A
+        row that is not finite gets some valid token. A row's token depends on its own row alone."""
         ...
 
 
@@ -363,3 +306,4 @@ class Backend:
     ops: Ops
     dtype: torch.dtype
     threads: int
+    notes: tuple[str, ...] = ()  # what a user should know of it, a sentence each

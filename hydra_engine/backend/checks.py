@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, StateCache, StateRows
+from hydra_engine.backend.base import Draws, PagedCache, StateCache, StateRows
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -217,6 +217,31 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
             f"num_context: row {row} has {num_q[row]} queries, expected 0 to num_context of them, got {context[row]}"
         )
     return int(num_q.max(initial=0)), int(context.max(initial=0))
+
+
+def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
+    """Shapes alone, for contents change; returns B and W."""
+    batch = num_context.shape[0] if num_context.dim() == 1 else -1
+    if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch:
+        raise ValueError(
+            "num_context, block_tables: expected [B] and [B, max_blocks], "
+            f"got {list(num_context.shape)} and {list(block_tables.shape)}"
+        )
+    for name, tensor in (("num_context", num_context), ("block_tables", block_tables)):
+        if tensor.dtype is not torch.int32:
+            raise ValueError(f"{name}: expected torch.int32, got {described(tensor)}")
+    return batch, block_tables.shape[1]
+
+
+def check_sample(logits: Tensor, draws: Draws) -> tuple[int, int]:
+    """Returns B and V."""
+    if logits.dim() != 2 or logits.dtype is not torch.float32 or logits.stride(1) != 1 or not logits.shape[1]:
+        raise ValueError(f"logits: expected [B, V] torch.float32 with dense rows, got {described(logits)}")
+    for name, column in draws._asdict().items():
+        dtype = torch.int32 if name == "top_k" else torch.float32
+        if column.shape != logits.shape[:1] or column.dtype is not dtype:
+            raise ValueError(f"{name}: expected [{logits.shape[0]}] {dtype}, got {described(column)}")
+    return logits.shape[0], logits.shape[1]
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:

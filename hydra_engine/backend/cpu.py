@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from hydra_engine.backend.base import Lane, PeerMemory, SharedMemory
+from hydra_engine.backend.device import Fetch, Graph, Lane, PeerMemory, SharedMemory
 from hydra_engine.backend.lanes import ThreadLane, set_torch_threads
 from hydra_engine.backend.shared_memory import TRANSPORT, SharedPool, map_pool
 from hydra_engine.core.pools import PoolExport
@@ -32,7 +37,7 @@ NICENESS: dict[str, dict[str, int]] = {
 
 
 class CpuDevice:
-    """`Device` of backend/base.py. `set_threads` sets the thread counts of the thread that calls it; `lane_priority`
+    """`Device` of backend/device.py. `set_threads` sets the thread counts of the thread that calls it; `lane_priority`
     is a key of NICENESS."""
 
     name = "cpu"
@@ -79,6 +84,54 @@ class CpuDevice:
 
     def finish(self) -> None:
         """Nothing to wait for: an op returns when it is done."""
+
+    # ---- work that ends after the call that launched it: there is none
+
+    @property
+    def asynchronous(self) -> bool:
+        return False
+
+    def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
+        """The arrays' own memory."""
+        return tuple(torch.from_numpy(array) for array in arrays)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        return _Copies(tuple(tensor.numpy().copy() for tensor in tensors))
+
+    def capture(self, launch: Callable[[], None]) -> Graph:
+        """Nothing is captured: a replay makes the calls again."""
+        launch()
+        return _Calls(launch)
+
+    @property
+    def num_places(self) -> int:
+        return 1
+
+    def place(self) -> int:
+        return 0
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        assert place == 0, "a processor is not divided"
+        return nullcontext()
+
+    def peak_bytes(self, job: Callable[[], None]) -> int | None:
+        """Host memory is not counted."""
+        job()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    arrays: tuple[npt.NDArray[np.generic], ...]
+
+    def result(self) -> tuple[npt.NDArray[np.generic], ...]:
+        return self.arrays
+
+
+@dataclass(slots=True)
+class _Calls:
+    replay: Callable[[], None]
+    num_bytes: int = 0
 
 
 def usable_cores() -> int:

@@ -25,9 +25,10 @@ _NO_ADDRESS = 0
 
 class CudaCacheDescs:
     """One `_C.CudaCacheDesc` per cache, made at first use and forgotten with the cache's tensor. Make it before a graph
-    is captured."""
+    is captured. `device`: whose kernels use the caches, where one is a peer's that lies on another."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = None if device is None else device.index
         self._known: dict[int, tuple[weakref.ref[Tensor], _C.CudaCacheDesc]] = {}
 
     def of(self, cache: PagedCache) -> _C.CudaCacheDesc:
@@ -35,7 +36,7 @@ class CudaCacheDescs:
         known = self._known.get(id(data))
         if known is not None:
             return known[1]
-        desc = make_desc(cache)
+        desc = make_desc(cache, self._device)
         key = id(data)
         # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
         self._known[key] = (weakref.ref(data, lambda _: self._known.pop(key, None)), desc)

@@ -4,7 +4,7 @@ The owner allocates a pool by itself, so that a handle names all of it and nothi
 peers over their channel. A peer opens every pool once and keeps it: `PEER_POOLS` knows what is open. A pool is named by
 its owner's process id and a generation number that no other pool of this boot of the machine has, so a handle of a pool
 or a process that is gone never opens its successor. `DevicePool` and `OpenedPool` are the same behind the protocols of
-backend/base.py; no device takes them yet. Knows CUDA and torch; does not know caches, requests or channels.
+backend/device.py. Knows CUDA and torch; does not know caches, requests or channels.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ atexit.register(PEER_POOLS.close_all)
 
 
 class DevicePool:
-    """`SharedMemory` of backend/base.py on a device, full of zeros."""
+    """`SharedMemory` of backend/device.py on a device, full of zeros."""
 
     transport = TRANSPORT
     descriptor = -1
@@ -266,7 +266,7 @@ class DevicePool:
 
 
 class OpenedPool:
-    """`PeerMemory` of backend/base.py: a peer's `DevicePool`, of which `handle` and `num_bytes` came."""
+    """`PeerMemory` of backend/device.py: a peer's `DevicePool`, of which `handle` and `num_bytes` came."""
 
     def __init__(self, handle: bytes, num_bytes: int, device: int, pools: PeerPools = PEER_POOLS) -> None:
         """Raises TransferError."""

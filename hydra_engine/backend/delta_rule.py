@@ -37,7 +37,7 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     padded = torch.cat(parts)  # of every row K - 1 inputs more
     ends = torch.tensor(bounds[1:]) + before * torch.arange(1, len(counts) + 1)
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    first = torch.arange(x.shape[0]) + before * owners
+    first = (torch.arange(x.shape[0]) + before * owners).to(x.device)
     wide = weight.float()
     total = padded.index_select(0, first).float() * wide[:, 0]
     for tap in range(1, taps):
@@ -65,7 +65,7 @@ def delta_rule(
     q = q * q.shape[2] ** -0.5
     decays = by_vectors(torch.exp, -by_vectors(torch.exp, rates) * by_vectors(F.softplus, a.float() + shift))
     strengths = by_vectors(torch.sigmoid, b.float()).to(b.dtype).float()
-    states, out = cache.recurrent, torch.empty(v.shape, dtype=v.dtype)
+    states, out = cache.recurrent, torch.empty(v.shape, dtype=v.dtype, device=v.device)
     bounds, starts, reads, writes = rows.lists()
     for row, (begin, end) in enumerate(pairwise(bounds)):
         state = states[reads[row], layer].clone() if starts[row] else torch.zeros_like(states[0, 0])
@@ -88,9 +88,11 @@ def _unit(x: Tensor) -> Tensor:
 def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) element by element, in pieces of one size that no thread shares.
 
-    torch computes exp and its relatives with vectors, but what is left at the end of a thread's share with scalars,
-    and the two differ in the last bit: an element's value would depend on how many share the call.
+    On a CPU torch computes exp and its relatives with vectors, but what is left at the end of a thread's share with
+    scalars, and the two differ in the last bit: an element's value would depend on how many share the call.
     """
+    if not x.is_cpu:
+        return function(x)
     flat = F.pad(x.flatten(), (0, -x.numel() % _PIECE))
     pieces = [function(piece) for piece in flat.split(_PIECE)]
     return torch.cat(pieces)[: x.numel()].view(x.shape) if pieces else x

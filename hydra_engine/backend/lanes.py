@@ -31,7 +31,7 @@ def set_torch_threads(threads: int) -> None:
 
 
 class ThreadLane:
-    """`Lane` of backend/base.py. `set_threads` is called once, in the lane's thread, with `threads`.
+    """`Lane` of backend/device.py. `set_threads` is called once, in the lane's thread, with `threads`.
 
     `niceness` is how far the lane's threads step back when lanes compete for cores; threads that the ops start from
     this one inherit it.

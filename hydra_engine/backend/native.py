@@ -15,6 +15,7 @@ from hydra_engine import _C
 from hydra_engine.backend import native_attention, native_cache, native_delta, native_linear
 from hydra_engine.backend.base import Activation, AttentionPlan, OpChoice, PackedLinear, PagedCache
 from hydra_engine.backend.reference import ALL_OPS
+from hydra_engine.backend.reference_sampling import sample
 
 _COPIES = ("write_cache", "merge_image_tokens", "gather_cache", "copy_blocks")
 _MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
@@ -36,7 +37,9 @@ class NativeOps:
     causal_conv = staticmethod(native_delta.causal_conv)
     delta_rule = staticmethod(native_delta.delta_rule)
     plan_attention = staticmethod(native_attention.plan_attention)
+    plan_decode = staticmethod(native_attention.plan_decode)
     attention_packed = staticmethod(native_attention.attention_packed)
+    sample = staticmethod(sample)
 
     def __init__(self) -> None:
         self._descs = native_cache.CacheDescs()

@@ -25,6 +25,11 @@ def plan_attention(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> A
     return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context, native)
 
 
+def plan_decode(num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+    checks.check_decode_plan(num_context, block_tables)
+    raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
+
+
 def attention_paged(
     desc: _C.CacheDesc, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float
 ) -> Tensor:

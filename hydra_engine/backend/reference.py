@@ -7,7 +7,7 @@ Does not know threads, memory layouts of weights or any processor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -26,6 +26,8 @@ from hydra_engine.backend.base import (
     StateRows,
 )
 from hydra_engine.backend.delta_rule import by_vectors
+from hydra_engine.backend.reference_attention import causal, padded, tiles
+from hydra_engine.backend.reference_sampling import sample
 
 ALL_OPS = (
     "linear",
@@ -48,8 +50,6 @@ ALL_OPS = (
 )
 
 _LINEAR_ROWS = 32  # rows per matrix product
-_QUERY_TILE = 32
-_KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
 
 
 class ReferenceLinear:
@@ -75,6 +75,8 @@ class ReferenceOps:
 
     name = "reference"
     deterministic = True
+
+    sample = staticmethod(sample)
 
     def __init__(self, reason: str = "plain torch in float32, for reading and for checking") -> None:
         self._reason = reason
@@ -102,8 +104,8 @@ class ReferenceOps:
         out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
         if residual is not None:
             _check_rows("residual", residual, weight.num_out, out.dtype, rows=x.shape[0])
-        for begin, end in _tiles(x.shape[0], _LINEAR_ROWS):
-            product = _padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
+        for begin, end in tiles(x.shape[0], _LINEAR_ROWS):
+            product = padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
             if weight.bias is not None:
                 product += weight.bias
             result = activation(product, act)[: end - begin]
@@ -261,6 +263,12 @@ class ReferenceOps:
         max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
         return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context)
 
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """Looked at only when it is used, so `max_context` says nothing here."""
+        batch, _ = checks.check_decode_plan(num_context, block_tables)
+        cu_q = torch.arange(batch + 1, dtype=torch.int32)
+        return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
+
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         """softmax(scale * q K^T + causal mask) V per request, K and V read through its block table."""
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
@@ -277,7 +285,7 @@ class ReferenceOps:
             keys, values = (
                 cache.data[blocks, layer, x].flatten(0, 1)[:num_context].float().transpose(0, 1) for x in (0, 1)
             )
-            out[begin:end] = _causal(q[begin:end], keys, values, num_context - (end - begin), scale)
+            out[begin:end] = causal(q[begin:end], keys, values, num_context - (end - begin), scale)
         return out
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
@@ -310,53 +318,10 @@ def activation(x: Tensor, act: Activation) -> Tensor:
             raise ValueError(f"act: expected none, silu, gelu, gelu_tanh or quick_gelu, got {act!r}")
 
 
-def _causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
-    """q [Q, Hq, D] at positions first_position + i; keys, values [Hkv, context, D] float32 -> [Q, Hq, D] float32.
-
-    Running softmax over key tiles: a tile that is masked for a query changes nothing for it, bit for bit
-    (weights 0, rescaling factor 1), so queries may share a call with others that see more.
-    """
-    num_queries, num_heads, dim = q.shape
-    group = num_heads // keys.shape[0]
-    out = torch.empty(num_queries, num_heads, dim)
-    for begin, end in _tiles(num_queries, _QUERY_TILE):
-        tile = _padded(q[begin:end].float(), _QUERY_TILE).transpose(0, 1).contiguous()
-        position = torch.arange(begin, begin + _QUERY_TILE)[:, None] + first_position
-        top = torch.full((num_heads, _QUERY_TILE, 1), float("-inf"))
-        total = torch.zeros(num_heads, _QUERY_TILE, 1)
-        sums = torch.zeros(num_heads, _QUERY_TILE, dim)
-        for first, last in _tiles(first_position + end, _KEY_TILE):
-            key, value = (
-                F.pad(x[:, first:last], (0, 0, 0, _KEY_TILE - (last - first))).repeat_interleave(group, dim=0)
-                for x in (keys, values)
-            )
-            scores = torch.bmm(tile, key.transpose(1, 2)) * scale
-            scores.masked_fill_(torch.arange(first, first + _KEY_TILE) > position, float("-inf"))
-            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            weights = by_vectors(torch.exp, scores - new_top)
-            shrink = by_vectors(torch.exp, top - new_top)
-            total = total * shrink + weights.sum(-1, keepdim=True)
-            sums = sums * shrink + torch.bmm(weights, value)
-            top = new_top
-        out[begin:end] = (sums / total).transpose(0, 1)[: end - begin]
-    return out
-
-
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def _tiles(count: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    """`rows` as float32, always in fresh memory of `count` rows: torch sees one shape and one alignment."""
-    padded = torch.zeros((count, *rows.shape[1:]), dtype=torch.float32)
-    padded[: rows.shape[0]] = rows
-    return padded
 
 
 def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Chooses the implementation of the ops, once, at start: the only place that asks what this machine has.
+"""Chooses device and implementation of the ops, once, at start: the only place that asks what this machine has.
 
-"auto" takes the native extension and says in one logged sentence what is missing when it cannot; an implementation
-asked for by name is taken or refused, never replaced. Does not know models; imports no GPU library.
+"auto" takes a GPU if all that it needs is there (`devices.py`), else the native extension, and says in one logged
+sentence what is missing when it cannot; what was asked for by name is taken or refused, never replaced. Does not know
+models; imports no GPU library unless a GPU is taken.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from hydra_engine.backend.base import Backend, Ops
+from hydra_engine.backend import devices
+from hydra_engine.backend.attention_choice import TRITON
+from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu import NICENESS, CpuDevice, usable_cores
+from hydra_engine.backend.devices import CPU, Chosen, load_extension
 from hydra_engine.backend.lanes import set_torch_threads
 from hydra_engine.backend.reference import ReferenceOps
 from hydra_engine.backend.torch_ops import TorchOps
@@ -23,7 +28,7 @@ from hydra_engine.errors import BackendError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "native", "torch", "reference")
+BACKENDS = ("auto", "native", "torch", "reference")  # on a processor; a GPU has one, which is "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BF16_LEVELS = ("avx512bf16", "amx")  # levels with a bf16 dot product
@@ -34,44 +39,68 @@ def create_backend(
     dtype: torch.dtype,
     *,
     backend: str = "auto",
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     threads: int | None = None,
     lane_priority: str = "balanced",
+    sm_split: Sequence[int] = (),
+    attention: str = TRITON,
 ) -> Backend:
-    """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; threads per lane, None for all usable cores.
+    """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; deterministic: as `resolve_deterministic` takes it;
+    threads per lane, None for all usable cores; sm_split: as `EngineConfig.sm_counts`; attention: as
+    `resolve_attention` says, of a GPU.
 
-    Sets the thread counts of the calling thread too, so that loading weights uses them.
+    Sets the thread counts and the GPU of the calling thread too, so that loading weights uses them.
     """
-    _check_device(device)
-    if lane_priority not in NICENESS:
-        raise ConfigError(f"lane_priority must be one of {', '.join(NICENESS)}", param="lane_priority")
-    count = usable_cores() if threads is None else threads
-    extension, problem = _load_extension()
-    ops = _choose(backend, extension, problem)
-    if deterministic and not ops.deterministic:
+    chosen = resolve_device(device, backend)
+    made = _make(chosen, dtype, backend, deterministic, threads, lane_priority, sm_split, attention)
+    _set_threads(made.threads)
+    if chosen.index is not None:
+        torch.cuda.set_device(chosen.index)
+    return made
+
+
+def op_choices(device: str, *, backend: str = "auto", deterministic: bool | None = None) -> tuple[OpChoice, ...]:
+    """What the ops of such a backend say of themselves; nothing is set, no GPU is touched."""
+    return _make(resolve_device(device, backend), torch.float32, backend, deterministic, 1, "balanced").ops.choices()
+
+
+def resolve_device(device: str, backend: str = "auto") -> Chosen:
+    """Which device that is on this machine. A backend asked for by name is one of a processor."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}", param="backend")
+    if backend == "auto":
+        return devices.resolve(device)
+    if device.startswith("cuda"):
         raise ConfigError(
-            f"backend {ops.name} is not batch-invariant; set deterministic to false or take another backend",
-            param="backend",
+            f"backend {backend} runs on a processor; set backend to auto or device to cpu", param="backend"
         )
-
-    def set_threads(n: int) -> None:
-        set_torch_threads(n)
-        if extension is not None:
-            extension.set_num_threads(n)
-
-    set_threads(count)
-    return Backend(CpuDevice(count, set_threads, lane_priority), ops, dtype, count)
+    return devices.resolve(CPU if device == "auto" else device)
 
 
-def resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str = "auto") -> tuple[torch.dtype, str]:
-    """The compute dtype and why. `dtype`: "auto" or a name of DTYPES; `checkpoint_dtype`: of the stored weights."""
+def resolve_deterministic(wanted: bool | None, device: str) -> tuple[bool, str | None]:
+    """Whether the ops are to be batch-invariant on `device`, "cpu" or "cuda:N", and what to say about it. None: where
+    that costs nothing."""
+    if wanted is not None:
+        return wanted, None
+    if device == CPU:
+        return True, None
+    return False, "not deterministic: on a GPU batch-invariant ops are slower; --deterministic takes them"
+
+
+def resolve_dtype(
+    dtype: str, checkpoint_dtype: str, backend: str = "auto", device: str = CPU
+) -> tuple[torch.dtype, str]:
+    """The compute dtype and why. `dtype`: "auto" or a name of DTYPES; `checkpoint_dtype`: of the stored weights;
+    `device`: "cpu" or "cuda:N"."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}", param="dtype")
         return DTYPES[dtype], f"dtype {dtype}: as asked"
     if checkpoint_dtype not in ("bfloat16", "float16"):
         return torch.float32, f"dtype float32: the checkpoint is {checkpoint_dtype}"
-    extension, problem = _load_extension()
+    if device != CPU:
+        return DTYPES[checkpoint_dtype], f"dtype {checkpoint_dtype}: the checkpoint's"
+    extension, problem = load_extension()
     if extension is None or backend not in ("auto", "native"):
         why = problem if extension is None else f"backend {backend} computes in float32"
         return torch.float32, f"dtype float32: {why}"
@@ -83,7 +112,7 @@ def resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str = "auto") -> t
 
 def describe_cpu() -> dict[str, Any]:
     """What `doctor` prints about the processor and the extension."""
-    extension, problem = _load_extension()
+    extension, problem = load_extension()
     return {
         "extension": None if extension is None else extension.__file__,
         "extension_problem": problem,
@@ -95,17 +124,72 @@ def describe_cpu() -> dict[str, Any]:
     }
 
 
-def _check_device(device: str) -> None:
-    if device in ("auto", "cpu"):
-        return
-    if device == "cuda" or device.startswith("cuda:"):
-        raise BackendError("the CUDA backend is not part of this build; set device to cpu or auto", param="device")
-    raise ConfigError("device must be auto, cpu or cuda:N", param="device")
+def _make(
+    chosen: Chosen,
+    dtype: torch.dtype,
+    backend: str,
+    deterministic: bool | None,
+    threads: int | None,
+    lane_priority: str,
+    sm_split: Sequence[int] = (),
+    attention: str = TRITON,
+) -> Backend:
+    if lane_priority not in NICENESS:
+        raise ConfigError(f"lane_priority must be one of {', '.join(NICENESS)}", param="lane_priority")
+    count = usable_cores() if threads is None else threads
+    wanted, _ = resolve_deterministic(deterministic, chosen.name)
+    if chosen.index is not None:
+        return _on_cuda(chosen, chosen.index, dtype, wanted, count, lane_priority, sm_split, attention)
+    if sm_split:
+        raise ConfigError(
+            "sm_split divides a GPU and the engine runs on a processor; set sm_split to off or device to cuda:0",
+            param="sm_split",
+        )
+    ops = _choose(backend, *load_extension())
+    if wanted and not ops.deterministic:
+        raise ConfigError(
+            f"backend {ops.name} is not batch-invariant; set deterministic to false or take another backend",
+            param="backend",
+        )
+    return Backend(CpuDevice(count, _set_threads, lane_priority), ops, dtype, count)
+
+
+def _on_cuda(
+    chosen: Chosen,
+    index: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+    threads: int,
+    lane_priority: str,
+    sm_split: Sequence[int],
+    attention: str,
+) -> Backend:
+    # Both import GPU libraries, which only now are known to be there and wanted.
+    host: Any = importlib.import_module("hydra_engine.backend.cuda_host")
+    cuda: Any = importlib.import_module("hydra_engine.backend.cuda")
+    places = _places(torch.device("cuda", index), sm_split, lane_priority) if sm_split else None
+    device = host.CudaDevice(index, threads, _set_threads, lane_priority, places)
+    ops = cuda.CudaOps(
+        device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=attention
+    )
+    return Backend(device, ops, dtype, threads, () if places is None else (places.note,))
+
+
+def _places(device: torch.device, sm_split: Sequence[int], lane_priority: str) -> Any:
+    split: Any = importlib.import_module("hydra_engine.backend.cuda_split")
+    lanes: Any = importlib.import_module("hydra_engine.backend.cuda_lanes")
+    return split.SplitDevice(device, sm_split, lanes.PRIORITIES[lane_priority])
+
+
+def _set_threads(count: int) -> None:
+    """Of the calling thread: torch's and the extension's."""
+    set_torch_threads(count)
+    extension, _ = load_extension()
+    if extension is not None:
+        extension.set_num_threads(count)
 
 
 def _choose(backend: str, extension: ModuleType | None, problem: str | None) -> Ops:
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}", param="backend")
     if backend == "torch":
         return TorchOps()
     if backend == "reference":
@@ -123,13 +207,3 @@ def _native_ops() -> Ops:
     native: Any = importlib.import_module("hydra_engine.backend.native")
     ops: Ops = native.NativeOps()
     return ops
-
-
-def _load_extension() -> tuple[ModuleType | None, str | None]:
-    """The native extension, or a sentence that says why it cannot be used."""
-    try:
-        return importlib.import_module("hydra_engine._C"), None
-    except ModuleNotFoundError:
-        return None, "the native extension hydra_engine._C is not built"
-    except ImportError as error:
-        return None, f"the native extension hydra_engine._C does not load ({error})"[:200]

@@ -31,7 +31,7 @@ _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for: mappi
 
 
 class SharedPool:
-    """`SharedMemory` of backend/base.py, full of zeros that cost nothing until they are written."""
+    """`SharedMemory` of backend/device.py, full of zeros that cost nothing until they are written."""
 
     transport = TRANSPORT
     handle = b""
@@ -77,7 +77,7 @@ class SharedPool:
 
 
 class MappedPool:
-    """`PeerMemory` of backend/base.py: writing to its tensor ends the process. Made by `map_pool`."""
+    """`PeerMemory` of backend/device.py: writing to its tensor ends the process. Made by `map_pool`."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._map: mmap.mmap | None = mapping

@@ -1,5 +1,7 @@
-"""Tests that run kernels: skipped, with the reason, where CUDA cannot be used."""
+"""Tests that run kernels: skipped, with the reason, where CUDA cannot be used. With HYDRA_REQUIRE_CUDA=1, which
+`make gpu-check` sets, they fail instead: skipped tests say nothing."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +22,8 @@ def missing() -> str:
 @pytest.fixture(scope="session")
 def cuda() -> torch.device:
     reason = missing()
+    if reason and os.environ.get("HYDRA_REQUIRE_CUDA") == "1":
+        pytest.fail(reason)
     if reason:
         pytest.skip(reason)
     return torch.device("cuda", 0)

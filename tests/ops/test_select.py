@@ -1,14 +1,22 @@
 """The choice of the backend: what "auto" takes, what is refused by name, and what it says when something is missing."""
 
 import logging
+import re
 import sys
 
 import pytest
 import torch
 
 from hydra_engine import _C
+from hydra_engine.backend import cuda_device
 from hydra_engine.backend.reference import ALL_OPS
-from hydra_engine.backend.select import create_backend, describe_cpu, resolve_dtype
+from hydra_engine.backend.select import (
+    create_backend,
+    describe_cpu,
+    resolve_deterministic,
+    resolve_device,
+    resolve_dtype,
+)
 from hydra_engine.errors import BackendError, ConfigError
 
 
@@ -82,11 +90,35 @@ def test_deterministic_and_torch_contradict_each_other() -> None:
         create_backend("cpu", torch.float32, backend="torch")
 
 
+@pytest.mark.skipif(cuda_device.probe().status == "ok", reason="this machine has a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_cuda_is_not_part_of_this_build(device: str) -> None:
-    with pytest.raises(BackendError, match="CUDA backend is not part of this build"):
+def test_a_gpu_by_name_is_refused_with_the_reason(device: str) -> None:
+    with pytest.raises(BackendError, match=f"device cuda:0 cannot be used: {re.escape(cuda_device.probe().problem)}"):
         create_backend(device, torch.float32)
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["native", "torch", "reference"])
+def test_an_implementation_by_name_is_one_of_the_processor(name: str) -> None:
+    assert resolve_device("auto", name).name == "cpu"
+    with pytest.raises(ConfigError, match=f"backend {name} runs on a processor; set backend to auto or device to cpu"):
+        resolve_device("cuda:0", name)
+
+
+def test_batch_invariance_is_the_default_where_it_costs_nothing() -> None:
+    assert resolve_deterministic(None, "cpu") == (True, None)
+    wanted, note = resolve_deterministic(None, "cuda:1")
+    assert not wanted and note is not None and "--deterministic" in note
+    for given in (False, True):
+        assert resolve_deterministic(given, "cuda:0") == resolve_deterministic(given, "cpu") == (given, None)
+
+
+def test_the_dtype_on_a_gpu_is_the_checkpoint_s() -> None:
+    for stored in ("float32", "bfloat16", "float16"):
+        dtype, reason = resolve_dtype("auto", stored, "auto", "cuda:0")
+        assert str(dtype) == f"torch.{stored}" and stored in reason
+    assert resolve_dtype("auto", "float64", "auto", "cuda:0")[0] == torch.float32
+    assert resolve_dtype("float16", "bfloat16", "auto", "cuda:0") == (torch.float16, "dtype float16: as asked")
 
 
 def test_unknown_names_are_configuration_errors() -> None:

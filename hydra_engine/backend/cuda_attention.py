@@ -1,0 +1,224 @@
+"""Attention on a CUDA device: plans, and which kernel reads which rows.
+
+A step's rows with one query come first as the engine builds it; their contexts are cut into splits over the device
+(decode kernel), the rest goes in tiles of queries (prefill kernel), both into one result. When deterministic, all rows
+take the prefill kernel, which visits keys in one order: then a token's result does not depend on whether it was decoded
+or prefilled. Head dims that no kernel holds take torch's attention over the gathered context, row by row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import AttentionPlan, PagedCache
+from hydra_kernels.decode_attention import choose_num_splits, decode_attention
+from hydra_kernels.packed_attention import packed_attention
+from hydra_kernels.prefill_attention import prefill_attention
+
+MAX_HEAD_DIM = 256  # of the kernels
+_MAX_SEGMENTS = 32  # lists of segments that a thread remembers
+
+Ints = npt.NDArray[np.int32]
+Send = Callable[[Sequence[npt.NDArray[np.generic]]], tuple[Tensor, ...]]  # as `Device.send`
+
+
+class Rows(NamedTuple):
+    """What the host knows of a step, which nobody changes."""
+
+    cu_q: Ints
+    num_context: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    """`AttentionPlan.native`: the first `num_decodes` rows go to the decode kernel, the others to the prefill kernel.
+
+    `rest_cu_q` and `max_rest_q` are of the others alone. `max_decode_context` None: as long as the block tables are."""
+
+    num_tokens: int
+    num_decodes: int
+    max_decode_context: int | None
+    rest_cu_q: Tensor
+    max_rest_q: int
+    rows: Rows | None  # None: they change until each use
+
+
+def num_leading_decodes(cu_q: Ints) -> int:
+    """How many rows, from the first on, have one query each."""
+    others = np.flatnonzero(np.diff(cu_q) != 1)
+    return int(others[0]) if others.size else len(cu_q) - 1
+
+
+class CudaAttention:
+    """Attention of one device with `num_sms` multiprocessors; `send` as that of its `Device`."""
+
+    def __init__(self, device: torch.device, num_sms: int, send: Send, *, deterministic: bool) -> None:
+        self._device = device
+        self._num_sms = num_sms
+        self._send = send
+        self._deterministic = deterministic
+        self._of_thread = threading.local()  # what a lane has sent is good for that lane
+
+    # ---- plans
+
+    def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """Reads all three before it returns."""
+        max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
+        rows = Rows(cu_q.numpy().copy(), num_context.numpy().copy())
+        num_decodes = 0 if self._deterministic else num_leading_decodes(rows.cu_q)
+        rest = rows.cu_q[num_decodes:] - rows.cu_q[num_decodes]
+        sent_cu_q, sent_context, tables, rest_cu_q = self._send(
+            (rows.cu_q, rows.num_context, block_tables.numpy(), rest)
+        )
+        native = CudaPlan(
+            num_tokens=int(rows.cu_q[-1]),
+            num_decodes=num_decodes,
+            max_decode_context=int(rows.num_context[:num_decodes].max(initial=0)),
+            rest_cu_q=rest_cu_q,
+            max_rest_q=int(np.diff(rest).max(initial=0)),
+            rows=rows,
+        )
+        return AttentionPlan(sent_cu_q, sent_context, tables, max_q, max_context, native)
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """`max_context` is 0: how long a block is only the cache tells."""
+        _check_decode_plan(num_context, block_tables)
+        checks.check_device(self._device, (("num_context", num_context), ("block_tables", block_tables)))
+        batch = num_context.shape[0]
+        cu_q = torch.arange(batch + 1, dtype=torch.int32, device=self._device)
+        num_decodes = 0 if self._deterministic else batch
+        max_rest_q = min(1, batch - num_decodes)
+        native = CudaPlan(batch, num_decodes, None, cu_q[: batch + 1 - num_decodes], max_rest_q, None)
+        return AttentionPlan(cu_q, num_context, block_tables, 1, 0, native)
+
+    # ---- attention
+
+    def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        native = plan.native
+        assert isinstance(native, CudaPlan), "a plan of other ops"
+        checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
+        if native.num_tokens != q.shape[0]:
+            raise ValueError(f"q: expected {native.num_tokens} tokens as the plan says, got {q.shape[0]}")
+        if q.shape[2] > MAX_HEAD_DIM:
+            return _paged_by_torch(q, cache, layer, plan, native, scale)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
+        split = native.num_decodes
+        if split:
+            decode_attention(
+                q[:split],
+                k_cache,
+                v_cache,
+                plan.block_tables[:split],
+                plan.num_context[:split],
+                scale,
+                num_splits=self._num_splits(split, cache, plan, native),
+                out=out[:split],
+            )
+        if native.max_rest_q:
+            prefill_attention(
+                q[split:],
+                k_cache,
+                v_cache,
+                plan.block_tables[split:],
+                native.rest_cu_q,
+                plan.num_context[split:],
+                scale,
+                max_q=native.max_rest_q,
+                out=out[split:],
+            )
+        return out
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+        segments, max_length = self._segments(q, k, v, cu_seqlens)
+        if q.shape[2] > MAX_HEAD_DIM:
+            return _packed_by_torch(q, k, v, cu_seqlens, scale)
+        return packed_attention(q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic)
+
+    def _num_splits(self, batch: int, cache: PagedCache, plan: AttentionPlan, native: CudaPlan) -> int:
+        longest = native.max_decode_context
+        if longest is None:
+            longest = plan.block_tables.shape[1] * cache.block_size
+        return choose_num_splits(batch, cache.data.shape[4], longest, self._num_sms)
+
+    def _segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
+        """(cu_seqlens on the device, the longest segment): every layer of a tower asks for the same."""
+        known: dict[tuple[int, ...], tuple[Tensor, int]] | None = getattr(self._of_thread, "segments", None)
+        if known is None:
+            known = self._of_thread.segments = {}
+        bounds = tuple(cu_seqlens)
+        found = known.get(bounds)
+        if found is not None and q.shape[0] == bounds[-1]:
+            return found
+        checks.check_packed(q, k, v, bounds)
+        (on_device,) = self._send((np.array(bounds, dtype=np.int32),))
+        while len(known) >= _MAX_SEGMENTS:
+            del known[next(iter(known))]
+        known[bounds] = on_device, max((end - begin for begin, end in pairwise(bounds)), default=0)
+        return known[bounds]
+
+
+def _check_decode_plan(num_context: Tensor, block_tables: Tensor) -> None:
+    batch = num_context.shape[0] if num_context.dim() == 1 else -1
+    if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch:
+        raise ValueError(
+            "num_context, block_tables: expected [B] and [B, max_blocks], "
+            f"got {list(num_context.shape)} and {list(block_tables.shape)}"
+        )
+    for name, tensor in (("num_context", num_context), ("block_tables", block_tables)):
+        if tensor.dtype is not torch.int32:
+            raise ValueError(f"{name}: expected torch.int32, got {checks.described(tensor)}")
+
+
+# ---- where no kernel fits
+
+
+def _paged_by_torch(
+    q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float
+) -> Tensor:
+    if native.rows is None:
+        raise ValueError(
+            f"plan: expected one of plan_attention for a head dim above {MAX_HEAD_DIM}, whose rows are cut on the host"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    bounds = native.rows.cu_q.tolist()
+    for row, (begin, end) in enumerate(pairwise(bounds)):
+        num_context = int(native.rows.num_context[row])
+        if begin == end:
+            continue
+        blocks = plan.block_tables[row, : -(-num_context // cache.block_size)]
+        keys, values = (
+            cache.data[:, layer, x].index_select(0, blocks).flatten(0, 1)[:num_context].transpose(0, 1) for x in (0, 1)
+        )
+        positions = torch.arange(num_context, device=q.device)
+        sees = positions <= positions[num_context - (end - begin) :, None]
+        mixed = F.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=sees,
+            scale=scale,
+            enable_gqa=q.shape[1] != keys.shape[0],
+        )
+        out[begin:end] = mixed[0].transpose(0, 1)
+    return out
+
+
+def _packed_by_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for begin, end in pairwise(cu_seqlens):
+        if begin < end:
+            query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+            out[begin:end] = F.scaled_dot_product_attention(query, key, value, scale=scale)[0].transpose(0, 1)
+    return out

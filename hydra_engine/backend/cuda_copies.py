@@ -1,0 +1,147 @@
+"""Host arrays to a device in one copy, and tensors back, without waiting: what `CudaDevice.send` and `fetch` do.
+
+All arrays of a call lie behind each other in one buffer, each at a multiple of 16 bytes, so that one copy takes them
+all and every part can be viewed as its type. Copies start from pinned memory, since from any other the driver waits.
+Does not know lanes: it works on the calling thread's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend.checks import described
+from hydra_engine.errors import BackendError
+
+Array = npt.NDArray[np.generic]
+
+ALIGNMENT = 16  # bytes
+NUM_BUFFERS = 4  # copies of one thread that may be under way before the next one waits
+MIN_BUFFER = 1 << 16
+MAX_STAGED = 64 << 20  # what is larger is copied from where it lies, which waits: pinned memory is taken from all
+
+_DTYPES = {
+    np.dtype(name): getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+
+
+class Part(NamedTuple):
+    """One array or tensor in a buffer; offset in bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + prod(self.shape) * self.dtype.itemsize
+
+
+def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Part], int]:
+    """Where parts of these shapes and types lie, and the bytes of all."""
+    kinds = list(items)
+    sizes = (prod(shape) * dtype.itemsize for shape, dtype in kinds)
+    offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    return [Part(offset, *kind) for offset, kind in zip(offsets, kinds, strict=False)], offsets[-1]
+
+
+def layout_of(arrays: Sequence[Array]) -> tuple[list[Part], int]:
+    """Raises ValueError for a type that tensors do not have."""
+    for index, array in enumerate(arrays):
+        if array.dtype not in _DTYPES:
+            wanted = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise ValueError(f"arrays[{index}]: expected one of {wanted}, got {array.dtype}")
+    return layout((array.shape, _DTYPES[array.dtype]) for array in arrays)
+
+
+def fill(memory: npt.NDArray[np.uint8], parts: Sequence[Part], arrays: Sequence[Array]) -> None:
+    """The arrays, of any strides, into a buffer of bytes."""
+    for part, array in zip(parts, arrays, strict=True):
+        memory[part.offset : part.end].view(array.dtype).reshape(array.shape)[...] = array
+
+
+def views(memory: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    """The parts of a buffer [bytes] uint8."""
+    return tuple(memory[part.offset : part.end].view(part.dtype).view(part.shape) for part in parts)
+
+
+class _Buffer:
+    """`done`: the last copy from it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.done: torch.cuda.Event | None = None
+
+
+class Sender:
+    """A ring of pinned buffers, each used again once the copy from it is done. For one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring = [_Buffer() for _ in range(NUM_BUFFERS)]
+        self._turn = 0
+
+    def send(self, arrays: Sequence[Array]) -> tuple[Tensor, ...]:
+        parts, num_bytes = layout_of(arrays)
+        if num_bytes > MAX_STAGED:
+            return tuple(torch.from_numpy(np.array(array)).to(self._device) for array in arrays)
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        if num_bytes:
+            buffer = self._buffer(num_bytes)
+            fill(buffer.memory.numpy(), parts, arrays)
+            target.copy_(buffer.memory[:num_bytes], non_blocking=True)
+            if buffer.done is None:
+                buffer.done = torch.cuda.Event()
+            buffer.done.record(torch.cuda.current_stream(self._device))
+        return views(target, parts)
+
+    def _buffer(self, num_bytes: int) -> _Buffer:
+        buffer = self._ring[self._turn]
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        if buffer.done is not None:
+            buffer.done.synchronize()
+        if buffer.memory.shape[0] < num_bytes:
+            size = max(MIN_BUFFER, 1 << (num_bytes - 1).bit_length())
+            buffer.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return buffer
+
+
+class CudaFetch:
+    """`Fetch` of backend/device.py."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype not in _DTYPES.values():
+                raise ValueError(f"tensors[{index}]: expected a type that numpy has, got {described(tensor)}")
+        parts, num_bytes = layout((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        self._device = device
+        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
+        self._copies = views(memory, parts)
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(device))
+
+    def result(self) -> tuple[Array, ...]:
+        """Raises BackendError too where a kernel before it met a slot or row that is out of range."""
+        try:
+            self._done.synchronize()
+            _C.cuda_check_faults(self._device.index)
+        except (RuntimeError, ValueError) as error:
+            raise failure(self._device, error) from error
+        return tuple(copy.numpy() for copy in self._copies)
+
+
+def failure(device: torch.device, error: Exception) -> BackendError:
+    """What CUDA says, in one line; after most of its errors a process can do nothing more on the device."""
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return BackendError(f"the device {device} failed: {said[0][:160]}")

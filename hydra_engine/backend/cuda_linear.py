@@ -1,0 +1,106 @@
+"""Linear layers on a CUDA device: cuBLAS through torch, and Triton kernels where it is slow or not batch-invariant.
+
+Which of them computes a call is decided in one place, `implementation`, from the number of rows. Sums are float32
+everywhere. cuBLAS adds a bias, or a residual where there is no bias, to the sums before it rounds; an activation, or a
+residual beside a bias, acts on its rounded product. Does not know layers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_kernels.activation import ACTIVATIONS
+from hydra_kernels.epilogue import finish
+from hydra_kernels.linear import invariant_linear, small_linear
+
+Implementation = Literal["cublas", "small", "invariant"]
+
+SMALL_ROWS = 16  # up to so many rows a product reads its weight at the speed of memory, if all of the device reads
+
+
+def implementation(rows: int, *, deterministic: bool) -> Implementation:
+    if deterministic:
+        return "invariant"
+    return "small" if rows <= SMALL_ROWS else "cublas"
+
+
+class CudaLinear:
+    """The weight as it is, [num_out, K] in its own dtype on the device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or weight.dtype not in checks.COMPUTE_DTYPES:
+            raise ValueError(f"weight: expected [num_out, K] of a float type, got {checks.described(weight)}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected [{weight.shape[0]}], got {checks.described(bias)}")
+        self.num_out, self.num_in = weight.shape
+        self.weight = weight.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().to(weight.dtype).contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def prepare() -> None:
+    """Sums of 16-bit products in float32, also those that cuBLAS splits over the device. Of the whole process."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def linear(
+    x: Tensor,
+    weight: PackedLinear,
+    *,
+    act: Activation,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+    deterministic: bool,
+) -> Tensor:
+    assert isinstance(weight, CudaLinear)
+    dtype = out_dtype or x.dtype
+    _check(x, weight, act, residual, dtype)
+    if x.shape[0] == 0:
+        return torch.empty((0, weight.num_out), dtype=dtype, device=x.device)
+    chosen = implementation(x.shape[0], deterministic=deterministic)
+    if chosen == "cublas":
+        return _cublas(x, weight, act, residual, dtype)
+    own = small_linear if chosen == "small" else invariant_linear
+    result: Tensor = own(x, weight.weight, weight.bias, residual=residual, act=act, out_dtype=dtype)
+    return result
+
+
+def _cublas(x: Tensor, weight: CudaLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype is not x.dtype:
+        return finish(_sums(x, weight.weight), weight.bias, residual, act, dtype)
+    if act == "none" and residual is not None and weight.bias is None:
+        return torch.addmm(residual, x, weight.weight.t())
+    product = F.linear(x, weight.weight, weight.bias)
+    return product if act == "none" and residual is None else finish(product, None, residual, act, dtype)
+
+
+def _sums(x: Tensor, weight: Tensor) -> Tensor:
+    """[T, num_out] float32, before any rounding: cuBLAS gives them of 16-bit operands too."""
+    if x.dtype is torch.float32:
+        return F.linear(x, weight)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def _check(x: Tensor, weight: CudaLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> None:
+    dense = x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] <= 1)
+    if not dense or x.shape[1] != weight.num_in or x.dtype is not weight.weight.dtype:
+        wanted = f"[T, {weight.num_in}] {weight.weight.dtype} with a dense last dimension"
+        raise ValueError(f"x: expected {wanted}, got {checks.described(x)}")
+    checks.check_device(weight.weight.device, (("x", x),))
+    if act != "none" and act not in ACTIVATIONS:
+        raise ValueError(f"act: expected none, {', '.join(ACTIVATIONS)}, got {act!r}")
+    if residual is not None:
+        if residual.shape != (x.shape[0], weight.num_out) or residual.dtype is not dtype:
+            wanted = f"[{x.shape[0]}, {weight.num_out}] {dtype}"
+            raise ValueError(f"residual: expected {wanted}, got {checks.described(residual)}")
+        checks.check_device(x.device, (("residual", residual),))

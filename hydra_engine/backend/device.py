@@ -1,0 +1,158 @@
+"""What a device offers beside its ops: memory, lanes, and work that ends after the call that launched it.
+
+Part of the one door to hardware (`base.py`). Does not know tensors' meaning, ops or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.core.pools import PoolExport
+
+
+class SharedMemory(Protocol):
+    """Memory of this process that other processes of the node can map to read it."""
+
+    @property
+    def transport(self) -> str:
+        """How it is mapped, as in `core.pools.PoolExport`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def descriptor(self) -> int:
+        """What travels to a peer, and stays ours; -1 where `handle` says everything. Not after `close`."""
+        ...
+
+    @property
+    def handle(self) -> bytes: ...
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        ...
+
+    def close(self) -> None:
+        """Nobody maps it from now on; a second call does nothing. Tensors, and what peers have mapped, stay good."""
+        ...
+
+
+class PeerMemory(Protocol):
+    """Memory of another process, mapped into this one."""
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8, which must never be written. Not after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Once nothing that was launched reads it; a second call does nothing. No tensor of it may be read again."""
+        ...
+
+
+class Fetch(Protocol):
+    """Copies to host memory that were started."""
+
+    def result(self) -> tuple[npt.NDArray[np.generic], ...]:
+        """Waits for them. From any thread; may be asked again. Raises BackendError where the device failed."""
+        ...
+
+
+class Graph(Protocol):
+    """Launches that were captured and can be made again at once, on the memory that they were captured with."""
+
+    num_bytes: int  # of device memory that capturing took
+
+    def replay(self) -> None: ...
+
+
+class Lane(Protocol):
+    """Where the steps of one model run in order: a thread (CPU) or a stream with its launching thread (CUDA)."""
+
+    name: str
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Runs `job` after all earlier ones. A job handles its own errors; one that raises kills the lane loudly."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what was submitted and stops the thread."""
+        ...
+
+
+class Device(Protocol):
+    name: str  # "cpu", "cuda:0"
+    torch_device: torch.device
+
+    def lane(self, name: str) -> Lane: ...
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of this device's memory."""
+        ...
+
+    def trim(self) -> None:
+        """Gives host memory that was freed back to the system; called while weights are loaded."""
+        ...
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        """Memory full of zeros, of at least one byte. Raises ResourceError where there is none."""
+        ...
+
+    def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        """Maps what a peer's `share` has made. `descriptor` is the one that came with it, -1 if none did; it is still
+        the caller's. Raises TransferError, with the reason, unless the memory is what `export` says."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until all that the calling lane has launched is done; not at all where a call ends with its work."""
+        ...
+
+    # ---- work that ends after the call that launched it
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether there is such work. Then tokens are sampled on the device, and a step is launched before the one
+        before it was read."""
+        ...
+
+    def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
+        """Each array as a tensor of its shape and dtype on the device, for what the calling lane launches next; with
+        one copy for all of them where there is one to make. The arrays must not be changed afterwards."""
+        ...
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        """Starts to copy them behind all that the calling lane has launched. They may be reused at once by what the
+        lane launches next."""
+        ...
+
+    def capture(self, launch: Callable[[], None]) -> Graph:
+        """Runs `launch` once to warm it up and once to capture it, at the calling lane's present place. Graphs share
+        one pool of memory: their results must be read before the next replay. `launch` must not wait, copy from the
+        host or allocate what outlives it."""
+        ...
+
+    @property
+    def num_places(self) -> int:
+        """Parts of the device on which the language lane may run, numbered from 0, all of it. Graphs are captured for
+        each. 1: the device is never divided."""
+        ...
+
+    def place(self) -> int:
+        """Where the calling lane's present job runs."""
+        ...
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        """Runs what the calling lane launches inside there."""
+        ...
+
+    def peak_bytes(self, job: Callable[[], None]) -> int | None:
+        """Runs `job` and waits for it; how much memory of the device it took at most beside what was taken before.
+        None where that cannot be told."""
+        ...

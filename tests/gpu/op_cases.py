@@ -1,0 +1,346 @@
+"""Cases of the CUDA ops that run on a device (tests/gpu) and, with Triton's interpreter, on the host
+(tests/kernels/interpreted): what is chosen, split, padded and cached around the kernels, against the reference.
+
+Kernels have their own cases in tests/kernels, so shapes are few and small here. Every input is a view of a wider buffer
+whose other columns are NaN.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Activation, Draws, StateCache, StateRows
+from hydra_engine.backend.cuda_attention import MAX_HEAD_DIM
+from hydra_engine.backend.cuda_linear import SMALL_ROWS, CudaLinear, implementation
+from hydra_engine.backend.reference import ALL_OPS, ReferenceOps
+from tests.gpu.side import Side
+from tests.kernels.comparison import DTYPES, assert_attention_close, assert_close, strided
+from tests.kernels.paged import Step, make_step
+
+REFERENCE = ReferenceOps()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---- linear
+
+
+def close_to_product(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Twice rounded at most, of values of about 10."""
+    assert result.dtype is dtype and result.is_contiguous() and result.shape == expected.shape
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(result.cpu().double(), expected.double(), rtol=3 * eps, atol=max(24 * eps, 1e-4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, SMALL_ROWS, SMALL_ROWS + 1])
+@pytest.mark.parametrize(
+    ("act", "with_bias", "with_residual"),
+    [("none", True, False), ("none", False, True), ("none", True, True), ("gelu", True, False)],
+)
+def test_linear(
+    side: Side, rows: int, dtype: torch.dtype, act: Activation, with_bias: bool, with_residual: bool
+) -> None:
+    weight, bias = random(56, 48, dtype=dtype, seed=1), random(56, dtype=dtype, seed=2) if with_bias else None
+    x, residual = strided(random(rows, 48, dtype=dtype, seed=3)), strided(random(rows, 56, dtype=dtype, seed=4))
+    expected = REFERENCE.linear(
+        x.float(),
+        REFERENCE.pack_linear(weight, bias),
+        act=act,
+        residual=residual.float() if with_residual else None,
+    )
+    for ops in (side.ops, side.exact):
+        packed = ops.pack_linear(side.there(weight), None if bias is None else side.there(bias))
+        assert packed.nbytes == weight.nbytes + (0 if bias is None else bias.nbytes)
+        given = side.there(residual) if with_residual else None
+        result = ops.linear(side.there(x), packed, act=act, residual=given)
+        close_to_product(result, expected, dtype)
+        if given is not None:
+            assert torch.equal(given.cpu(), residual), "the residual was written"
+
+
+@pytest.mark.parametrize("rows", [0, 3, 40])
+def test_logits_are_float32(side: Side, rows: int) -> None:
+    if side.device.type == "cpu" and rows > SMALL_ROWS:
+        pytest.skip("torch multiplies into another dtype on a device only")
+    weight, x = random(70, 64, dtype=torch.bfloat16, seed=1), random(rows, 64, dtype=torch.bfloat16)
+    expected = REFERENCE.linear(x, REFERENCE.pack_linear(weight), out_dtype=torch.float32)
+    packed = side.ops.pack_linear(side.there(weight))
+    result = side.ops.linear(side.there(x), packed, out_dtype=torch.float32)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_row_of_an_exact_linear_does_not_depend_on_the_others(side: Side) -> None:
+    weight = side.exact.pack_linear(side.there(random(48, 64, dtype=torch.float16, seed=1)))
+    x = side.there(random(37, 64, dtype=torch.float16))
+    whole = side.exact.linear(x, weight)
+    for begin, end in pairwise((0, 1, 5, 21, 37)):
+        assert torch.equal(side.exact.linear(x[begin:end], weight), whole[begin:end])
+
+
+def test_what_computes_a_linear_follows_from_the_rows(side: Side) -> None:
+    chosen = [implementation(rows, deterministic=False) for rows in (1, SMALL_ROWS, SMALL_ROWS + 1, 4096)]
+    assert chosen == ["small", "small", "cublas", "cublas"]
+    assert {implementation(rows, deterministic=True) for rows in (1, 17, 4096)} == {"invariant"}
+
+
+def test_messages_of_linear(side: Side) -> None:
+    packed = side.ops.pack_linear(side.there(random(8, 16)), side.there(random(8)))
+    assert isinstance(packed, CudaLinear) and (packed.num_out, packed.num_in) == (8, 16)
+    x = side.there(random(2, 16))
+    for bad in (x[:, :15], x.half(), x.t(), x[0]):
+        with pytest.raises(ValueError, match=r"x: expected \[T, 16\] torch\.float32 with a dense last dimension"):
+            side.ops.linear(bad, packed)
+    with pytest.raises(ValueError, match="act: expected none, silu"):
+        side.ops.linear(x, packed, act="relu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"residual: expected \[2, 8\] torch\.float32"):
+        side.ops.linear(x, packed, residual=x)
+    with pytest.raises(ValueError, match=r"bias: expected \[8\]"):
+        side.ops.pack_linear(side.there(random(8, 16)), side.there(random(7)))
+
+
+# ---- element-wise
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms(side: Side, dtype: torch.dtype) -> None:
+    x, residual = strided(random(5, 80, dtype=dtype)), strided(random(5, 80, dtype=dtype, seed=1))
+    weight, bias, wide = random(80, dtype=dtype, seed=2), random(80, dtype=dtype, seed=3), random(80, seed=4)
+    ops, there = side.ops, side.there
+    for scale in (weight, wide):
+        assert_close(ops.rms_norm(there(x), there(scale), 1e-5).cpu(), REFERENCE.rms_norm(x, scale, 1e-5), ulps=3)
+    normed, total = REFERENCE.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    found, summed = ops.add_rms_norm(there(x), there(residual), there(weight), 1e-5)
+    assert_close(summed.cpu(), total, ulps=1)
+    assert_close(found.cpu(), normed, ulps=4)
+    expected = REFERENCE.layer_norm(x, weight, bias, 1e-5)
+    assert_close(ops.layer_norm(there(x), there(weight), there(bias), 1e-5).cpu(), expected, ulps=2, atol=1e-4)
+    assert ops.rms_norm(there(x)[:0], there(weight), 1e-5).shape == (0, 80)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads(side: Side, dtype: torch.dtype) -> None:
+    fused, weight = random(6, 9, 40, dtype=dtype), random(40, dtype=dtype, seed=1)
+    x, gate = fused[:, 1:5], fused[:, 5:]
+    moved = side.there(fused)
+    here = moved[:, 1:5], moved[:, 5:]
+    expected = REFERENCE.gated_rms_norm(x, weight, gate, 1e-6)
+    assert_close(side.ops.gated_rms_norm(here[0], side.there(weight), here[1], 1e-6).cpu(), expected, ulps=4, atol=1e-3)
+    assert_close(side.ops.sigmoid_mul(*here).cpu(), REFERENCE.sigmoid_mul(x, gate), ulps=2, atol=1e-4)
+    cos, sin = random(6, 20, seed=2), random(6, 20, seed=3)
+    rotated = side.ops.rotate(here[0], side.there(cos), side.there(sin))
+    assert_close(rotated.cpu(), REFERENCE.rotate(x, cos, sin), ulps=3, atol=1e-2 if dtype is torch.bfloat16 else 2e-3)
+    gate_up = strided(fused.flatten(1))
+    found = side.ops.act_and_mul(side.there(gate_up), "quick_gelu")
+    assert_close(found.cpu(), REFERENCE.act_and_mul(gate_up, "quick_gelu"), ulps=4, atol=1e-4)
+
+
+# ---- recurrent states
+
+
+def states(places: int, taps: int, channels: int, heads: int, dim: int) -> StateCache:
+    return StateCache(random(places, 2, taps - 1, channels, seed=8), random(places, 2, heads, dim, dim, seed=9))
+
+
+def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
+    """A request that begins, one that goes on, one without tokens; states go to other places."""
+    rows = StateRows(*(torch.tensor(v) for v in ([0, 3, 3, 7], [0, 5, 4], [0, 2, 4], [1, 3, 5])))
+    host = states(6, 4, 24, 4, 8)
+    there = StateCache(side.there(host.conv), side.there(host.recurrent))
+    x, weight = strided(random(7, 24)), random(24, 4, seed=1)
+    expected = REFERENCE.causal_conv(x, weight, host, 1, rows)
+    found = side.ops.causal_conv(side.there(x), side.there(weight), there, 1, rows)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(there.conv.cpu(), host.conv)
+    q, k, v = (random(7, heads, 8, seed=s) for s, heads in ((2, 2), (3, 2), (4, 4)))
+    a, b, rates, shift = random(7, 4, seed=5), random(7, 4, seed=6), random(4, seed=7), random(4, seed=8)
+    tensors = (q, k, v, a, b, rates, shift)
+    expected = REFERENCE.delta_rule(*tensors, host, 1, rows)
+    found = side.ops.delta_rule(*(side.there(t) for t in tensors), there, 1, rows)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
+
+
+# ---- paged attention
+
+HEADS = [(4, 2, 16), (2, 2, 20)]
+# (queries, context) of rows: decodes alone; prompts alone; decodes before chunks, one of a single token, one of none;
+# a decode behind a chunk
+STEPS = {
+    "decodes": [(1, 1), (1, 70), (1, 9)],
+    "prompts": [(5, 5), (3, 20)],
+    "mixed": [(1, 33), (1, 4), (6, 6), (1, 1), (0, 7), (2, 40)],
+    "behind": [(4, 9), (1, 66)],
+}
+
+
+def attend(side: Side, step: Step, *, exact: bool = False) -> Tensor:
+    ops = side.exact if exact else side.ops
+    plan = ops.plan_attention(step.cu_q, step.num_context, step.block_tables)
+    return ops.attention_paged(side.there(step.q), side.cache(step.cache), 1, plan, 0.3)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_paged_attention(side: Side, name: str, heads: tuple[int, int, int]) -> None:
+    for dtype in (torch.float16, torch.float32):
+        step = make_step(STEPS[name], heads, 4, dtype)
+        for exact in (False, True):
+            result = attend(side, step, exact=exact)
+            assert_attention_close(result.cpu(), step.expected(0.3).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["decodes", "mixed"])
+def test_head_dims_without_a_kernel_take_torch(side: Side, name: str) -> None:
+    step = make_step(STEPS[name], (2, 1, MAX_HEAD_DIM + 4), 4, torch.float32)
+    assert_attention_close(attend(side, step).cpu(), step.expected(0.3))
+    with pytest.raises(ValueError, match="plan: expected one of plan_attention for a head dim above"):
+        plan = side.ops.plan_decode(*(side.there(x[:1].contiguous()) for x in (step.num_context, step.block_tables)))
+        side.ops.attention_paged(side.there(step.q)[:1], side.cache(step.cache), 1, plan, 0.3)
+
+
+def test_how_a_step_is_split(side: Side) -> None:
+    step = make_step(STEPS["mixed"], HEADS[0], 4, torch.float32)
+    plan = side.ops.plan_attention(step.cu_q, step.num_context, step.block_tables)
+    native = plan.native
+    assert (native.num_decodes, native.max_decode_context, native.max_rest_q) == (2, 33, 6)
+    assert native.rest_cu_q.tolist() == [0, 6, 7, 7, 9] and plan.cu_q.tolist() == step.cu_q.tolist()
+    assert (plan.max_q, plan.max_context) == (6, 40)
+    exact = side.exact.plan_attention(step.cu_q, step.num_context, step.block_tables).native
+    assert (exact.num_decodes, exact.rest_cu_q.tolist()) == (0, step.cu_q.tolist())
+
+
+def test_a_plan_does_not_read_its_tensors_again(side: Side) -> None:
+    step = make_step(STEPS["mixed"], HEADS[0], 4, torch.float32)
+    given = step.cu_q.clone(), step.num_context.clone(), step.block_tables.clone()
+    plan = side.ops.plan_attention(*given)
+    for tensor in given:
+        tensor.fill_(-1)
+    result = side.ops.attention_paged(side.there(step.q), side.cache(step.cache), 1, plan, 0.3)
+    assert_attention_close(result.cpu(), step.expected(0.3))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_plan_of_decodes_reads_what_is_there_when_it_is_used(side: Side, exact: bool) -> None:
+    """As a captured step does it: tensors at fixed addresses, longer than needed, rows that fill up the batch."""
+    ops = side.exact if exact else side.ops
+    steps = [make_step([(1, n) for n in contexts], HEADS[0], 4, torch.float32) for contexts in ((9, 70), (33, 1))]
+    width = max(step.block_tables.shape[1] for step in steps) + 3
+    tables = torch.zeros(3, width, dtype=torch.int32, device=side.device)
+    context = torch.zeros(3, dtype=torch.int32, device=side.device)
+    plan = ops.plan_decode(context, tables)
+    assert (plan.max_q, plan.max_context) == (1, 0)
+    for step in steps:
+        tables[:2, : step.block_tables.shape[1]] = step.block_tables.to(side.device)
+        context[:2] = step.num_context.to(side.device)
+        q = torch.cat((side.there(step.q), torch.ones(1, 4, 16, device=side.device)))
+        result = ops.attention_paged(q, side.cache(step.cache), 1, plan, 0.3).cpu()
+        assert_attention_close(result[:2], step.expected(0.3))
+        assert not result[2].any(), "a row of no context"
+
+
+def test_exact_attention_does_not_depend_on_batch_chunks_or_who_decodes(side: Side) -> None:
+    whole = make_step([(40, 40)], (4, 2, 16), 4, torch.float16)
+    together = attend(side, whole, exact=True)
+    for parts in ((40,), (1, 39), (16, 16, 8), (39, 1)):
+        for begin, end in pairwise(accumulate(parts, initial=0)):
+            cu_q = torch.tensor([0, end - begin], dtype=torch.int32)
+            context = torch.tensor([end], dtype=torch.int32)
+            part = Step(whole.q[begin:end], whole.cache, whole.block_tables, cu_q, context)
+            assert torch.equal(attend(side, part, exact=True), together[begin:end])
+
+
+def test_messages_of_plans(side: Side) -> None:
+    step = make_step(STEPS["decodes"], HEADS[0], 4, torch.float32)
+    plan = side.ops.plan_attention(step.cu_q, step.num_context, step.block_tables)
+    with pytest.raises(ValueError, match="q: expected 3 tokens as the plan says, got 2"):
+        side.ops.attention_paged(side.there(step.q)[:2], side.cache(step.cache), 1, plan, 0.3)
+    with pytest.raises(ValueError, match=r"num_context: expected torch\.int32"):
+        side.ops.plan_decode(side.there(step.num_context).long(), side.there(step.block_tables))
+    with pytest.raises(ValueError, match=r"num_context, block_tables: expected \[B\] and \[B, max_blocks\]"):
+        side.ops.plan_decode(side.there(step.num_context)[:2], side.there(step.block_tables))
+    with pytest.raises(ValueError, match="row 0 has 3 queries"):
+        side.ops.plan_attention(torch.tensor([0, 3], dtype=torch.int32), step.num_context[:1], step.block_tables[:1])
+
+
+# ---- packed attention
+
+
+def qkv(rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return random(rows, 3, 2, dim, dtype=dtype).unbind(1)
+
+
+@pytest.mark.parametrize("dim", [24, MAX_HEAD_DIM + 2])
+def test_packed_attention(side: Side, dim: int) -> None:
+    q, k, v = (side.there(x) for x in qkv(30, dim, torch.float32))
+    for bounds in ([0, 7, 7, 30], (0, 30), range(0, 31, 10), [0, 7, 7, 30]):
+        expected = REFERENCE.attention_packed(*qkv(30, dim, torch.float32), bounds, 0.2)
+        for ops in (side.ops, side.exact):
+            assert_attention_close(ops.attention_packed(q, k, v, bounds, 0.2).cpu(), expected)
+
+
+def test_a_segment_of_exact_attention_does_not_depend_on_the_others(side: Side) -> None:
+    q, k, v = (side.there(x) for x in qkv(80, 16, torch.float16))
+    together = side.exact.attention_packed(q, k, v, [0, 5, 80], 0.2)
+    alone = side.exact.attention_packed(q[:5], k[:5], v[:5], [0, 5], 0.2)
+    assert torch.equal(alone, together[:5])
+
+
+def test_segments_are_sent_once_and_checked(side: Side) -> None:
+    ops = side.ops._attention
+    q, k, v = (side.there(x) for x in qkv(12, 16, torch.float32))
+    first, longest = ops._segments(q, k, v, [0, 4, 12])
+    assert longest == 8 and first.tolist() == [0, 4, 12] and first.dtype is torch.int32
+    assert ops._segments(q, k, v, (0, 4, 12))[0] is first
+    for count in range(1, 60):
+        ops._segments(q, k, v, sorted({0, 12, count % 12, count // 5}))
+    assert len(ops._of_thread.segments) <= 32
+    for bad in ([0, 4, 11], [1, 12], [0, 8, 4, 12], []):
+        with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to 12"):
+            side.ops.attention_packed(q, k, v, bad, 0.2)
+    with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to 11"):
+        side.ops.attention_packed(q[:11], k[:11], v[:11], [0, 4, 12], 0.2)
+
+
+# ---- sampling, and what the ops say of themselves
+
+
+def test_sampling(side: Side) -> None:
+    """Rows: greedy with a tie, a draw from everything, the same with a filter of one token, one that is not finite."""
+    logits = random(4, 300)
+    logits[0, [40, 90]] = 9.0
+    logits[3, 7] = float("nan")
+    weights = torch.softmax(logits[1].double(), 0).cumsum(0)
+    token = 120
+    middle = float(weights[token - 1] + weights[token]) / 2
+    draws = Draws(
+        torch.tensor([0.0, 1.0, 1.0, 1.0]),
+        torch.tensor([0, 0, 1, 0], dtype=torch.int32),
+        torch.ones(4),
+        torch.zeros(4),
+        torch.tensor([0.5, middle, middle, 0.5]),
+    )
+    tokens, finite = side.ops.sample(side.there(logits), Draws(*(side.there(column) for column in draws)))
+    assert tokens.dtype is torch.int64 and finite.tolist() == [True, True, True, False]
+    assert tokens.tolist()[:3] == [40, token, int(logits[2].argmax())] and 0 <= int(tokens[3]) < 300
+
+
+def test_every_op_says_what_computes_it_and_why(side: Side) -> None:
+    for ops in (side.ops, side.exact):
+        choices = ops.choices()
+        assert {choice.op for choice in choices} >= {*ALL_OPS, "sample"} and all(choice.reason for choice in choices)
+    changed = {a.op for a, b in zip(side.ops.choices(), side.exact.choices(), strict=True) if a != b}
+    assert changed == {"linear", "attention_paged"}
+    assert (side.ops.deterministic, side.exact.deterministic) == (False, True)
+
+
+def test_sums_stay_float32_when_a_product_is_split(side: Side) -> None:
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction

@@ -1,0 +1,216 @@
+"""Whole engines on a device: transformers' tokens, equal tokens with and without graphs, memory that comes back.
+
+The CPU's tests say what is right (tests/engine); here the same public class runs with `device="cuda:0"`.
+HYDRA_STRESS_REQUESTS sets how many requests the last test sends (100 unless set).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.models.tiny import make_tiny
+
+shared = pytest.importorskip("tests.engine.conftest", reason="needs all of the engine", exc_type=ModuleNotFoundError)
+frame = pytest.importorskip("tests.models.families.base", exc_type=ModuleNotFoundError)
+families = pytest.importorskip("tests.models.families.cases", exc_type=ModuleNotFoundError)
+config = pytest.importorskip("hydra_engine.config")
+errors = pytest.importorskip("hydra_engine.errors")
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = "cuda:0"
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "internvl")
+# Prompt, and sizes of its pictures.
+CASES: list[tuple[str, list[tuple[int, int]]]] = [
+    ("What is this?", []),
+    ("One picture.", [(64, 64)]),
+    ("Two of them: compare.", [(64, 64), (90, 40)]),
+    ("A long text without any picture in it, " * 6, []),
+    ("x", [(120, 64)]),
+]
+NUM_TOKENS = 24
+STRESS_REQUESTS = int(os.environ.get("HYDRA_STRESS_REQUESTS", "100"))
+# A step of another order of sums changes float32 logits of these models by less than this.
+TIE = 1e-3
+SPARE_BYTES = 4 << 20  # workspaces of a library that is used for the first time
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A random miniature of a family, written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def of(family: str) -> Path:
+        if not (root / family).exists():
+            make_tiny(family, root / family, seed=7)
+        return root / family
+
+    return of
+
+
+@contextmanager
+def engine_of(model: Path, **options: Any) -> Iterator[Any]:
+    """Holds nothing at its end."""
+    settings = {"device": DEVICE, "num_kv_blocks": 1024, "max_model_len": 4096} | options
+    with shared.Engine(model, **settings) as engine:
+        yield engine
+        shared.assert_at_rest(engine)
+
+
+def pictures(case: int) -> list[Any]:
+    return [shared.picture(10 * case + i, *size) for i, size in enumerate(CASES[case][1])]
+
+
+def asked(engine: Any, case: int, **sampling: Any) -> Any:
+    defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return engine.submit(CASES[case][0], pictures(case) or None, **(defaults | sampling))
+
+
+def all_results(engine: Any) -> list[Any]:
+    """In one batch; each says which token ids its prompt had."""
+    handles = [asked(engine, case) for case in range(len(CASES))]
+    return [handle.result(120) for handle in handles]
+
+
+class Reference:
+    """transformers on the processor, where float32 is float32, for prompts as the engine has them."""
+
+    def __init__(self, family: str, model: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._side = frame.Reference(families.CASES[family], model, dtype)
+        self._image = getattr(self._side.model.config, "image_token_id", -1)
+
+    def _prompt(self, case: int, token_ids: tuple[int, ...]) -> Any:
+        types = [int(token == self._image) for token in token_ids]
+        return frame.Prompt(list(token_ids), pictures(case), [], token_types=types)
+
+    def tokens(self, case: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._side.generate(self._prompt(case, prompt), NUM_TOKENS))
+
+    def gap(self, case: int, before: tuple[int, ...], left: int, right: int) -> float:
+        """How far apart the logits of two tokens are that could come after `before`, of prompt and answer."""
+        logits = self._side.logits(self._prompt(case, before))[-1]
+        return float((logits[left] - logits[right]).abs())
+
+
+def shared_beginning(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_transformers_in_float32(
+    cuda: torch.device, checkpoints: Callable[[str], Path], family: str
+) -> None:
+    """To the end, or to where transformers itself can hardly tell two tokens apart."""
+    reference = Reference(family, checkpoints(family))
+    with engine_of(checkpoints(family), dtype="float32") as engine:
+        found = all_results(engine)
+    for case, result in enumerate(found):
+        ours, prompt = result.token_ids, result.prompt_token_ids
+        theirs = reference.tokens(case, prompt)
+        same = shared_beginning(ours, theirs)
+        if same < NUM_TOKENS:
+            gap = reference.gap(case, (*prompt, *theirs[:same]), ours[same], theirs[same])
+            assert gap < TIE, f"case {case}: token {same} is {ours[same]} and not {theirs[same]}, {gap:.2g} apart"
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_bfloat16_agrees_with_float32_as_often_as_transformers_does(
+    cuda: torch.device, checkpoints: Callable[[str], Path], family: str
+) -> None:
+    """Counted in tokens before the first other one; random weights make that early for everybody."""
+    truth = Reference(family, checkpoints(family))
+    half = Reference(family, checkpoints(family), torch.bfloat16)
+    with engine_of(checkpoints(family), dtype="bfloat16") as engine:
+        found = all_results(engine)
+    ours = theirs = 0
+    for case, result in enumerate(found):
+        expected = truth.tokens(case, result.prompt_token_ids)
+        ours += shared_beginning(result.token_ids, expected)
+        theirs += shared_beginning(half.tokens(case, result.prompt_token_ids), expected)
+    assert ours >= 0.5 * theirs, f"{ours} tokens agree, of transformers' {theirs}"
+
+
+def without_graphs() -> dict[str, bool]:
+    """The switch, by the names that it goes by."""
+    parts = [config.EngineConfig(), *(v for f in fields(config.EngineConfig) if is_dataclass(v := f.default_factory))]
+    names = {field.name for part in parts for field in fields(part)}
+    if "enforce_eager" in names:
+        return {"enforce_eager": True}
+    for name in sorted(names):
+        if "graph" in name:
+            return {name: False}
+    pytest.skip("there is no switch for graphs")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_change_no_token(cuda: torch.device, checkpoints: Callable[[str], Path], dtype: str) -> None:
+    """With batch-invariant ops: a graph has more rows than requests."""
+    model, found = checkpoints("llava"), []
+    for options in ({}, without_graphs()):
+        with engine_of(model, dtype=dtype, deterministic=True, **options) as engine:
+            greedy = [asked(engine, case).result(120).token_ids for case in range(len(CASES))]
+            drawn = [asked(engine, case, temperature=1.0, seed=case, top_p=0.9).result(120) for case in (0, 3)]
+            found.append((greedy, [result.token_ids for result in drawn]))
+    assert found[0] == found[1]
+
+
+def test_batches_are_answered_together(cuda: torch.device, checkpoints: Callable[[str], Path]) -> None:
+    """Many of one request beside all others: each gets what it gets alone."""
+    with engine_of(checkpoints("llava"), dtype="float32", deterministic=True) as engine:
+        alone = [asked(engine, case).result(120).token_ids for case in range(len(CASES))]
+        handles = [(case, asked(engine, case)) for _ in range(6) for case in range(len(CASES))]
+        for case, handle in handles:
+            assert handle.result(120).token_ids == alone[case]
+
+
+def test_memory_comes_back_after_many_requests_and_aborts(
+    cuda: torch.device, checkpoints: Callable[[str], Path]
+) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(cuda)
+    rng = random.Random(3)
+    with engine_of(checkpoints("llava"), dtype="bfloat16", max_num_seqs=16, max_queue=4096) as engine:
+        storm(engine, 40, rng)  # all sizes of steps have been seen, all libraries are loaded
+        torch.cuda.synchronize(cuda)
+        settled, reserved = torch.cuda.memory_allocated(cuda), torch.cuda.memory_reserved(cuda)
+        ended = storm(engine, STRESS_REQUESTS, rng)
+        assert ended["done"] and ended["given up"]
+        torch.cuda.synchronize(cuda)
+        assert torch.cuda.memory_allocated(cuda) - settled <= SPARE_BYTES
+        assert torch.cuda.memory_reserved(cuda) - reserved <= 16 * SPARE_BYTES
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated(cuda) - before <= SPARE_BYTES
+
+
+def storm(engine: Any, count: int, rng: random.Random) -> dict[str, int]:
+    """`count` requests, up to 24 at once, of which a third is given up at some moment; all come to an end."""
+    ended = {"done": 0, "given up": 0}
+    waiting: list[Any] = []
+
+    def end(handle: Any) -> None:
+        try:
+            handle.result(120)
+            ended["done"] += 1
+        except errors.RequestAborted:
+            ended["given up"] += 1
+
+    for number in range(count):
+        case = rng.randrange(len(CASES))
+        waiting.append(asked(engine, case, max_tokens=rng.choice((1, 8, 40))))
+        if rng.random() < 1 / 3:
+            waiting[rng.randrange(len(waiting))].cancel()
+        if len(waiting) == 24 or number == count - 1:
+            while len(waiting) > (0 if number == count - 1 else 12):
+                end(waiting.pop(0))
+    assert sum(ended.values()) == count
+    shared.assert_at_rest(engine, 20.0)
+    return ended

@@ -1,0 +1,284 @@
+"""A divided device: which multiprocessors a lane's kernels ran on, as the kernels themselves say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import smid
+
+from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.backend.cuda_lanes import PRIORITIES
+from hydra_engine.backend.cuda_split import SplitDevice
+from hydra_engine.backend.device import Lane
+from hydra_engine.errors import BackendError, ConfigError
+
+pytestmark = pytest.mark.cuda
+NUM_BLOCKS = 4096
+ROUNDS = 2000
+
+
+@triton.jit
+def _where(out, rounds):  # type: ignore[no-untyped-def]
+    """Each block notes its multiprocessor, after work that keeps it there while others begin."""
+    value = tl.program_id(0).to(tl.float32)
+    for _ in range(rounds):
+        value = value * 0.5 + 1.0
+    tl.store(out + tl.program_id(0), smid() + (value < 0.0).to(tl.int32))
+
+
+def note(out: Tensor) -> None:
+    _where[(NUM_BLOCKS,)](out, ROUNDS)
+
+
+def sms(out: Tensor) -> set[int]:
+    return set(out.tolist())
+
+
+class OwnPlace:
+    """A policy that the test sets."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def place(self) -> int:
+        return self.number
+
+
+@pytest.fixture(scope="module")
+def policy() -> OwnPlace:
+    return OwnPlace()
+
+
+@pytest.fixture(scope="module")
+def places(cuda: torch.device, policy: OwnPlace) -> SplitDevice:
+    try:
+        return SplitDevice(cuda, (16, 32), PRIORITIES["balanced"], policy)
+    except (BackendError, ConfigError) as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture
+def device(cuda: torch.device, places: SplitDevice) -> CudaDevice:
+    assert cuda.index is not None
+    return CudaDevice(cuda.index, 1, places=places)
+
+
+@pytest.fixture
+def language(device: CudaDevice, policy: OwnPlace) -> Iterator[Lane]:
+    policy.number = 1
+    lane = device.lane("language")
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def vision(device: CudaDevice) -> Iterator[Lane]:
+    lane = device.lane("vision")
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def noted(cuda: torch.device) -> Callable[[], Tensor]:
+    return partial(torch.full, (NUM_BLOCKS,), -1, dtype=torch.int32, device=cuda)
+
+
+def wait(lane: Lane, job: Callable[[], None]) -> None:
+    """Raises what the job raises."""
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+        done.set()
+
+    lane.submit(run)
+    assert done.wait(60)
+    if errors:
+        raise errors[0]
+
+
+def test_there_is_a_place_for_each_count_and_a_note(device: CudaDevice, places: SplitDevice) -> None:
+    assert device.num_places == 3
+    assert places.note.startswith("multiprocessors while both models run: 16 for tokens")
+
+
+def test_lanes_at_a_place_run_on_disjoint_multiprocessors(
+    device: CudaDevice, language: Lane, vision: Lane, noted: Callable[[], Tensor], cuda: torch.device
+) -> None:
+    num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
+    for place, count in ((1, 16), (2, 32)):
+        tokens, pictures = noted(), noted()
+
+        def job(out: Tensor, place: int = place) -> None:
+            with device.at(place):
+                assert device.place() == place
+                note(out)
+                device.finish()
+
+        for lane, out in ((language, tokens), (vision, pictures)):
+            wait(lane, partial(job, out))
+        assert not sms(tokens) & sms(pictures)
+        assert count <= len(sms(tokens)) < num_sms // 2
+        assert len(sms(tokens)) + len(sms(pictures)) <= num_sms
+
+
+def test_the_whole_device_is_used_at_place_0(
+    device: CudaDevice, language: Lane, noted: Callable[[], Tensor], cuda: torch.device
+) -> None:
+    out = noted()
+
+    def job() -> None:
+        assert device.place() == 0
+        note(out)
+        device.finish()
+
+    wait(language, job)
+    assert len(sms(out)) == torch.cuda.get_device_properties(cuda).multi_processor_count
+
+
+def test_a_lane_moves_when_the_other_has_work_and_back(device: CudaDevice, language: Lane, vision: Lane) -> None:
+    seen: dict[str, list[int]] = {"language": [], "vision": []}
+    encode, begun = threading.Event(), threading.Event()
+
+    def encoding() -> None:
+        seen["vision"].append(device.place())
+        begun.set()
+        assert encode.wait(60)
+
+    wait(language, lambda: seen["language"].append(device.place()))
+    vision.submit(encoding)
+    assert begun.wait(60)
+    wait(language, lambda: seen["language"].append(device.place()))
+    encode.set()
+    wait(vision, lambda: seen["vision"].append(device.place()))  # a step began since the last encode did
+    vision.close()
+    wait(language, lambda: seen["language"].append(device.place()))
+    assert seen == {"language": [0, 1, 0], "vision": [1, 1]}
+
+
+def test_a_graph_keeps_the_place_of_its_capture(
+    device: CudaDevice, language: Lane, noted: Callable[[], Tensor]
+) -> None:
+    """And other places keep theirs, wherever the lane is now."""
+    outs, graphs = [noted() for _ in range(3)], {}
+
+    def capture(place: int) -> None:
+        with device.at(place):
+            graphs[place] = device.capture(partial(note, outs[place]))
+
+    for place in range(3):
+        wait(language, partial(capture, place))
+
+    def replay(place: int) -> None:
+        outs[place].fill_(-1)
+        with device.at(place):
+            graphs[place].replay()
+            device.finish()
+
+    used = []
+    for place in (2, 0, 1):
+        wait(language, partial(replay, place))
+        assert -1 not in sms(outs[place])
+        used.append(len(sms(outs[place])))
+    at_2, at_0, at_1 = used
+    assert at_1 < at_2 < at_0
+
+
+def test_what_a_lane_launched_before_it_moved_comes_first(
+    device: CudaDevice, language: Lane, cuda: torch.device
+) -> None:
+    """Each launch is slow and reads what the one before it wrote, at another place."""
+    value = torch.zeros(1 << 16, dtype=torch.int64, device=cuda)
+    fetches = []
+
+    def job() -> None:
+        for turn in range(30):
+            with device.at(turn % 3):
+                torch.cuda._sleep(1_000_000)
+                value.mul_(2).add_(turn % 3)
+        fetches.append(device.fetch((value,)))
+
+    wait(language, job)
+    expected = 0
+    for turn in range(30):
+        expected = 2 * expected + turn % 3
+    (got,) = fetches[0].result()
+    assert (got == expected).all()
+
+
+def test_a_job_at_a_place_begins_behind_what_its_submitter_launched(
+    device: CudaDevice, language: Lane, vision: Lane, cuda: torch.device
+) -> None:
+    value = torch.zeros(1000, device=cuda)
+    release = threading.Event()
+    vision.submit(lambda: release.wait(60))  # type: ignore[arg-type,return-value]
+    seen: list[Tensor] = []
+    torch.cuda._sleep(50_000_000)
+    value.add_(1)
+
+    def job() -> None:
+        assert device.place() == 1
+        seen.append(value.clone())
+        device.finish()
+
+    try:
+        wait(language, job)
+    finally:
+        release.set()
+    assert bool((seen[0] == 1).all())
+
+
+def test_results_are_the_same_at_every_place(device: CudaDevice, language: Lane, cuda: torch.device) -> None:
+    x = torch.randn(512, 512, device=cuda)
+    results: list[Tensor] = []
+
+    def job() -> None:
+        for place in range(3):
+            with device.at(place):
+                results.append((x @ x).softmax(-1).argmax(-1))
+        device.finish()
+
+    wait(language, job)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_closing_a_lane_waits_for_the_place_it_was_at(device: CudaDevice, cuda: torch.device) -> None:
+    lane = device.lane("language")
+    ended: list[torch.cuda.Event] = []
+
+    def job() -> None:
+        with device.at(1):
+            torch.cuda._sleep(50_000_000)
+            ended.append(torch.cuda.Event())
+            ended[0].record()
+
+    lane.submit(job)
+    lane.close()
+    lane.close()
+    assert ended[0].query()
+
+
+def test_a_place_that_is_not_there_is_refused(device: CudaDevice) -> None:
+    with pytest.raises(ValueError, match="place: expected 0 to 2, got 3"):
+        device.at(3)
+    with pytest.raises(ValueError, match="expected 0 outside of the language and the vision lane, got 1"):
+        device.at(1)
+    with device.at(0):
+        assert device.place() == 0
+
+
+def test_more_than_there_is_cannot_be_split_off(cuda: torch.device, places: SplitDevice) -> None:
+    for count in (4096, torch.cuda.get_device_properties(cuda).multi_processor_count):
+        with pytest.raises(ConfigError, match=r"sm_split: expected 1 to [0-9]+ of the device's [0-9]+ multiproc"):
+            SplitDevice(cuda, (count,), PRIORITIES["balanced"])

@@ -1,0 +1,101 @@
+"""`Ops.sample` against the host's sampler, row by row; every implementation of this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hydra_engine.backend.base import Draws, Ops
+from hydra_engine.backend.native import NativeOps
+from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.torch_ops import TorchOps
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.worker.sampler import MAX_NUMBER, draw
+
+IMPLEMENTATIONS: list[Ops] = [ReferenceOps(), TorchOps(), NativeOps()]
+# Numbers that float32 holds as they are: the host's parameters are float64.
+TEMPERATURES = (0.0, 0.125, 0.5, 1.0, 1.75)
+TOP_K = (0, 1, 2, 7, 40, 1000)
+TOP_P = (1.0, 0.0625, 0.5, 0.875, 0.9990234375)
+MIN_P = (0.0, 0.03125, 0.5, 1.0)
+NUMBERS = (0.0, 0.25, 0.5, 0.75, MAX_NUMBER)
+
+pytestmark = pytest.mark.parametrize("ops", IMPLEMENTATIONS, ids=lambda ops: ops.name)
+
+
+def draws_of(rows: list[tuple[float, int, float, float, float]]) -> Draws:
+    temperatures, top_k, top_p, min_p, numbers = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return Draws(temperatures.float(), top_k.int(), top_p.float(), min_p.float(), numbers.float())
+
+
+def on_host(logits: np.ndarray, row: tuple[float, int, float, float, float]) -> int:
+    temperature, top_k, top_p, min_p, number = row
+    if temperature == 0:
+        return int(logits.argmax())
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return draw(logits.astype(np.float64), params, number)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("vocabulary", [1, 2, 33, 517])
+def test_tokens_are_the_hosts(ops: Ops, vocabulary: int, ties: bool) -> None:
+    rng = np.random.default_rng(vocabulary)
+    rows = [
+        (
+            float(rng.choice(TEMPERATURES)),
+            int(rng.choice(TOP_K)),
+            float(rng.choice(TOP_P)),
+            float(rng.choice(MIN_P)),
+            float(rng.choice([*NUMBERS, np.float32(rng.random())])),
+        )
+        for _ in range(150)
+    ]
+    logits = rng.normal(0, 3, (len(rows), vocabulary)).astype(np.float32)
+    if ties:
+        logits = np.round(logits)
+    tokens, finite = ops.sample(torch.from_numpy(logits), draws_of(rows))
+    assert tokens.dtype == torch.int64 and finite.all()
+    assert tokens.tolist() == [on_host(logits[i], row) for i, row in enumerate(rows)]
+
+
+def test_a_row_depends_on_itself_alone(ops: Ops) -> None:
+    rows = [(1.0, 0, 0.9, 0.0, 0.3), (0.0, 0, 1.0, 0.0, 0.0), (0.7, 5, 1.0, 0.1, 0.9)]
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)) * 4
+    together = ops.sample(logits, draws_of(rows))[0].tolist()
+    assert together == [int(ops.sample(logits[i : i + 1], draws_of([row]))[0]) for i, row in enumerate(rows)]
+    wide = torch.zeros(3, 130)
+    wide[:, :100] = logits
+    assert ops.sample(wide[:, :100], draws_of(rows))[0].tolist() == together
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite_are_told_and_get_some_token(ops: Ops, bad: float, temperature: float) -> None:
+    logits = torch.zeros(3, 9)
+    logits[1, 4] = bad
+    tokens, finite = ops.sample(logits, draws_of([(temperature, 0, 1.0, 0.0, 0.5)] * 3))
+    assert finite.tolist() == [True, False, True] and 0 <= int(tokens[1]) < 9
+    assert tokens[0] == tokens[2] == (4 if temperature else 0)
+
+
+def test_large_numbers_are_finite(ops: Ops) -> None:
+    logits = torch.full((1, 8), 3e38)
+    tokens, finite = ops.sample(logits, draws_of([(1.0, 0, 1.0, 0.0, 0.5)]))
+    assert finite.all() and tokens.tolist() == [4]
+
+
+def test_no_rows(ops: Ops) -> None:
+    empty = Draws(*(torch.zeros(0, dtype=torch.int32 if i == 1 else torch.float32) for i in range(5)))
+    tokens, finite = ops.sample(torch.zeros(0, 7), empty)
+    assert tokens.shape == finite.shape == (0,)
+
+
+def test_wrong_shapes_are_named(ops: Ops) -> None:
+    good = draws_of([(1.0, 0, 1.0, 0.0, 0.5)])
+    with pytest.raises(ValueError, match="logits: expected"):
+        ops.sample(torch.zeros(1, 7, dtype=torch.float64), good)
+    with pytest.raises(ValueError, match="top_k: expected"):
+        ops.sample(torch.zeros(1, 7), good._replace(top_k=good.top_k.long()))
+    with pytest.raises(ValueError, match="numbers: expected"):
+        ops.sample(torch.zeros(2, 7), draws_of([(1.0, 0, 1.0, 0.0, 0.5)] * 2)._replace(numbers=good.numbers))

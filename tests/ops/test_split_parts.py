@@ -1,0 +1,139 @@
+"""A divided device as far as the host decides it: who shares when, in what order streams wait, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine import _C
+from hydra_engine.backend import cuda_split
+from hydra_engine.backend.cuda_split import LANGUAGE, VISION, FixedPlace, Sharing, Track, note_of
+from hydra_engine.backend.select import create_backend
+from hydra_engine.config import EngineConfig
+from hydra_engine.errors import BackendError, ConfigError
+
+
+def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
+    sharing = Sharing(FixedPlace(2))
+    sharing.submitted(LANGUAGE)
+    assert sharing.begin(LANGUAGE) == 0
+    sharing.submitted(VISION)
+    sharing.ended(LANGUAGE)
+    sharing.submitted(LANGUAGE)
+    assert sharing.begin(LANGUAGE) == 2
+    sharing.ended(VISION)
+    assert sharing.begin(LANGUAGE) == 0
+
+
+def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
+    sharing = Sharing(FixedPlace())
+    for _ in range(2):
+        sharing.submitted(VISION)
+        assert sharing.begin(VISION) == 0
+        sharing.ended(VISION)
+    sharing.submitted(LANGUAGE)
+    sharing.submitted(VISION)
+    assert sharing.begin(VISION) == 1
+
+
+def test_an_encode_between_two_steps_shares_the_device_with_the_next_one() -> None:
+    sharing = Sharing(FixedPlace())
+    for lane in (VISION, LANGUAGE):
+        sharing.submitted(lane)
+        sharing.begin(lane)
+        sharing.ended(lane)
+    assert sharing.begin(VISION) == 1
+    assert sharing.begin(VISION) == 0, "no step since"
+
+
+class Recording:
+    """A stream that notes for whom it waits."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self._log = log
+
+    def wait_stream(self, other: "Recording") -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+def track() -> tuple[Any, list[str]]:
+    log: list[str] = []
+    streams: list[Any] = [Recording(name, log) for name in ("whole", "first", "second")]
+    return Track(streams, use=lambda stream: log.append(f"use {stream.name}")), log  # type: ignore[attr-defined]
+
+
+def test_a_lane_that_moves_waits_for_what_it_launched_before() -> None:
+    moving, log = track()
+    for place in (0, 1, 1, 2, 0):
+        moving.move(place)
+    assert log == [
+        *("first waits for whole", "use first"),
+        *("second waits for first", "use second"),
+        *("whole waits for second", "use whole"),
+    ]
+
+
+def test_a_scope_at_a_place_is_left_even_when_it_raises() -> None:
+    moving, log = track()
+    with pytest.raises(KeyError), moving.at(2):
+        assert moving.place == 2
+        raise KeyError
+    assert moving.place == 0 and log[-2:] == ["whole waits for second", "use whole"]
+
+
+def test_the_note_says_how_counts_were_rounded() -> None:
+    assert note_of((32,), [(32, 100)]) == (
+        "multiprocessors while both models run: 32 for tokens and 100 for pictures; else all for either"
+    )
+    assert note_of((30, 64), [(32, 100), (64, 68)]) == (
+        "multiprocessors while both models run: 32 for tokens and 100 for pictures (30 asked for, the device divides "
+        "by more); else all for either; also made: 64 for tokens and 68 for pictures"
+    )
+
+
+def test_counts_are_read_and_bounded() -> None:
+    assert EngineConfig().sm_counts == EngineConfig(sm_split=" Off ").sm_counts == ()
+    assert EngineConfig(sm_split="32, 64").sm_counts == (32, 64)
+    for wrong in ("", "0", "-8", "32,", "32;64", "1,2,3,4,5", "99999", "1" * 5000):
+        with pytest.raises(ConfigError, match="sm_split must be off or at most 4 numbers") as refused:
+            EngineConfig(sm_split=wrong)
+        assert refused.value.param == "sm_split"
+
+
+def test_a_processor_is_not_divided() -> None:
+    with pytest.raises(ConfigError, match="the engine runs on a processor; set sm_split to off") as refused:
+        create_backend("cpu", torch.float32, threads=1, sm_split=(32,))
+    assert refused.value.param == "sm_split"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        (
+            RuntimeError("the NVIDIA driver has no cuGreenCtxStreamCreate of CUDA 12.5"),
+            BackendError,
+            "cannot be divided, the NVIDIA driver has no cuGreenCtxStreamCreate of CUDA 12.5; set sm_split to off, or",
+        ),
+        (
+            ValueError("counts: expected 1 to 131 of the device's 132 multiprocessors, got 200 [a < b, x/split.cpp:9]"),
+            ConfigError,
+            "sm_split: expected 1 to 131 of the device's 132 multiprocessors, got 200$",
+        ),
+    ],
+)
+def test_what_the_driver_refuses_is_told_without_places_in_sources(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[Exception], said: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(_C, "cuda_split_streams", refuse)
+    with pytest.raises(kind, match=said):
+        cuda_split.split(torch.device("cuda", 0), (32,), -1, 0)
+
+
+@pytest.mark.skipif(_C.cuda_probe()["status"] == "ok", reason="there is a GPU that can be used")
+def test_without_a_gpu_the_extension_says_why() -> None:
+    with pytest.raises(RuntimeError, match="CUDA"):
+        _C.cuda_split_streams(0, [32], -1, 0)
