@@ -69,6 +69,10 @@ class Decoder:
             hidden = hidden[num_scored:]
         return self._head(hidden)
 
+    def reserve_positions(self, end: int) -> None:
+        """As `RotaryTable.reserve`."""
+        self._rotary.reserve(end)
+
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
         if batch.image_rows is None:
             return self._embed(batch.token_ids)

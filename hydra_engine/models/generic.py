@@ -45,6 +45,8 @@ class GenericModel:
     seen when it encodes its first one, while it is loaded.
     """
 
+    can_be_captured = False  # what its modules do is their own
+
     def __init__(self, module: Any, spec: GenericSpec, backend: Backend) -> None:
         register()
         self._module = module
@@ -116,6 +118,9 @@ class GenericModel:
         return torch.cat([piece.flatten(0, -2) for piece in pieces]).to(self._dtype)
 
     # ---- language
+
+    def reserve_positions(self, end: int) -> None:
+        raise ValueError(f"reserve_positions: expected a model that can be captured, to reserve {end}")
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
         """[B', V] float32: the logits of `batch.logit_rows`, in their order.

@@ -1,13 +1,15 @@
 """Random weights for a model whose directory has none: seeded, drawn on the device, of finite activations.
 
-Every tensor is drawn from the seed and its own name, so parts of a model in several instances agree. Does not know
-checkpoints.
+Every tensor is drawn from the seed and its own name, so parts of a model in several instances agree. What layers add to
+the rows is scaled down with their number, so that rows are of order one behind the last layer as behind the first.
+Does not know checkpoints.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,6 +18,10 @@ from hydra_engine.models.vlm import VisionLanguageModel
 
 _VISION = ("vision", "visual", "projector", "merger")
 _LAST_NORM = ("language_model.norm.weight", "language_model.model.norm.weight")
+# A layer of a stack, and the matrices whose products are added to its rows, two of them in each layer.
+_LAYER = re.compile(r"^(.*?\.)?(?:layers|blocks|layer)\.(\d+)\.")
+_ADDED = ("o_proj", "out_proj", "attn.proj", "projection_layer", "down_proj", "fc2")
+_ADDED_WEIGHTS = tuple(f"{name}.weight" for name in _ADDED)
 
 
 def randomise(name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
@@ -42,16 +48,30 @@ def fill_random(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fills every slot that a checkpoint must have, one tensor at a time; `progress` is told bytes."""
+    """Fills every slot that a checkpoint must have, one tensor at a time, drawn in its dtype where it stays; `progress`
+    is told bytes. At most the model, one tensor and the parts of one fused matrix exist at a time."""
     slots = {name: slot for name, slot in model.slots.items() if not slot.optional}
     sizes = {name: torch.Size(slot.shape).numel() * (slot.dtype or dtype).itemsize for name, slot in slots.items()}
     total, done = sum(sizes.values()), 0
+    depths = _depths(slots)
     generator = torch.Generator(device)
     for name, slot in slots.items():
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # the CPU takes 32 bits
         tensor = torch.empty(slot.shape, dtype=slot.dtype or dtype, device=device)
         randomise(name, tensor, generator)
+        if name.endswith(_ADDED_WEIGHTS) and (layer := _LAYER.match(name)):
+            tensor.mul_((2 * depths[layer[1]]) ** -0.5)
         slot.fill(tensor)
+        del tensor  # before the next one is made
         done += sizes[name]
         if progress is not None:
             progress(done, total)
+
+
+def _depths(names: Iterable[str]) -> dict[str, int]:
+    """How many layers each stack has, by what its names begin with."""
+    depths: dict[str, int] = {}
+    for name in names:
+        if layer := _LAYER.match(name):
+            depths[layer[1]] = max(depths.get(layer[1], 0), int(layer[2]) + 1)
+    return depths

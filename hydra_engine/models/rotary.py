@@ -26,18 +26,29 @@ class RotaryTable:
         self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
         self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that do not turn
         self._table = self._piece(0)  # [multiple of _PIECE, D]: cosines, then sines
+        self._reserved: list[Tensor] = []
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos, sin, each [T, D/2] float32; positions [T], or [3, T] where pairs turn by different axes; `end` is more
         than the largest of them."""
-        while end > self._table.shape[0]:
-            self._table = torch.cat((self._table, self._piece(self._table.shape[0])))
+        self._grow(end)
         if self._axes is None:
             cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
             return cos, sin
         places = positions.index_select(0, self._axes).t()  # [T, D/2]
         cos_table, sin_table = self._table.chunk(2, dim=1)
         return cos_table.gather(0, places), sin_table.gather(0, places)
+
+    def reserve(self, end: int) -> None:
+        """Lookups whose `end` is no more than this read one address from now on, also those that were captured and
+        are replayed when the table has grown beyond it."""
+        self._grow(end)
+        if not any(table is self._table for table in self._reserved):
+            self._reserved.append(self._table)
+
+    def _grow(self, end: int) -> None:
+        while end > self._table.shape[0]:
+            self._table = torch.cat((self._table, self._piece(self._table.shape[0])))
 
     def _piece(self, begin: int) -> Tensor:
         angles = torch.arange(begin, begin + _PIECE, dtype=torch.float32)[:, None] * self._frequencies

@@ -33,6 +33,7 @@ class VisionLanguageModel:
     """Ready once every slot of `demands` was filled, which `registry.load_model` does."""
 
     deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
+    can_be_captured = True  # as far as its ops can
 
     def __init__(
         self,
@@ -64,6 +65,11 @@ class VisionLanguageModel:
     def num_slices(self) -> int:
         """As `Vision.num_slices`; 0 without a tower."""
         return 0 if self._vision is None else self._vision.num_slices
+
+    def reserve_positions(self, end: int) -> None:
+        """Forwards whose `position_end` is no more than this read what they need of positions at one address."""
+        if self._decoder is not None:
+            self._decoder.reserve_positions(end)
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
         """Writes the features of all spans to `batch.slots`."""

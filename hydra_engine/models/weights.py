@@ -167,4 +167,6 @@ def _no_weights(model_dir: Path) -> CheckpointError:
             "the weights are pickle files, which can run code when opened; convert them to safetensors first, for "
             "example with save_pretrained of transformers"
         )
-    return CheckpointError(f"the model directory has neither {SINGLE} nor {INDEX}")
+    return CheckpointError(
+        f"the model directory has neither {SINGLE} nor {INDEX}; --load-format random draws weights from a seed instead"
+    )

@@ -140,6 +140,7 @@ def test_weights_that_are_missing_or_not_finite(copied: Path, reference: Backend
         load_model(copied, spec, reference, EPD)
 
 
+@pytest.mark.slow
 def test_a_process_without_torch_hears_the_same(gemma3: Path, copied: Path) -> None:
     assert generic._describe_elsewhere(str(gemma3), False) == describe(gemma3, trust_remote_code=False)
     changed_json(copied / "config.json", model_type="homemade")

@@ -14,10 +14,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.models.random_weights import fill_random
 from hydra_engine.models.registry import build_model, load_model
 from hydra_engine.models.tiny import make_tiny
-from hydra_engine.models.tiny.shapes import SHAPES, make_shape
 from hydra_engine.specs.registry import load_spec
-
-PARAMETERS = {"llava-1.5-7b": 7.06e9, "qwen2-vl-7b": 8.29e9, "qwen2.5-vl-7b": 8.29e9}
 
 
 @pytest.fixture(scope="module", params=("llava", "qwen2_5_vl"))
@@ -55,7 +52,7 @@ def test_the_engine_serves_them(bare: Path) -> None:
         first = engine.generate("two words", max_tokens=8, temperature=0, ignore_eos=True)
         again = engine.generate("two words", max_tokens=8, temperature=0, ignore_eos=True)
         assert len(first.token_ids) == 8 and first.token_ids == again.token_ids
-    with pytest.raises(CheckpointError, match="neither"):
+    with pytest.raises(CheckpointError, match=r"neither .*--load-format random"):
         Engine(bare)
 
 
@@ -64,14 +61,3 @@ def test_progress_ends_at_the_whole(bare: Path) -> None:
     backend = create_backend("cpu", torch.float32)
     load_model(bare, load_spec(bare), backend, EPD, lambda done, total: told.append((done, total)), random_weights=True)
     assert told[-1][0] == told[-1][1] > 0 and [done for done, _ in told] == sorted(done for done, _ in told)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_published_shapes(name: str, tmp_path: Path) -> None:
-    make_shape(name, tmp_path)
-    spec = load_spec(tmp_path)
-    assert spec.vision is not None
-    total = spec.language.num_parameters() + spec.vision.num_parameters()
-    assert abs(total - PARAMETERS[name]) < 0.01e9
-    plan = spec.vision.plan_image(896, 896)
-    assert sum(item.num_tokens for item in plan.items) == (576 if name.startswith("llava") else 1024)

@@ -1,4 +1,4 @@
-"""`python -m hydra_engine.models.tiny DIR`: writes one random checkpoint, or what is needed to serve one without it."""
+"""`python -m hydra_engine.models.tiny DIR`: writes one random checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hydra_engine.models.tiny import TINY, make_tiny
 from hydra_engine.models.tiny.llava import BENCH_SIZES, make_bench_checkpoint
-from hydra_engine.models.tiny.shapes import SHAPES, make_shape
 
 
 def main() -> None:
@@ -16,13 +15,10 @@ def main() -> None:
     parser.add_argument(
         "--bench", nargs="?", const="0.5b", choices=BENCH_SIZES, help="of so many parameters instead of a miniature"
     )
-    parser.add_argument("--shape", choices=SHAPES, help="a published model's sizes, without weights")
     parser.add_argument("--family", default="llava", choices=tuple(TINY))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.shape is not None:
-        make_shape(arguments.shape, arguments.directory)
-    elif arguments.bench is not None:
+    if arguments.bench is not None:
         make_bench_checkpoint(arguments.directory, seed=arguments.seed, size=arguments.bench)
     else:
         make_tiny(arguments.family, arguments.directory, seed=arguments.seed)

@@ -1,0 +1,206 @@
+"""Published models by their sizes: what their JSON files say, how large they are, and that they run without weights.
+
+Weights of the true widths are drawn for one layer, all layers with small widths; nobody here has memory for both.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hydra_engine import Engine
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.select import create_backend
+from hydra_engine.config import SHAPES, EngineConfig
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import CheckpointError
+from hydra_engine.intake.tokenizer import load_tokenizer
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.random_weights import fill_random
+from hydra_engine.models.registry import build_model
+from hydra_engine.specs.base import ModelSpec
+from hydra_engine.specs.registry import load_spec
+
+SPECIAL = {  # ids as the published tokenizers have them
+    "llava-1.5-7b": {"<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
+    "qwen2-vl-7b": {"<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": 151652, "<|image_pad|>": 151655},
+    "qwen2.5-vl-7b": {"<|endoftext|>": 151643, "<|video_pad|>": 151656, "<tool_call>": 151657, "<|file_sep|>": 151664},
+}
+# Of the tower's last layer and the norm behind it, which nobody reads and we do not hold.
+UNREAD = ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")
+
+
+def folder(name: str) -> Path:
+    return EngineConfig(model=name).model_path
+
+
+def spec_of(name: str) -> ModelSpec:
+    return load_spec(folder(name))
+
+
+def test_the_names_are_those_of_the_folders() -> None:
+    assert {path.name for path in folder(SHAPES[0]).parent.iterdir()} == set(SHAPES)
+    assert EngineConfig(model=SHAPES[0]).model_name == SHAPES[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_those_of_transformers_to_the_last_one(name: str) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder(name))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(config)
+    sizes = {key.removeprefix("model."): value.numel() for key, value in theirs.named_parameters()}
+    read = sum(size for key, size in sizes.items() if not key.startswith(UNREAD))
+    assert (read < sum(sizes.values())) == name.startswith("llava")
+    spec = spec_of(name)
+    assert spec.vision is not None
+    assert spec.language.num_parameters() + spec.vision.num_parameters() == read
+    meta = build_model(spec, create_backend("cpu", torch.bfloat16).ops, torch.bfloat16, Role.E | Role.P | Role.D)
+    assert sum(torch.Size(slot.shape).numel() for slot in meta.slots.values() if not slot.optional) == read
+
+
+def test_sizes_as_published() -> None:
+    llava, qwen2, qwen25 = (spec_of(name) for name in SHAPES)
+    assert (llava.dtype, llava.max_model_len, llava.eos_token_ids) == ("float16", 4096, (2,))
+    assert (qwen2.dtype, qwen2.max_model_len, qwen25.max_model_len) == ("bfloat16", 32768, 128000)
+    for qwen in (qwen2, qwen25):
+        assert qwen.language.rope_sections == (16, 24, 24) and qwen.eos_token_ids == (151645, 151643)
+        assert qwen.vision is not None and qwen.vision.max_tokens_per_image == 16384
+    for spec, tokens in ((llava, 576), (qwen2, 1024), (qwen25, 1024)):
+        assert spec.vision is not None
+        assert sum(item.num_tokens for item in spec.vision.plan_image(896, 896).items) == tokens
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_token_has_its_id_and_is_seen(name: str) -> None:
+    tokenizer, size = load_tokenizer(folder(name)), spec_of(name).language.vocab_size
+    for token, token_id in SPECIAL[name].items():
+        assert tokenizer.encode(f"a{token}", add_special_tokens=False)[1:] == [token_id]
+    text = "Größe: 12 €\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
+    unnamed = [id for id in range(size) if tokenizer.token(id) is None]
+    assert len(unnamed) > 30_000 and {tokenizer.token_bytes(id) for id in unnamed} == {b" ?"}
+    assert tokenizer.vocab_size <= size
+
+
+# ---- random weights
+
+
+class Watched:
+    """Ops that keep how far the rows of the decoder spread behind each half of its layers."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+        self.spreads: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = self._ops.add_rms_norm(x, residual, *rest)
+        self.spreads.append(float(total.std()))
+        return normed, total
+
+
+def run(spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Features of a picture of noise, logits of a prompt with it, and the spreads on the way."""
+    dtype, language, vision = torch.float32, spec.language, spec.vision
+    assert vision is not None
+    watched = Watched(create_backend("cpu", dtype).ops)
+    ops: Any = watched
+    model = build_model(spec, ops, dtype, Role.E | Role.P | Role.D)
+    fill_random(model, dtype=dtype, device=torch.device("cpu"))
+    item = vision.plan_image(112, 112).items[0]
+    images = PagedCache(torch.zeros(1, 1, 1, item.num_tokens, 1, language.hidden_size))
+    pixels = torch.randint(0, 256, (1, item.height, item.width, 3), dtype=torch.uint8)
+    model.encode(VisionInput((pixels,), ((112, 112),), (item.grid,), torch.arange(item.num_tokens)), images)
+    count = 32
+    kv = PagedCache(torch.zeros(2, language.num_layers, 2, 16, language.num_kv_heads, language.head_dim))
+    places = torch.arange(count)
+    int32 = torch.int32
+    attention = ops.plan_attention(
+        torch.tensor([0, count], dtype=int32), torch.tensor([count], dtype=int32), torch.tensor([[0, 1]], dtype=int32)
+    )
+    inputs = LanguageInput(
+        token_ids=torch.randint(0, language.vocab_size, (count,)),
+        positions=places if language.rope_sections is None else places.expand(3, -1),
+        slots=places,
+        attention=attention,
+        logit_rows=places[-1:],
+        position_end=count,
+        image_rows=places[:8],
+        image_slots=places[:8],
+    )
+    return images.data, model.forward(inputs, kv, images), watched.spreads
+
+
+def check(spec: ModelSpec) -> None:
+    with torch.inference_mode():
+        features, logits, spreads = run(spec)
+    assert len(spreads) == 2 * spec.language.num_layers
+    assert all(0.3 < spread < 8 for spread in spreads), spreads
+    assert 0.3 < float(features.std()) < 3 and features.isfinite().all()
+    assert 0.5 < float(logits.std()) < 2 and float(logits.abs().max()) < 10
+
+
+@pytest.mark.slow
+def test_one_layer_of_the_true_width_keeps_rows_of_order_one() -> None:
+    spec = spec_of("qwen2.5-vl-7b")
+    vision: Any = spec.vision
+    language = replace(spec.language, num_layers=1, vocab_size=512)
+    check(replace(spec, language=language, vision=replace(vision, tower=replace(vision.tower, num_layers=1))))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_as_many_layers_as_there_are_keep_rows_of_order_one(name: str) -> None:
+    spec = spec_of(name)
+    vision: Any = spec.vision
+    tower = replace(vision.tower, hidden_size=192, intermediate_size=480)
+    sizes = {"hidden_size": 256, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 640, "vocab_size": 512}
+    language = replace(spec.language, **sizes)
+    check(replace(spec, language=language, vision=replace(vision, tower=tower, feature_size=256)))
+
+
+# ---- an engine
+
+
+def thin(name: str, directory: Path) -> None:
+    """The shipped folder with two thin layers in each half; the vocabulary and the pictures stay as they are."""
+    shutil.copytree(folder(name), directory, dirs_exist_ok=True)
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text, vision = config.get("text_config", config), config["vision_config"]
+    text |= {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 160}
+    text |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    if name.startswith("llava"):
+        vision |= {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    else:
+        vision |= {"depth": 2, "num_heads": 2, "embed_dim": 64, "intermediate_size": 96, "fullatt_block_indexes": [1]}
+        vision |= {"hidden_size": 128} if name.startswith("qwen2-") else {"hidden_size": 64, "out_hidden_size": 128}
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_chats_about_a_picture(name: str, tmp_path: Path) -> None:
+    thin(name, tmp_path)
+    picture = np.random.default_rng(0).integers(0, 256, (112, 168, 3), dtype=np.uint8)
+    options: dict[str, Any] = {"load_format": "random", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 2}
+    with Engine(tmp_path, **options) as engine:
+        result = engine.generate("What?", images=[picture], max_tokens=6, temperature=0, ignore_eos=True)
+    num_features = 576 if name.startswith("llava") else 4 * 6
+    text = "USER: \nWhat? ASSISTANT:" if name.startswith("llava") else "system\nYou are a helpful assistant."
+    assert num_features + len(text) < result.usage.prompt_tokens < num_features + 120
+    assert len(result.token_ids) == 6 and len(result.text) >= 6
+
+
+def test_without_the_flag_it_says_what_is_missing() -> None:
+    with pytest.raises(CheckpointError, match=r"has neither .*--load-format random draws weights from a seed"):
+        Engine("qwen2.5-vl-7b", kv_cache_gib=0.1, image_cache_gib=0.2, max_model_len=1024)
