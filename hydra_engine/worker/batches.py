@@ -1,4 +1,4 @@
-"""Plans -> model inputs: numpy arrays built in one go, one tensor per array.
+"""Plans -> model inputs: numpy arrays built in one go, sent in one go.
 
 Slot of position p: `block_ids[p // S] * S + p % S`. Does not know requests, models or sampling; allocates no block.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Ops
+from hydra_engine.backend.device import Device
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
@@ -31,7 +32,7 @@ def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int)
     return block_ids[rows // block_size].astype(np.int64) * block_size + rows % block_size
 
 
-class _Rows(NamedTuple):
+class StepRows(NamedTuple):
     """A language step in host arrays; those of int32 go to `Ops.plan_attention`."""
 
     token_ids: Ints  # [T]
@@ -51,7 +52,7 @@ def language_input(
     *,
     block_size: int,
     image_block_size: int,
-    device: torch.device,
+    device: Device,
     rope: Sequence[PromptPositions] | None = None,
     states: StateTable | None = None,
     scored: Scored | None = None,
@@ -62,30 +63,53 @@ def language_input(
     theirs (`Seats.take`; a benchmark may set `seats.owners[decodes.seats] = decodes.request_ids` instead). `rope` has
     the multimodal rotary positions of each chunk, `()` for a plan of decodes, and is None where positions are 1-D.
     """
+    rows = step_rows(plan, seats, block_size, rope)
+    return sent_input(plan, rows, ops, device, image_block_size=image_block_size, states=states, scored=scored)[0]
+
+
+def step_rows(
+    plan: LanguagePlan, seats: Seats, block_size: int, rope: Sequence[PromptPositions] | None = None
+) -> StepRows:
     if plan.chunks:
-        rows = _mixed_rows(plan, seats, block_size, rope)
-        image_rows, image_slots = _image_merges(plan, rows.cu_q, image_block_size, device)
-    else:
-        rows = _decode_rows(plan.decodes, seats, block_size, multimodal=rope is not None)
-        image_rows, image_slots = None, None
+        return _mixed_rows(plan, seats, block_size, rope)
+    return _decode_rows(plan.decodes, seats, block_size, multimodal=rope is not None)
+
+
+def sent_input(
+    plan: LanguagePlan,
+    rows: StepRows,
+    ops: Ops,
+    device: Device,
+    *,
+    image_block_size: int,
+    states: StateTable | None = None,
+    scored: Scored | None = None,
+    beside: Sequence[npt.NDArray[np.generic]] = (),
+) -> tuple[LanguageInput, tuple[Tensor, ...]]:
+    """`rows` of the plan on the device, and the arrays `beside` them."""
+    merges = _image_merges(plan, rows.cu_q, image_block_size) if plan.chunks else ()
     attention = ops.plan_attention(
         torch.from_numpy(rows.cu_q), torch.from_numpy(rows.num_context), torch.from_numpy(rows.block_tables)
     )
-    return LanguageInput(
-        token_ids=_tensor(rows.token_ids, device),
-        positions=_tensor(rows.positions, device),
-        slots=_tensor(rows.slots, device),
+    sent = device.send((rows.token_ids, rows.positions, rows.slots, rows.logit_rows, *merges, *beside))
+    token_ids, positions, slots, logit_rows, *others = sent
+    image_rows, image_slots = others[:2] if merges else (None, None)
+    inputs = LanguageInput(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
         attention=attention,
-        logit_rows=_tensor(rows.logit_rows, device),
+        logit_rows=logit_rows,
         position_end=rows.position_end,
         image_rows=image_rows,
         image_slots=image_slots,
         states=None if states is None else States(states.cache, states.rows(plan)),
         scored=scored,
     )
+    return inputs, tuple(others[len(merges) :])
 
 
-def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimodal: bool) -> _Rows:
+def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimodal: bool) -> StepRows:
     """Nothing here is done row by row: this is what most steps are."""
     starts, tables = decodes.starts, decodes.block_tables
     longest = int(starts.max())
@@ -94,7 +118,7 @@ def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimod
     bounds = np.arange(len(decodes) + 1)
     rows = bounds[:-1]
     positions = _decode_positions(decodes, seats, multimodal=multimodal)
-    return _Rows(
+    return StepRows(
         token_ids=seats.tokens(decodes),
         positions=positions,
         position_end=int(positions.max()) + 1 if multimodal else longest + 1,
@@ -106,7 +130,7 @@ def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimod
     )
 
 
-def _mixed_rows(plan: LanguagePlan, seats: Seats, block_size: int, rope: Sequence[PromptPositions] | None) -> _Rows:
+def _mixed_rows(plan: LanguagePlan, seats: Seats, block_size: int, rope: Sequence[PromptPositions] | None) -> StepRows:
     counts, starts = counts_of(plan), starts_of(plan)
     num_rows, num_decodes = plan.num_rows, len(plan.decodes)
     cu_q = np.zeros(num_rows + 1, dtype=np.int64)
@@ -126,7 +150,7 @@ def _mixed_rows(plan: LanguagePlan, seats: Seats, block_size: int, rope: Sequenc
     token_ids[num_decodes:] = np.fromiter(prompts, dtype=np.int64, count=num_tokens - num_decodes)
     sampled = np.ones(num_rows, dtype=np.bool_)
     sampled[num_decodes:] = [chunk.sample for chunk in plan.chunks]
-    return _Rows(
+    return StepRows(
         token_ids=token_ids,
         positions=positions,
         position_end=int(positions.max()) + 1,
@@ -162,10 +186,8 @@ def _block_tables(plan: LanguagePlan, num_blocks: Ints) -> BlockIds:
     return tables
 
 
-def _image_merges(
-    plan: LanguagePlan, cu_q: BlockIds, image_block_size: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Which rows of the step take image features and from which slots of the image cache."""
+def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> tuple[Ints, ...]:
+    """(rows of the step that take image features, their slots in the image cache), or nothing."""
     targets: list[Ints] = []
     sources: list[Ints] = []
     for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
@@ -174,9 +196,7 @@ def _image_merges(
             first = begin + piece.row
             targets.append(np.arange(first, first + piece.count))
             sources.append(feature_slots(piece.block_ids, piece.offset, piece.count, image_block_size))
-    if not targets:
-        return None, None
-    return _tensor(np.concatenate(targets), device), _tensor(np.concatenate(sources), device)
+    return (np.concatenate(targets), np.concatenate(sources)) if targets else ()
 
 
 def vision_input(

@@ -9,20 +9,30 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from hydra_engine.errors import ErrorInfo, HydraError, RequestFailed
+import torch
+
+from hydra_engine.errors import ErrorInfo, HydraError, RequestFailed, Unavailable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+OUT_OF_MEMORY = Unavailable(
+    "the device had not enough memory left to compute this request; send it again later, or a shorter one"
+).info()
+
 
 def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """The result of `run`, or what to tell the owner of the request that made it raise."""
+    """The result of `run`, or what to tell the owner of the request that made it raise; OUT_OF_MEMORY if memory was
+    missing, which is the caller's to give back: here all that the failed call held is free again."""
     try:
         return run()
     except HydraError as error:
         logger.warning("%s: %s", what, error)
         return error.info()
+    except torch.OutOfMemoryError as error:
+        logger.warning("%s: out of memory: %s", what, str(error))  # who keeps the error keeps the memory
+        return OUT_OF_MEMORY
     except Exception:  # broad on purpose: whatever one request provokes must not end the lane that serves all others
         logger.exception("%s failed", what)
         return RequestFailed("the engine failed while it computed this request; the server's log says why").info()

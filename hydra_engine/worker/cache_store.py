@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, SharedMemory, StateCache
+from hydra_engine.backend.base import PagedCache, StateCache
+from hydra_engine.backend.device import SharedMemory
 from hydra_engine.backend.shared_memory import ControlWords
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.specs.base import ModelSpec

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ConfigError
@@ -32,7 +34,7 @@ COPY_POINTS = frozenset({MID_COPY, AFTER_COPY})
 MIGRATION_POINTS = frozenset({AFTER_OFFER, BEFORE_FREE, AFTER_RESERVE, BEFORE_ACK, AFTER_ACK})
 _ANYWHERE = frozenset({"raise", "delay", "kill", "off"})
 ACTIONS = {
-    **dict.fromkeys(STEP_POINTS, _ANYWHERE | {"nan"}),
+    **dict.fromkeys(STEP_POINTS, _ANYWHERE | {"nan", "oom"}),
     **dict.fromkeys(COPY_POINTS, _ANYWHERE | {"corrupt"}),
     **dict.fromkeys(MIGRATION_POINTS, _ANYWHERE),
 }
@@ -70,8 +72,9 @@ class FaultPoints:
     times=N    only the next N such steps
     seconds=X  how long `delay` sleeps (default 1)
 
-    Actions: raise an exception, delay the step, make the matching requests' numbers NaN, kill the process, off. Copies
-    know no requests: they take times= and seconds= only, and instead of numbers a copied byte is made wrong (corrupt).
+    Actions: raise an exception, delay the step, make the matching requests' numbers NaN, run out of the device's memory
+    (oom), kill the process, off. Copies know no requests: they take times= and seconds= only, and instead of numbers a
+    copied byte is made wrong (corrupt).
     """
 
     def __init__(self, enabled: bool = False) -> None:
@@ -140,6 +143,8 @@ def _act(point: str, armed: _Armed) -> bool:
         os._exit(KILLED_EXIT_CODE)
     if armed.action == "raise":
         raise InjectedFault(f"injected at {point}")
+    if armed.action == "oom":
+        raise torch.OutOfMemoryError(f"injected at {point}")
     if armed.action == "delay":
         time.sleep(armed.seconds)
         return False

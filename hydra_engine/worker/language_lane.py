@@ -1,8 +1,9 @@
-"""A language plan -> logits -> sampled tokens -> a language result.
+"""Language plans -> language results, in the language lane's thread.
 
-Runs in the language lane's thread. A row that makes the model raise, or whose logits are not finite, fails alone: KV
-writes are idempotent, recurrent states are written to another place than they are read from, and seats learn a step's
-tokens at its very end, so a step that raised is run again row by row. Does not decide when a request ends.
+A row that makes the model raise, or whose logits are not finite, fails alone: a step that raised is run again row by
+row, and rows of a request that failed are barred, also those that were planned ahead. Where the device works behind the
+call, `launch` returns while a step still runs, and the next one is launched before it was read. Does not decide when a
+request ends.
 """
 
 from __future__ import annotations
@@ -13,195 +14,83 @@ from functools import partial
 import numpy as np
 import torch
 
-from hydra_engine.backend.base import Backend, PagedCache, StateCache
+from hydra_engine.backend.device import Device
 from hydra_engine.clock import Clock
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import LanguagePlan, LanguageResult
-from hydra_engine.errors import ErrorInfo, RequestFailed
-from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.batches import language_input
-from hydra_engine.worker.boundary import attempt, not_finite
-from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
+from hydra_engine.core.plans import Ints, LanguagePlan, LanguageResult
+from hydra_engine.errors import ErrorInfo
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt
 from hydra_engine.worker.gate import LaneGate
-from hydra_engine.worker.parts import Samples, part_of, request_ids_of, seats_of
-from hydra_engine.worker.ports import ServedModel, WorkerRequest
-from hydra_engine.worker.positions import PromptPositions
-from hydra_engine.worker.sampler import Logits, best_tokens, finite_rows, sample_row
-from hydra_engine.worker.scores import PromptScoring
-from hydra_engine.worker.seats import Asked, Seats
-from hydra_engine.worker.states import StateTable
+from hydra_engine.worker.in_flight import FAILED_EARLIER, Pending, StepOrder
+from hydra_engine.worker.language_step import Step
+from hydra_engine.worker.parts import part_of
+from hydra_engine.worker.ports import WorkerRequest
+from hydra_engine.worker.seats import Seats
 
 
 class LanguageLane:
+    """`ahead`: steps are launched before the ones before them have been read. `gate` is told of whole steps; a step may
+    tell another one of its forwards itself."""
+
     def __init__(
-        self,
-        model: ServedModel,
-        backend: Backend,
-        kv_cache: PagedCache,
-        image_cache: PagedCache | None,
-        clock: Clock,
-        faults: FaultPoints,
-        states: StateCache | None = None,
-        *,
-        num_seats: int,
-        multimodal_rope: bool = False,
-        gate: LaneGate | None = None,
+        self, step: Step, seats: Seats, device: Device, clock: Clock, *, ahead: bool, gate: LaneGate | None = None
     ) -> None:
-        self._model = model
-        self._ops = backend.ops
-        self._device = backend.device.torch_device
-        self._kv_cache = kv_cache
-        self._image_cache = image_cache
+        self._step = step
+        self._seats = seats
+        self._device = device
         self._clock = clock
-        self._faults = faults
-        self._states = None if states is None else StateTable(states)
-        self._seats = Seats(num_seats)
-        self._multimodal_rope = multimodal_rope
-        self._gate = gate
-        self._vision_s = 0.0  # how long the vision lane ran beside the plan in hand
+        self._ahead = ahead
+        self._order = StepOrder(seats, clock, gate)
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> LanguageResult:
         """`records[i]` belongs to `plan.chunks[i]`. Never raises because of a request's content."""
-        started_s = self._clock.now()
-        self._vision_s = 0.0
+        return self.launch(plan, records).result()
+
+    def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
+        """As `run`, but what the device computes may not be there yet."""
+        pending = Pending(self._order, plan, self._clock.now())
+        self._order.add(pending)
+        self._step.vision_s = 0.0
         with torch.inference_mode():
-            samples = self._samples(plan, records)
-        return LanguageResult(
-            plan.step_id,
-            started_s,
-            self._clock.now(),
-            samples.token_ids,
-            tuple(samples.logprobs),
-            tuple(samples.failures),
-            self._vision_s,
-            tuple(samples.scores),
-        )
+            self._launch(pending, records)
+        pending.vision_s = self._step.vision_s
+        return pending
 
     # ---- rows that fail alone
 
-    def _samples(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
-        self._seats.take(plan, records)
-        barred = self._seats.barred(plan)
-        samples = self._without(barred, plan, records) if barred else self._attempt(plan, records)
-        if samples.failures:
-            seats, request_ids = seats_of(plan), request_ids_of(plan)
-            for row, _ in samples.failures:
-                self._seats.fail(int(seats[row]), RequestId(int(request_ids[row])))
-        return samples
+    def _launch(self, pending: Pending, records: Sequence[WorkerRequest]) -> None:
+        plan, seats = pending.plan, self._seats
+        seats.take(plan, records)
+        if self._ahead:
+            pending.tenancies = seats.tenancies(plan)
+        rows, barred = np.arange(plan.num_rows), seats.barred(plan)
+        if barred:
+            pending.fail(barred, FAILED_EARLIER)
+            rows = np.setdiff1d(rows, barred)
+            self._attempt(pending, rows, *part_of(plan, records, rows))
+        else:
+            self._attempt(pending, rows, plan, records)
+        failures = pending.samples.failures
+        if failures:
+            seats.fail(pending.tenancies or seats.tenancies(plan), [row for row, _ in failures])
 
-    def _without(self, barred: list[int], plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
-        """The step without rows whose request failed in a step before this one, which was planned ahead."""
-        samples = Samples.none(plan.num_rows)
-        rest = np.setdiff1d(np.arange(plan.num_rows), barred)
-        samples.put(rest, self._attempt(*part_of(plan, records, rest)))
-        error = RequestFailed("an earlier step of this request failed").info()
-        samples.failures += [(row, error) for row in barred]
-        return samples
-
-    def _attempt(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
-        num_rows = plan.num_rows
-        if not num_rows:
-            return Samples.none(0)
-        samples = attempt(f"language step of {num_rows}", partial(self._step, plan, records))
-        if not isinstance(samples, ErrorInfo):
-            return samples
-        merged = Samples.none(num_rows)
-        if num_rows == 1:
-            merged.failures.append((0, samples))
-            return merged
-        for row in range(num_rows):
-            alone = np.array([row], dtype=np.int64)
-            merged.put(alone, self._attempt(*part_of(plan, records, alone)))
-        return merged
-
-    # ---- one step
-
-    def _step(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
-        seats = self._seats
-        poisoned = self._faults.hit(BEFORE_LANGUAGE_STEP, seats.requests(plan))
-        asked = seats.asked(plan)
-        self._record_histories(plan, records, asked)
-        scoring = PromptScoring.of(plan, records)
-        inputs = language_input(
-            plan,
-            seats,
-            self._ops,
-            block_size=self._kv_cache.block_size,
-            image_block_size=1 if self._image_cache is None else self._image_cache.block_size,
-            device=self._device,
-            rope=self._rope(records),
-            states=self._states,
-            scored=None if scoring is None else scoring.wanted(self._device),
-        )
-        logits = self._forward(inputs, plan.vision_s)
-        poisoned |= self._faults.hit(MID_LANGUAGE_STEP, seats.requests(plan))
-        if poisoned:
-            logits[np.isin(seats.owners[asked.seats], list(poisoned))] = np.nan
-        samples = _sample(logits, plan.num_rows, asked, seats)
-        if scoring is not None:
-            scoring.put(samples)
-        # Nothing below raises: from here on the step has been.
-        if self._states is not None:
-            self._states.advance(plan)
-        seats.put(asked.seats, samples.token_ids[asked.rows])
-        return samples
-
-    def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], asked: Asked) -> None:
-        """Tells the requests with penalties which tokens they have now. They are never plain."""
-        for chunk, record in zip(plan.chunks, records, strict=True):
-            if record.recipe.history is not None:
-                record.recipe.history.record(chunk.start, chunk.token_ids)
-        decodes = plan.decodes
-        special = np.flatnonzero(~asked.plain[: len(decodes)])
-        if not special.size:
+    def _attempt(
+        self, pending: Pending, rows: Ints, plan: LanguagePlan, records: Sequence[WorkerRequest], *, alone: bool = False
+    ) -> None:
+        """Row i of `plan` is row `rows[i]` of the step. A row that was alone and found too little memory is tried once
+        more, now that memory has been given back."""
+        if not len(rows):
             return
-        token_ids = self._seats.tokens(decodes)
-        for row in special.tolist():
-            history = self._seats.recipe(int(decodes.seats[row])).history
-            if history is not None:
-                history.record(int(decodes.starts[row]), (int(token_ids[row]),))
-
-    def _rope(self, records: Sequence[WorkerRequest]) -> list[PromptPositions] | None:
-        if not self._multimodal_rope:
-            return None
-        return [record.rope for record in records if record.rope is not None]
-
-    def _forward(self, inputs: LanguageInput, vision_s: float) -> Logits:
-        """Logits [B', V] in host memory. Of the `vision_s` seconds that the vision lane has beside this plan, a step
-        that is run again gets what is left."""
-        gate = self._gate
-        if gate is not None:
-            gate.begin(max(vision_s - self._vision_s, 0.0))
-        try:
-            logits: Logits = self._model.forward(inputs, self._kv_cache, self._image_cache).cpu().numpy()
-            return logits
-        finally:
-            if gate is not None:
-                self._vision_s += gate.end()
-
-
-def _sample(logits: Logits, num_rows: int, asked: Asked, seats: Seats) -> Samples:
-    """Logits of the rows in `asked`, in their order, to what all rows of the plan get. All plain rows at once."""
-    samples = Samples.none(num_rows)
-    if not len(asked.rows):
-        return samples
-    finite = finite_rows(logits)
-    plain = asked.plain & finite
-    if plain.any():
-        chosen = best_tokens(logits)
-        samples.token_ids[asked.rows] = chosen if plain.all() else np.where(plain, chosen, -1)
-    for index in np.flatnonzero(~plain).tolist():
-        row = int(asked.rows[index])
-        if not finite[index]:
-            samples.failures.append((row, not_finite("logits")))
-            continue
-        recipe = seats.recipe(int(asked.seats[index]))
-        draw = partial(sample_row, logits[index], recipe, int(asked.num_generated[index]))
-        sample = attempt("sampling", draw)
-        if isinstance(sample, ErrorInfo):
-            samples.failures.append((row, sample))
-            continue
-        samples.token_ids[row] = sample.token_id
-        if sample.logprobs is not None:
-            samples.logprobs.append((row, sample.logprobs))
-    return samples
+        outcome = attempt(f"language step of {len(rows)}", partial(self._step.run, plan, records))
+        if not isinstance(outcome, ErrorInfo):
+            pending.add(rows, outcome)
+            return
+        if self._ahead:
+            pending.wait_for(self._device.fetch(()))
+        if outcome is OUT_OF_MEMORY:
+            self._device.trim()
+        if alone or (len(rows) == 1 and outcome is not OUT_OF_MEMORY):
+            pending.fail(rows, outcome)
+            return
+        for index in range(len(rows)):
+            one = np.array([index], dtype=np.int64)
+            self._attempt(pending, rows[one], *part_of(plan, records, one), alone=True)

@@ -77,3 +77,10 @@ class Samples:
         self.logprobs += [(int(rows[i]), logprobs) for i, logprobs in part.logprobs]
         self.failures += [(int(rows[i]), error) for i, error in part.failures]
         self.scores += [(int(rows[i]), scores) for i, scores in part.scores]
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """What these rows got is worth nothing."""
+        self.token_ids[rows] = -1
+        self.logprobs = [(row, logprobs) for row, logprobs in self.logprobs if row not in rows]
+        self.failures = [(row, error) for row, error in self.failures if row not in rows]
+        self.scores = [(row, scores) for row, scores in self.scores if row not in rows]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from hydra_engine.backend.base import Device, PagedCache, PeerMemory
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.device import Device, PeerMemory
 from hydra_engine.backend.shared_memory import PeerWords
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind
 from hydra_engine.errors import TransferError

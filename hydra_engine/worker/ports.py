@@ -28,6 +28,15 @@ class ServedModel(Protocol):
         """Pieces that an encode with whole layers is computed in, between which it can wait."""
         ...
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a forward of decodes does nothing but launch ops and look at shapes."""
+        ...
+
+    def reserve_positions(self, end: int) -> None:
+        """Of models that can be captured: forwards whose `position_end` is no more than this can be replayed."""
+        ...
+
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> object:
         """Features of every image into its slots; what it returns is not looked at."""
         ...

@@ -30,8 +30,10 @@ Mask = npt.NDArray[np.bool_]  # [V]
 
 NEVER_PLAIN = (1 << 63) - 1  # more tokens than anything generates
 
+MAX_NUMBER = float(np.nextafter(np.float32(1), np.float32(0)))  # of a draw
+GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step
+
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class TokenHistory:
@@ -98,11 +100,16 @@ class Recipe:
     def plain_from(self) -> int:
         """From this number of generated tokens on nothing but the largest logit decides and nothing but the token is
         asked for."""
-        params = self.params
+        return self.drawn_from if self.params.greedy else NEVER_PLAIN
+
+    @property
+    def drawn_from(self) -> int:
+        """From this number of generated tokens on nothing but filters and a draw decide, and nothing but the token is
+        asked for."""
         chosen = self.biases is not None or self.allowed_ids is not None or self.history is not None
-        if not params.greedy or params.logprobs is not None or chosen:
+        if self.params.logprobs is not None or chosen:
             return NEVER_PLAIN
-        return params.min_tokens if self.ending_ids else 0
+        return self.params.min_tokens if self.ending_ids else 0
 
 
 class Sample(NamedTuple):
@@ -136,7 +143,7 @@ def sample_row(logits: Logits, recipe: Recipe, num_generated: int) -> Sample:
     if params.greedy:
         token = int(scores.argmax())
     else:
-        token = draw(scores, params, uniform(recipe.seed, num_generated))
+        token = draw(scores, params, draw_number(recipe.seed, num_generated))
     if params.logprobs is None:
         return Sample(token)
     return Sample(token, token_logprobs(raw, token, params.logprobs))
@@ -218,10 +225,20 @@ def _penalise(scores: Scores, params: SamplingParams, history: TokenHistory) -> 
 def uniform(seed: int, counter: int) -> float:
     """In [0, 1), 53 bits: output number `counter` of a splitmix64 generator started from the mixed seed. The seed
     counts modulo 2^64."""
-    return (_mix64(_mix64(seed & _MASK) + (counter + 1) * _GOLDEN & _MASK) >> 11) * 2.0**-53
+    return (mix64(seed_state(seed) + (counter + 1) * GOLDEN & _MASK) >> 11) * 2.0**-53
 
 
-def _mix64(value: int) -> int:
+def seed_state(seed: int) -> int:
+    """Where the generator of this seed begins, of 64 bits."""
+    return mix64(seed & _MASK)
+
+
+def draw_number(seed: int, counter: int) -> float:
+    """`uniform` in the precision that devices draw with, and still below 1."""
+    return min(float(np.float32(uniform(seed, counter))), MAX_NUMBER)
+
+
+def mix64(value: int) -> int:
     """splitmix64's finaliser: a bijection on 64 bits."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from hydra_engine.backend.base import Device, Ops, PagedCache
+from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.backend.device import Device
 from hydra_engine.clock import Clock
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import PoolKind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hydra_engine.backend.base import Ops, PagedCache, StateCache, StateRows
+from hydra_engine.backend.base import Draws, Ops, PagedCache, StateCache, StateRows
 from hydra_engine.models.inputs import LanguageInput, States, VisionInput
 from hydra_engine.specs.base import LanguageSpec, VisionSpec
 from hydra_engine.specs.generic import GenericVisionSpec
@@ -40,8 +40,10 @@ def warm_language(
     *,
     max_model_len: int,
     decode: bool,
+    draws: bool = False,
 ) -> None:
-    """One prefill, with an image row where there is an image cache, or two decodes."""
+    """One prefill, with an image row where there is an image cache, or two decodes. `draws`: tokens are sampled where
+    the logits are."""
     length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
     counts, start = ((1, 1), length) if decode else ((length,), 0)
     lengths = torch.tensor(counts, dtype=torch.int32)
@@ -68,7 +70,16 @@ def warm_language(
     )
     with torch.inference_mode():
         logits = model.forward(inputs, kv_cache, image_cache)
+        if draws:
+            ops.sample(logits, _draws(logits.shape[0], device))
     best_tokens(logits.cpu().numpy())
+
+
+def _draws(count: int, device: torch.device) -> Draws:
+    """With every filter."""
+    top_k = torch.full((count,), 2, dtype=torch.int32, device=device)
+    temperatures, top_p, min_p, numbers = (torch.full((count,), x, device=device) for x in (1.0, 0.9, 0.01, 0.5))
+    return Draws(temperatures, top_k, top_p, min_p, numbers)
 
 
 def _state_rows(counts: tuple[int, ...]) -> StateRows:

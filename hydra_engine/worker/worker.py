@@ -3,8 +3,9 @@
 Threads: one instance thread calls the public methods; each lane runs its steps in order in its own thread. The request
 registry belongs to the instance thread; a plan takes the records of its images and chunks with it when it is submitted,
 so lanes read no shared table. Plans queue in their lane, and a decode may stand for a token that the plan before it
-samples. Results cross back through a deque (atomic append and popleft). Nothing joins the lanes.
-Does not decide what to run, when a request ends, or which block holds what.
+samples. Results cross back through a deque (atomic append and popleft). Nothing joins the lanes. Where the device works
+behind the call, one more thread waits for the language lane's results, in their order, while the lane launches what
+comes next. Does not decide what to run, when a request ends, or which block holds what.
 
 With peers there is a third lane, which copies their blocks into our caches (`exchange.py`).
 """
@@ -16,7 +17,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from hydra_engine.backend.base import Backend, Lane, PagedCache, StateCache
+from hydra_engine.backend.base import Backend, PagedCache, StateCache
+from hydra_engine.backend.device import Lane
+from hydra_engine.backend.lanes import ThreadLane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
@@ -29,13 +32,18 @@ from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.constraints import Constraints
+from hydra_engine.worker.decode_graphs import DecodeGraphs
 from hydra_engine.worker.exchange import Exchange
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.gate import LaneGate
+from hydra_engine.worker.in_flight import Pending
+from hydra_engine.worker.language_form import asynchronous_lane, synchronous_lane
 from hydra_engine.worker.language_lane import LanguageLane
+from hydra_engine.worker.language_step import StepParts
 from hydra_engine.worker.ports import ServedModel, WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Recipe
+from hydra_engine.worker.states import StateTable
 from hydra_engine.worker.vision_lane import VisionLane
 from hydra_engine.worker.warm_up import warm_language, warm_vision
 
@@ -46,7 +54,8 @@ Result = VisionResult | LanguageResult | PullResult
 
 class Worker:
     """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
-    `shared`: there are peers. They can map those caches that lie in memory made for it (`PagedCache.memory`)."""
+    `shared`: there are peers. They can map those caches that lie in memory made for it (`PagedCache.memory`).
+    `asynchronous`: language steps are launched before the one before was read; None: where the device works so."""
 
     def __init__(
         self,
@@ -64,6 +73,7 @@ class Worker:
         states: StateCache | None = None,
         gate: LaneGate | None = None,
         shared: bool = False,
+        asynchronous: bool | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -83,6 +93,9 @@ class Worker:
         self._exchange = Exchange(backend, caches, clock, self.faults) if shared else None
         self._vision: tuple[Lane, VisionLane] | None = None
         self._language: tuple[Lane, LanguageLane] | None = None
+        self._readers: Lane | None = None  # where results are waited for
+        self._graphs: DecodeGraphs | None = None
+        self._broken: BackendError | None = None  # the device failed; nothing can be computed any more
         encodes = role.needs_vision and spec.vision is not None and image_cache is not None
         if gate is None and encodes and role.needs_language:
             gate = LaneGate(clock, slicing=config.scheduler.vision_slicing)
@@ -93,18 +106,15 @@ class Worker:
             encoder = VisionLane(model, backend, image_cache, clock, self.faults, gate, self._piece_rows)
             self._vision = device.lane("vision"), encoder
         if role.needs_language and kv_cache is not None:
-            runner = LanguageLane(
-                model,
-                backend,
-                kv_cache,
-                image_cache,
-                clock,
-                self.faults,
-                states,
-                num_seats=config.scheduler.max_num_seqs,
-                multimodal_rope=spec.language.rope_sections is not None,
-                gate=gate,
+            table, has_axes = None if states is None else StateTable(states), spec.language.rope_sections is not None
+            parts = StepParts(
+                model, backend.ops, device, kv_cache, image_cache, self.faults, table, multimodal_rope=has_axes
             )
+            if device.asynchronous if asynchronous is None else asynchronous:
+                runner, self._graphs = asynchronous_lane(parts, config, clock, gate, self._max_model_len)
+                self._readers = ThreadLane("results", 1)
+            else:
+                runner = synchronous_lane(parts, config, clock, gate)
             self._language = device.lane("language"), runner
 
     # ---- requests
@@ -153,12 +163,29 @@ class Worker:
         assert self._language is not None, "this worker has no language lane"
         lane, runner = self._language
         records = [self._requests[chunk.request_id] for chunk in plan.chunks]
-        lane.submit(lambda: self._deliver(runner.run(plan, records)))
+        readers = self._readers
+        if readers is None:
+            lane.submit(lambda: self._deliver(runner.run(plan, records)))
+        else:
+            lane.submit(lambda: readers.submit(partial(self._read, runner.launch(plan, records))))
+
+    def _read(self, pending: Pending) -> None:
+        try:
+            result = pending.result()
+        except BackendError as error:
+            self._broken = error
+            self._wake()
+            raise
+        self._deliver(result)
 
     def submit_pull(self, job: PullJob) -> None:
         self._with_peers.submit(job, self._deliver)
 
     def poll(self) -> list[Result]:
+        """Raises BackendError once the device has failed: what is in flight never comes back, and nobody can tell which
+        request it was."""
+        if self._broken is not None:
+            raise self._broken
         results: list[Result] = []
         while self._results:  # one consumer: what is there stays there until it is taken here
             results.append(self._results.popleft())
@@ -204,12 +231,39 @@ class Worker:
             ops, language = self._backend.ops, self._spec.language
             caches = self._kv_cache, self._image_cache, self._states
             step = partial(warm_language, self._model, ops, language, *caches, device)
+            sizes = partial(step, max_model_len=self._max_model_len, draws=self._readers is not None)
             for decode in (False, True):
-                jobs.append((self._language[0], partial(step, max_model_len=self._max_model_len, decode=decode)))
+                jobs.append((self._language[0], partial(sizes, decode=decode)))
         progress(0, len(jobs))
         for done, (lane, job) in enumerate(jobs, start=1):
-            _run_and_wait(lane, job)
+            if _failed(lane, "warm-up", job):
+                raise BackendError("the model cannot run its warm-up steps on this backend; the log says why")
             progress(done, len(jobs))
+
+    def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
+        """After the warm-up, where decode steps are to be replayed: progress is not called where they are not. Raises
+        BackendError."""
+        graphs = self._graphs
+        if graphs is None or self._language is None:
+            return
+        lane = self._language[0]
+        self._capture(lane, graphs.prepare)
+        wanted = graphs.wanted
+        for done, (place, size) in enumerate(wanted, start=1):
+            self._capture(lane, partial(graphs.capture, place, size))
+            progress(done, len(wanted))
+
+    def _capture(self, lane: Lane, job: Callable[[], None]) -> None:
+        if _failed(lane, "graph capture", job):
+            raise BackendError(
+                "decode steps cannot be captured on this backend; the log says why, enforce_eager does without, and "
+                "where memory is missing fewer cuda_graph_sizes take less of it"
+            )
+
+    @property
+    def graph_bytes(self) -> int:
+        """What captured steps took of the device's memory."""
+        return 0 if self._graphs is None else self._graphs.num_bytes
 
     def close(self) -> None:
         """Waits for the steps that were submitted; their results can still be polled. Peers keep what they have mapped
@@ -219,6 +273,8 @@ class Worker:
         for track in (self._vision, self._language):
             if track is not None:
                 track[0].close()
+        if self._readers is not None:
+            self._readers.close()
         if self._exchange is not None:
             self._exchange.end()
         self._constraints.close()
@@ -229,8 +285,8 @@ def _by_kind(image_cache: PagedCache | None, kv_cache: PagedCache | None) -> dic
     return {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
 
 
-def _run_and_wait(lane: Lane, job: Callable[[], None]) -> None:
+def _failed(lane: Lane, what: str, job: Callable[[], None]) -> bool:
+    """Runs the job in the lane and waits for it."""
     answers: SimpleQueue[ErrorInfo | None] = SimpleQueue()
-    lane.submit(lambda: answers.put(attempt("warm-up", job)))
-    if answers.get() is not None:
-        raise BackendError("the model cannot run its warm-up steps on this backend; the log says why")
+    lane.submit(lambda: answers.put(attempt(what, job)))
+    return answers.get() is not None

@@ -9,7 +9,8 @@ import pytest
 from bench.kills import campaign
 
 
-@pytest.mark.parametrize(("topology", "kills"), [pytest.param("E+P+D", 4, marks=pytest.mark.slow), ("2EPD", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "kills"), [("E+P+D", 4), ("2EPD", 2)])
 def test_a_killed_instance_takes_nothing_with_it(tiny_model: Path, topology: str, kills: int) -> None:
     tally = campaign(tiny_model, topology, kills, concurrency=8)
     assert tally.kills == kills

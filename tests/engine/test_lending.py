@@ -18,6 +18,7 @@ def long_answers() -> list[Mixed]:
     return [r for r in some if not r.pictures and not r.gives_up and len(r.prompt) < 120 and r.sampling.max_tokens > 1]
 
 
+@pytest.mark.slow
 def test_decodes_that_are_lent_go_on_with_the_same_tokens(make_engine: EngineFactory, tiny_model: Path) -> None:
     requests = long_answers()
     with Engine(tiny_model, threads=1, block_size=4, num_kv_blocks=2048) as engine:

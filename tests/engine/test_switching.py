@@ -85,6 +85,7 @@ def test_a_switch_outlives_a_death_and_what_cannot_be_is_refused(tiny_model: Pat
         assert roles(engine) == ["E", "PD"]
 
 
+@pytest.mark.slow
 def test_closing_while_requests_run_tells_everybody_and_leaves_nothing(tiny_model: Path, golden: list[Outcome]) -> None:
     threads = set(threading.enumerate())
     engine = RestlessEngine(tiny_model, topology="E+P+D", **OPTIONS)

@@ -46,7 +46,7 @@ def differences(requests: list[Mixed], found: list[Outcome], expected: list[Outc
         ("E+P+D", {"token_budget": 24}),
         pytest.param("E+P+D", {"token_budget": 512, "prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param("2E+P+2D", {"token_budget": 24}, marks=pytest.mark.slow),
-        ("2E+P+2D", {"token_budget": 512}),
+        pytest.param("2E+P+2D", {"token_budget": 512}, marks=pytest.mark.slow),
         ("2EPD", {"token_budget": 24}),
     ],
     ids=str,

@@ -22,7 +22,7 @@ REQUESTS = mixture(10, tokens=8)
     [
         ("qwen2_5_vl", {}),
         pytest.param("qwen3_vl", {"token_budget": 24}, marks=pytest.mark.slow),
-        ("llava_next", {}),
+        pytest.param("llava_next", {}, marks=pytest.mark.slow),
         pytest.param("internvl", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
 )

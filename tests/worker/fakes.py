@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache
+from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference_sampling import sample
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
@@ -68,10 +71,15 @@ class FakeOps:
     name = "fake"
     deterministic = True
 
+    sample = staticmethod(sample)
+
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         assert cu_q.dtype == num_context.dtype == block_tables.dtype == torch.int32
         widest = int((cu_q[1:] - cu_q[:-1]).max())
         return AttentionPlan(cu_q, num_context, block_tables, widest, int(num_context.max()))
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        return ReferenceOps().plan_decode(num_context, block_tables)
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         for x, values in enumerate(rows):
@@ -102,9 +110,9 @@ class FakeLane:
             job()
 
 
-class FakeDevice:
-    name = "cpu"
-    torch_device = torch.device("cpu")
+class FakeDevice(CpuDevice):
+    def __init__(self) -> None:
+        super().__init__(1)
 
     def lane(self, name: str) -> FakeLane:
         return FakeLane(name)
@@ -124,6 +132,9 @@ class FakeModel:
     row_counts: list[int] = field(default_factory=list)  # of forwards
     broken_forwards: set[int] = field(default_factory=set)  # numbers; with two rows or more they raise late
     num_slices: int = 1
+    can_be_captured: bool = True
+
+    def reserve_positions(self, end: int) -> None: ...
 
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> None:
         self.encode_threads.add(threading.current_thread().name)
@@ -303,7 +314,10 @@ class Rig:
         gate: LaneGate | None = None,
         role: Role = EPD,
         shared: bool = False,
+        asynchronous: bool = False,
+        config: EngineConfig | None = None,
     ) -> None:
+        config = config or EngineConfig()
         self.model = model or FakeModel()
         self.spec = spec or fake_spec()
         self.backend = backend or Backend(FakeDevice(), self.model.ops, torch.float32, 1)
@@ -318,7 +332,7 @@ class Rig:
             spec=self.spec,
             kv_cache=self.kv_cache,
             image_cache=self.image_cache,
-            config=EngineConfig(),
+            config=config,
             clock=MonotonicClock(),
             wake=self.woken.set,
             faults=faults,
@@ -326,11 +340,12 @@ class Rig:
             gate=gate,
             role=role,
             shared=shared,
+            asynchronous=asynchronous,
         )
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
         self._steps = 0
-        num_seats = EngineConfig().scheduler.max_num_seqs if states is None else states.conv.shape[0] // 2
+        num_seats = config.scheduler.max_num_seqs if states is None else states.conv.shape[0] // 2
         self._free_seats: list[int] = np.random.default_rng(6).permutation(num_seats).tolist()
         self._results: dict[StepId, Any] = {}
         self.seats: dict[int, int] = {}

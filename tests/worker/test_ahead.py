@@ -30,9 +30,9 @@ from tests.worker.fakes import (
 )
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig(faults=FaultPoints(enabled=True))
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(faults=FaultPoints(enabled=True), asynchronous=request.param)
     yield rig
     rig.worker.close()
 

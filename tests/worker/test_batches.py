@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import StateCache
+from hydra_engine.backend.cpu import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
@@ -18,7 +19,7 @@ from hydra_engine.worker.seats import Seats
 from hydra_engine.worker.states import StateTable
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
-CPU = torch.device("cpu")
+CPU = CpuDevice(1)
 NUM_SEATS = 16
 UNREAD = 600  # the token of seat s that nobody has read is UNREAD + s
 
@@ -232,7 +233,7 @@ def test_vision_input_keeps_pixels_and_order() -> None:
     pictures = [make_picture(name, fill, start) for name, fill, start in (("a", 10, 0), ("b", 20, 5))]
     request = make_request(1, [96] * 10, images=tuple(item for item, _ in pictures))
     items = [rig.item(request, index) for index in (0, 1)]
-    inputs = vision_input(items, request.images, [p for _, p in pictures], block_size=3, device=CPU)
+    inputs = vision_input(items, request.images, [p for _, p in pictures], block_size=3, device=CPU.torch_device)
     assert all(pixels.shape == (1, 8, 8, 3) and pixels.dtype == torch.uint8 for pixels in inputs.pixels)
     assert [int(pixels[0, 7, 7, 2]) for pixels in inputs.pixels] == [10, 20]
     assert inputs.sources == ((8, 8), (8, 8)) and inputs.arrays == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.device import Device
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import ImageDigest
@@ -20,6 +22,7 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.models.registry import load_model
 from hydra_engine.models.tiny import make_tiny
 from hydra_engine.models.tiny.base import IMAGE_ID
+from hydra_engine.specs.positions import place_spans
 from hydra_engine.specs.registry import load_spec
 from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.faults import FaultPoints
@@ -44,12 +47,25 @@ def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def make_rig(model_dir: Path, backend_name: str, num_seats: int = 64) -> Rig:
-    """Caches full of NaN, so that a read of what was never written cannot stay hidden."""
+def make_rig(
+    model_dir: Path,
+    backend_name: str,
+    num_seats: int = 64,
+    *,
+    asynchronous: bool = False,
+    device: Device | None = None,
+    **options: Any,
+) -> Rig:
+    """Caches full of NaN, so that a read of what was never written cannot stay hidden. `options` of the engine."""
     spec = load_spec(model_dir)
     backend = create_backend("cpu", torch.float32, backend=backend_name, threads=1)
+    if device is not None:
+        backend = replace(backend, device=device)
     config = EngineConfig(
-        cache=CacheConfig(num_kv_blocks=256, num_image_blocks=128), scheduler=SchedulerConfig(max_num_seqs=num_seats)
+        cache=CacheConfig(num_kv_blocks=256, num_image_blocks=256),
+        scheduler=SchedulerConfig(max_num_seqs=num_seats),
+        max_model_len=512,
+        **options,
     )
     plan = plan_memory(spec, EPD, config, torch.float32, 1 << 30)
     images = allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, poison=True)
@@ -64,6 +80,8 @@ def make_rig(model_dir: Path, backend_name: str, num_seats: int = 64) -> Rig:
         caches=caches,
         states=allocate_states(spec, plan, torch.float32, poison=True),
         faults=FaultPoints(enabled=True),
+        asynchronous=asynchronous,
+        config=config,
     )
 
 
@@ -74,9 +92,11 @@ def rig(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.worker.close()
 
 
-@pytest.fixture(params=["reference", "auto"])
+@pytest.fixture(params=[("reference", False), ("auto", False), ("auto", True)], ids=str)
 def hybrid(hybrid_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = make_rig(hybrid_dir, request.param, num_seats=6)
+    backend_name, asynchronous = request.param
+    rig = make_rig(hybrid_dir, backend_name, num_seats=6, asynchronous=asynchronous)
+    rig.worker.capture_graphs(lambda done, total: pytest.fail("a step that moves states was captured"))
     assert rig.spec.language.has_states
     yield rig
     rig.worker.close()
@@ -88,13 +108,16 @@ def with_pictures(rig: Rig, request_id: int, seed: int, count: int, **sampling: 
     assert spec.vision is not None
     rng = np.random.default_rng(seed)
     prompt, images, pixels = [1, 20, 30], [], []
+    (shape,) = spec.vision.plan_image(100, 50).items
+    ropes, rope_delta = place_spans([(3 + index * (shape.num_tokens + 1), shape) for index in range(count)])
     for index in range(count):
-        (shape,) = spec.vision.plan_image(100, 50).items
         digest = ImageDigest(bytes([seed, index]) * 16)
-        images.append(ImageItem(digest, 100, 50, shape.num_patches, shape.num_tokens, len(prompt), shape.grid))
+        sizes = shape.num_patches, shape.num_tokens, len(prompt), shape.grid
+        images.append(ImageItem(digest, 100, 50, *sizes, ropes[index]))
         pixels.append(PixelPayload(digest, shape.width, shape.height, rng.bytes(shape.width * shape.height * 3)))
         prompt += [IMAGE_ID] * shape.num_tokens + [40 + index]
     request = make_request(request_id, prompt, images=tuple(images), seed=seed, **sampling)
+    request = replace(request, rope_delta=rope_delta)
     rig.add(request, pixels)
     outcomes = rig.vision(*(rig.item(request, index) for index in range(count)))
     assert all(outcome.error is None for outcome in outcomes)

@@ -92,10 +92,12 @@ class Loop:
                 self.rig.worker.remove_request(event.request_id)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_request_gets_its_own_tokens_whatever_is_planned_ahead(seed: int) -> None:
+def test_every_request_gets_its_own_tokens_whatever_is_planned_ahead(seed: int, asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
-    rig = Rig()
+    rig = Rig(asynchronous=asynchronous)
+    rig.worker.capture_graphs(lambda done, total: None)
     rig.model.broken_forwards = set(rng.integers(0, 150, 12).tolist())  # now and then a step does not come back
     loop = Loop(rig, num_blocks=16)
     requests = some_requests(rng, 36)

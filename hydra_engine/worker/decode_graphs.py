@@ -1,0 +1,190 @@
+"""Steps of decodes alone, captured for some batch sizes and replayed: from the seats' last tokens to the next ones.
+
+A replay takes its inputs at fixed addresses: one send and two copies bring a step's there. A step of fewer rows than
+its graph is padded with rows that leave nothing behind: slot -1, a context of 1, a seat of their own. Does not know
+which steps may be replayed, nor requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Draws
+from hydra_engine.backend.device import Graph
+from hydra_engine.core.plans import Ints
+from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.worker.batches import StepRows
+from hydra_engine.worker.device_sampling import DrawArrays
+from hydra_engine.worker.device_seats import DeviceSeats
+from hydra_engine.worker.language_step import StepParts
+
+logger = logging.getLogger(__name__)
+
+_SMALL = (1, 2, 4)
+_STEP, _WIDE_STEP = 8, 16
+_WIDE_FROM = 256
+
+_Column = TypeVar("_Column")
+
+
+def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Ascending; a step is padded by few rows where rows are few."""
+    sizes = (*_SMALL, *range(_STEP, _WIDE_FROM, _STEP), *range(_WIDE_FROM, max_num_seqs, _WIDE_STEP))
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+class _Columns(NamedTuple, Generic[_Column]):
+    """A step's inputs, [B] each. All of them lie in one piece of `_WORDS` times B words of 8 bytes."""
+
+    token_ids: _Column  # int64
+    seats: _Column
+    positions: _Column
+    slots: _Column
+    num_context: _Column  # int32
+    top_k: _Column
+    temperatures: _Column  # float32
+    top_p: _Column
+    min_p: _Column
+    numbers: _Column
+
+
+_WORDS = 4 + 6 // 2
+
+
+def _columns(packed: Any, size: int, int32: Any, float32: Any) -> _Columns[Any]:
+    """Of an array or a tensor of int64, [_WORDS * size], which takes its own library's dtypes."""
+    long, short = packed[: 4 * size].reshape(4, size), packed[4 * size :].view(int32).reshape(6, size)
+    return _Columns(*long, *short[:2], *short[2:].view(float32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
+
+
+class DecodeGraphs:
+    """`sizes` ascend. `capture` and `replay` belong to the lane's thread, which is in inference mode."""
+
+    def __init__(self, parts: StepParts, seats: DeviceSeats, sizes: Sequence[int], max_model_len: int) -> None:
+        self.sizes = tuple(sizes)
+        self.num_bytes = 0  # of device memory that graphs took
+        self._parts = parts
+        self._seats = seats
+        self._max_model_len = max_model_len
+        self._width = -(-max_model_len // parts.kv_cache.block_size)
+        self._captured: dict[tuple[int, int], _Captured] = {}  # by place and size
+        self._blanks: dict[int, Ints] = {}
+
+    # ---- capture
+
+    def prepare(self) -> None:
+        """Before the first capture: makes what graphs read and write, and finds out whether the ops plan without
+        contents."""
+        with torch.inference_mode():
+            fixed = self._packed, self._tables[:1], self._seats.last_tokens
+            try:
+                self._parts.ops.plan_decode(fixed[0].view(torch.int32)[:1], fixed[1])
+            except ValueError as error:
+                logger.info("decode steps are not captured: %s", error)
+                self.sizes = ()
+            else:
+                self._parts.model.reserve_positions(self._max_model_len)
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """(place, size) of all graphs, in the order in which they are best captured: the largest first, whose memory
+        the others use again."""
+        places = range(self._parts.device.num_places)
+        return [(place, size) for place in places for size in reversed(self.sizes)]
+
+    def capture(self, place: int, size: int) -> None:
+        """When no step is in flight."""
+        parts = self._parts
+        with torch.inference_mode(), parts.device.at(place):
+            packed = self._packed[: _WORDS * size]
+            packed.copy_(parts.device.send((self._blank(size),))[0])
+            columns, inputs = self._inputs(packed, size)
+            results: list[Tensor] = []
+            graph = parts.device.capture(partial(self._launch, inputs, columns, results))
+        self.num_bytes += graph.num_bytes
+        self._captured[place, size] = _Captured(graph, results)
+
+    def _inputs(self, packed: Tensor, size: int) -> tuple[_Columns[Tensor], LanguageInput]:
+        columns: _Columns[Tensor] = _columns(packed, size, torch.int32, torch.float32)
+        positions = columns.positions
+        return columns, LanguageInput(
+            token_ids=columns.token_ids,
+            positions=positions.expand(3, -1) if self._parts.multimodal_rope else positions,
+            slots=columns.slots,
+            attention=self._parts.ops.plan_decode(columns.num_context, self._tables[:size]),
+            logit_rows=torch.arange(size, device=packed.device),
+            position_end=self._max_model_len,
+        )
+
+    def _launch(self, inputs: LanguageInput, columns: _Columns[Tensor], results: list[Tensor]) -> None:
+        seats, parts = self._seats, self._parts
+        token_ids = seats.resolve(columns.token_ids, columns.seats)
+        logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, None)
+        draws = Draws(columns.temperatures, columns.top_k, columns.top_p, columns.min_p, columns.numbers)
+        results[:] = parts.ops.sample(logits, draws)
+        seats.write(columns.seats, results[0])
+
+    @cached_property
+    def _packed(self) -> Tensor:
+        return torch.zeros(_WORDS * self.sizes[-1], dtype=torch.int64, device=self._parts.device.torch_device)
+
+    @cached_property
+    def _tables(self) -> Tensor:
+        """Of block 0 where nothing was copied yet: padded rows read it."""
+        shape = (self.sizes[-1], self._width)
+        return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
+
+    def _blank(self, size: int) -> Ints:
+        """Padded rows alone."""
+        if size not in self._blanks:
+            packed = np.zeros(_WORDS * size, dtype=np.int64)
+            columns = _columns(packed, size, np.int32, np.float32)
+            columns.seats[:], columns.slots[:], columns.num_context[:] = self._seats.padding, -1, 1
+            self._blanks[size] = packed
+        return self._blanks[size].copy()
+
+    # ---- replay
+
+    def fits(self, rows: StepRows) -> bool:
+        """Whether there is a graph for this step of decodes."""
+        count, width = rows.block_tables.shape
+        if not self._captured or count > self.sizes[-1] or width > self._width:
+            return False
+        place = self._parts.device.place()
+        return rows.position_end <= self._max_model_len and (place, self._size(count)) in self._captured
+
+    def replay(self, rows: StepRows, seats: Ints, draws: DrawArrays) -> tuple[Tensor, Tensor]:
+        """(tokens, finite) of a step that fits, until the next replay. The seats have been written."""
+        count, width = rows.block_tables.shape
+        device, size = self._parts.device, self._size(count)
+        packed = self._blank(size)
+        columns = _columns(packed, size, np.int32, np.float32)
+        positions = rows.positions if rows.positions.ndim == 1 else rows.positions[0]  # alike on all axes
+        given = (rows.token_ids, seats, positions, rows.slots, rows.num_context)
+        for column, values in zip(columns, (*given, draws.top_k, draws.temperatures, *draws[2:]), strict=True):
+            column[:count] = values
+        sent, tables = device.send((packed, rows.block_tables))
+        self._packed[: len(packed)].copy_(sent)
+        self._tables[:count, :width].copy_(tables)
+        captured = self._captured[device.place(), size]
+        captured.graph.replay()
+        tokens, finite = captured.results
+        return tokens[:count], finite[:count]
+
+    def _size(self, count: int) -> int:
+        return self.sizes[bisect_left(self.sizes, count)]

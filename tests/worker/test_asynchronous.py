@@ -1,0 +1,297 @@
+"""A device that works behind the call: steps are launched before the ones before them were read, and what becomes of a
+row is the same as if they had not been."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.clock import VirtualClock
+from hydra_engine.core.request import Request
+from hydra_engine.errors import BackendError, ErrorInfo
+from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.gate import LaneGate
+from tests.worker.fakes import NAN_TOKEN, FakeModel, Rig, Row, make_request, outcomes_of
+from tests.worker.late import LateDevice
+from tests.worker.test_ahead import all_kinds, expected_of
+
+EARLIER = "an earlier step of this request failed"
+
+
+def make_rig(device: LateDevice, model: FakeModel | None = None, **options: Any) -> Rig:
+    model = model or FakeModel()
+    backend = Backend(device, model.ops, torch.float32, 1)
+    return Rig(model, backend=backend, faults=FaultPoints(enabled=True), asynchronous=True, **options)
+
+
+@pytest.fixture
+def device() -> LateDevice:
+    return LateDevice()
+
+
+@pytest.fixture
+def rig(device: LateDevice) -> Iterator[Rig]:
+    rig = make_rig(device)
+    yield rig
+    device.working.set()
+    rig.worker.close()
+
+
+def prefill(rig: Rig, *requests: Request) -> list[Row]:
+    return [rig.row(request, 0, request.prompt_token_ids, 0) for request in requests]
+
+
+def decodes(rig: Rig, count: int, *requests: Request) -> list[Row]:
+    """Behind `count` tokens, of which the last one was not read."""
+    return [rig.row(request, request.num_prompt + count - 1, [-1], count) for request in requests]
+
+
+def wait_until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def errors(result: Any) -> dict[int, ErrorInfo]:
+    return dict(result.failures)
+
+
+def test_steps_are_launched_before_the_first_one_was_read(rig: Rig, device: LateDevice) -> None:
+    requests = [make_request(1, range(3, 9)), make_request(2, [30, 31], temperature=1.0, seed=5, top_p=0.9, top_k=20)]
+    for request in requests:
+        rig.add(request)
+    device.working.clear()
+    rows = [prefill(rig, *requests), *(decodes(rig, count, *requests) for count in range(1, 6))]
+    steps = [rig.submit(*row) for row in rows]
+    wait_until(lambda: len(rig.model.row_counts) == 6, "later steps wait for the first")
+    assert rig.worker.poll() == []
+    device.working.set()
+    results = [rig.wait(step) for step in steps]
+    tokens = [[o.token_id for o in outcomes_of(row, result)] for row, result in zip(rows, results, strict=True)]
+    assert list(zip(*tokens, strict=True)) == [tuple(t[:6]) for t in expected_of(requests)]
+    for before, after in pairwise(results):
+        assert after.started_s == before.ended_s  # it was launched long before
+
+
+def test_a_step_is_timed_from_its_launch_where_nothing_ran_before_it(rig: Rig) -> None:
+    request = make_request(1, [5, 6])
+    rig.add(request)
+    first = rig.wait(rig.submit(*prefill(rig, request)))
+    time.sleep(0.02)
+    second = rig.wait(rig.submit(*decodes(rig, 1, request)))
+    assert second.started_s - first.ended_s >= 0.02 and second.ended_s >= second.started_s
+
+
+def test_a_step_with_a_row_for_the_host_waits_for_its_logits_and_no_other_does(rig: Rig, device: LateDevice) -> None:
+    plain, special = make_request(1, [5, 6]), make_request(2, [7, 8], logprobs=2, presence_penalty=1.0)
+    rig.add(plain)
+    rig.add(special)
+    device.working.clear()
+    first = rig.submit(*prefill(rig, plain))
+    second_rows = [*prefill(rig, special), *decodes(rig, 1, plain)]
+    second, third = rig.submit(*second_rows), rig.submit(*decodes(rig, 2, plain))
+    wait_until(lambda: len(rig.model.row_counts) == 2, "the second step is not launched")
+    time.sleep(0.02)
+    assert len(rig.model.row_counts) == 2, "the third step was launched before the host had sampled"
+    device.working.set()
+    expected = expected_of([plain, special])
+    assert rig.wait(first).token_ids.tolist() == expected[0][:1]
+    sampled = outcomes_of(second_rows, rig.wait(second))
+    assert [o.token_id for o in sampled] == [expected[1][0], expected[0][1]]
+    assert sampled[0].logprobs is not None and sampled[1].logprobs is None
+    assert rig.wait(third).token_ids.tolist() == [expected[0][2]]
+
+
+def test_only_the_hosts_rows_come_to_the_host(rig: Rig, device: LateDevice) -> None:
+    requests = all_kinds()
+    for request in requests:
+        rig.add(request)
+    seen: list[list[tuple[int, ...]]] = []
+    fetch = device.fetch
+    device.fetch = lambda tensors: (seen.append([tuple(t.shape) for t in tensors]), fetch(tensors))[1]  # type: ignore
+    rig.language(*prefill(rig, *requests))
+    on_host = sum(request.sampling.needs_history or request.sampling.logprobs is not None for request in requests)
+    on_host += sum(request.sampling.min_tokens > 0 and not request.sampling.needs_history for request in requests)
+    assert seen == [[(8,), (8,), (on_host, rig.model.vocabulary)]] and 0 < on_host < 8
+
+
+def test_a_failure_that_was_read_late_bars_what_was_launched_meanwhile(rig: Rig, device: LateDevice) -> None:
+    healthy, poison = make_request(1, range(3, 9)), make_request(2, [5, NAN_TOKEN, 6])
+    rig.add(healthy)
+    rig.add(poison)
+    device.working.clear()
+    both = poison, healthy
+    rows = [prefill(rig, *both), *(decodes(rig, count, *both) for count in range(1, 4))]
+    steps = [rig.submit(*row) for row in rows]
+    wait_until(lambda: len(rig.model.row_counts) == 4, "steps are not launched")
+    device.working.set()
+    results = [rig.wait(step) for step in steps]
+    assert [list(errors(result)) for result in results] == [[0]] * 4
+    assert errors(results[0])[0].code == "numerical_error"
+    assert all(errors(result)[0].message == EARLIER for result in results[1:])
+    assert [int(result.token_ids[1]) for result in results] == expected_of([healthy])[0][:4]
+    assert errors(rig.wait(rig.submit(*decodes(rig, 4, *both))))[0].message == EARLIER
+    assert rig.model.row_counts[-1] == 1, "a row that is known to have failed was computed"
+
+
+def test_a_late_failure_does_not_reach_the_next_owner_of_the_seat(rig: Rig, device: LateDevice) -> None:
+    poison, heir = make_request(1, [5, NAN_TOKEN]), make_request(2, [8, 9], temperature=1.0, seed=3)
+    rig.add(poison)
+    device.working.clear()
+    steps = [rig.submit(*prefill(rig, poison)), rig.submit(*decodes(rig, 1, poison))]
+    seat = rig.seats[poison.id]
+    rig._free_seats.append(seat)  # it was aborted; its steps are in flight
+    rig.add(heir)
+    assert rig.seats[heir.id] == seat
+    rows = [prefill(rig, heir), *(decodes(rig, count, heir) for count in range(1, 4))]
+    steps += [rig.submit(*row) for row in rows]
+    wait_until(lambda: len(rig.model.row_counts) == 6, "steps are not launched")
+    device.working.set()
+    results = [rig.wait(step) for step in steps]
+    assert [bool(result.failures) for result in results] == [True, True, False, False, False, False]
+    assert [int(result.token_ids[0]) for result in results[2:]] == expected_of([heir])[0][:4]
+
+
+def test_a_request_that_begins_anew_is_not_barred_by_what_it_was(rig: Rig, device: LateDevice) -> None:
+    request = make_request(1, [5, 6])
+    rig.add(request)
+    rig.language(*prefill(rig, request))
+    rig.worker.faults.arm("eng.mid_step", "nan", "request=1 times=1")
+    device.working.clear()
+    steps = [rig.submit(*decodes(rig, 1, request)), rig.submit(*prefill(rig, request))]
+    wait_until(lambda: len(rig.model.row_counts) == 3, "steps are not launched")
+    device.working.set()
+    assert rig.wait(steps[0]).failures and not rig.wait(steps[1]).failures
+
+
+def test_a_decode_that_goes_on_from_nothing_fails(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Not with the token of whoever sat there before."""
+    first, second = make_request(1, [5, 6]), make_request(2, [7, 8, 9, 10])
+    rig.add(first)
+    rig.language(*prefill(rig, first))
+    rig._free_seats.append(rig.seats[first.id])
+    rig.add(second)
+    assert rig.language(rig.row(second, 0, [7, 8], 0))[0].error is None
+    (outcome,) = rig.language(*decodes(rig, 1, second))
+    assert outcome.error is not None and "nobody has sampled" in caplog.text
+
+
+def test_a_device_that_failed_ends_the_instance(rig: Rig, device: LateDevice) -> None:
+    request = make_request(1, [5, 6])
+    rig.add(request)
+    device.broken = True
+    rig.submit(*prefill(rig, request))
+    assert rig.woken.wait(10)
+    with pytest.raises(BackendError, match="has failed"):
+        rig.worker.poll()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("point", ["eng.before_step", "eng.mid_step"])
+def test_only_the_request_for_which_there_is_no_memory_fails(point: str, asynchronous: bool) -> None:
+    device = LateDevice()
+    backend = Backend(device, FakeModel().ops, torch.float32, 1)
+    rig = Rig(backend=backend, faults=FaultPoints(enabled=True), asynchronous=asynchronous)
+    requests = [make_request(1, [5, 6]), make_request(2, [7, 8], temperature=1.0, seed=4), make_request(3, [9, 10])]
+    for request in requests:
+        rig.add(request)
+    expected = expected_of(requests)
+    rig.worker.faults.arm(point, "oom", "token=8")
+    outcomes = rig.language(*prefill(rig, *requests))
+    assert [o.token_id for o in outcomes] == [expected[0][0], None, expected[2][0]]
+    error = outcomes[1].error
+    assert error is not None and error.kind == "Unavailable" and "memory" in error.message
+    assert device.trims == 2  # for the step, and for the row alone
+    rig.worker.faults.arm(point, "oom", "times=1")
+    healthy = requests[0], requests[2]
+    assert [o.token_id for o in rig.language(*decodes(rig, 1, *healthy))] == [expected[0][1], expected[2][1]]
+    rig.worker.faults.arm(point, "oom", "times=1")
+    (outcome,) = rig.language(*decodes(rig, 2, requests[0]))
+    assert outcome.token_id == expected[0][2], "a row alone is not tried with the memory that was given back"
+    rig.worker.close()
+
+
+def test_what_a_failed_step_holds_is_free_when_memory_is_given_back(device: LateDevice) -> None:
+    held: list[Any] = []
+    alive: list[bool] = []
+
+    class Full(FakeModel):
+        def forward(self, inputs: LanguageInput, *caches: Any) -> torch.Tensor:
+            if len(inputs.attention.num_context) > 1:
+                scratch = torch.zeros(3)
+                held.append(weakref.ref(scratch))
+                raise torch.OutOfMemoryError("not so many")
+            return super().forward(inputs, *caches)
+
+    device.trim = lambda: alive.append(held[-1]() is not None)  # type: ignore[method-assign]
+    rig = make_rig(device, Full())
+    requests = [make_request(1, [5, 6]), make_request(2, [7, 8])]
+    for request in requests:
+        rig.add(request)
+    assert all(o.error is None for o in rig.language(*prefill(rig, *requests)))
+    assert alive == [False]
+    rig.worker.close()
+
+
+# ---- the vision lane beside steps
+
+
+class RecordingGate(LaneGate):
+    def __init__(self) -> None:
+        super().__init__(VirtualClock())
+        self.told: list[float | str] = []
+
+    def begin(self, allowance_s: float = math.inf) -> None:
+        self.told.append(allowance_s)
+        super().begin(allowance_s)
+
+    def end(self) -> float:
+        self.told.append("end")
+        super().end()
+        return 0.5
+
+
+def test_the_gate_is_told_of_whole_steps_one_after_the_other(device: LateDevice) -> None:
+    gate = RecordingGate()
+    rig = make_rig(device, gate=gate)
+    request = make_request(1, [5, 6])
+    rig.add(request)
+    device.working.clear()
+    steps = [rig.submit(*prefill(rig, request), vision_s=0.1), rig.submit(*decodes(rig, 1, request), vision_s=0.2)]
+    wait_until(lambda: len(rig.model.row_counts) == 2, "steps are not launched")
+    assert gate.told == [0.1]
+    device.working.set()
+    assert [rig.wait(step).vision_s for step in steps] == [0.5, 0.5]
+    assert gate.told == [0.1, "end", 0.2, "end"]
+    rig.worker.close()
+
+
+# ---- threads
+
+
+def test_closing_waits_for_what_was_launched(device: LateDevice) -> None:
+    rig = make_rig(device)
+    request = make_request(1, [5, 6])
+    rig.add(request)
+    device.working.clear()
+    for row in (prefill(rig, request), decodes(rig, 1, request)):
+        rig.submit(*row)
+    timer = threading.Timer(0.05, device.working.set)
+    timer.start()
+    rig.worker.close()
+    timer.join()
+    assert len(rig.worker.poll()) == 2

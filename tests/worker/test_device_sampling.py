@@ -1,0 +1,66 @@
+"""Numbers and filters of all rows of a step at once are those that the host's sampler takes one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.worker.device_sampling import SeatDraws, draw_numbers
+from hydra_engine.worker.sampler import MAX_NUMBER, NEVER_PLAIN, Recipe, draw_number, seed_state
+from tests.worker.fakes import make_request
+
+
+def test_numbers_are_the_hosts() -> None:
+    rng = np.random.default_rng(3)
+    seeds = [0, 1, -1, 42, 1 << 63, (1 << 64) - 1, 1 << 70, *rng.integers(0, 1 << 62, 200).tolist()]
+    counters = rng.integers(0, 1 << 20, len(seeds))
+    counters[:5] = [0, 1, 2, 3, 1 << 40]
+    found = draw_numbers(np.array([seed_state(seed) for seed in seeds], dtype=np.uint64), counters)
+    assert found.dtype == np.float32
+    assert found.tolist() == [draw_number(seed, count) for seed, count in zip(seeds, counters.tolist(), strict=True)]
+    assert len({*found.tolist()}) > len(seeds) - 3
+
+
+def test_a_number_never_reaches_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_engine.worker.sampler.uniform", lambda seed, counter: 1 - 2.0**-53)
+    assert draw_number(0, 0) == MAX_NUMBER < 1
+    assert float(np.float32(MAX_NUMBER)) == MAX_NUMBER
+
+
+def test_seats_keep_what_their_requests_ask_for() -> None:
+    draws = SeatDraws(4)
+    asked = [
+        make_request(1, [5], temperature=0.75, top_k=3, top_p=0.5, min_p=0.25, seed=9),
+        make_request(2, [5]),
+        make_request(3, [5], temperature=1e-300, top_k=-1, seed=8),
+    ]
+    for seat, request in zip((2, 0, 3), asked, strict=True):
+        draws.take(seat, Recipe.of(request))
+    found = draws.of(np.array([3, 2, 0]), np.array([4, 5, 6]))
+    assert found.temperatures[0] > 0 and found.temperatures[1:].tolist() == [0.75, 0.0]
+    assert found.top_k.tolist() == [0, 3, 0] and found.top_k.dtype == np.int32
+    assert found.top_p.tolist() == [1.0, 0.5, 1.0] and found.min_p.tolist() == [0.0, 0.25, 0.0]
+    assert found.numbers.tolist()[:2] == [draw_number(8, 4), draw_number(9, 5)]
+    assert not draws.of(np.array([0]), np.array([7])).numbers.any()  # nobody draws
+
+
+@pytest.mark.parametrize(
+    ("params", "drawn_from"),
+    [
+        ({}, 0),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, 0),
+        ({"temperature": 0.7, "min_tokens": 4}, 4),
+        ({"min_tokens": 4}, 4),
+        ({"logprobs": 0}, NEVER_PLAIN),
+        ({"presence_penalty": 0.5}, NEVER_PLAIN),
+        ({"repetition_penalty": 1.1}, NEVER_PLAIN),
+        ({"logit_bias": {3: 1.0}}, NEVER_PLAIN),
+        ({"allowed_token_ids": (3, 4)}, NEVER_PLAIN),
+    ],
+)
+def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, drawn_from: int) -> None:
+    recipe = Recipe.of(make_request(1, [5], **params))
+    assert recipe.drawn_from == drawn_from
+    greedy = SamplingParams(**{"temperature": 0.0, **params}).greedy
+    assert recipe.plain_from == (drawn_from if greedy else NEVER_PLAIN)

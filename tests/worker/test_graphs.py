@@ -1,0 +1,284 @@
+"""Steps that run behind their launch, op by op and as replayed graphs, over real miniatures: the tokens of the steps
+that are over when they return, whoever comes, goes or fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.request import Request
+from hydra_engine.errors import BackendError, ConfigError
+from hydra_engine.models.rotary import RotaryTable
+from hydra_engine.models.tiny import make_tiny
+from hydra_engine.worker.decode_graphs import default_sizes
+from tests.worker.fakes import Rig, make_request
+from tests.worker.late import LateDevice
+from tests.worker.test_real_model import make_rig, with_pictures
+
+SIZES = (1, 2, 4, 8)
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+def model_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Positions on one axis, and on three."""
+    directory: Path = tmp_path_factory.mktemp(f"tiny-{request.param}")
+    make_tiny(request.param, directory, seed=3)
+    return directory
+
+
+def graph_rig(model_dir: Path, device: LateDevice, **options: Any) -> Rig:
+    options = {"num_seats": 8, "cuda_graph_sizes": SIZES, **options}
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=device, **options)
+    rig.worker.capture_graphs(lambda done, total: None)
+    device.replays.clear()
+    return rig
+
+
+@pytest.fixture
+def device() -> LateDevice:
+    return LateDevice()
+
+
+@pytest.fixture
+def rig(model_dir: Path, device: LateDevice) -> Iterator[Rig]:
+    rig = graph_rig(model_dir, device)
+    yield rig
+    rig.worker.close()
+
+
+def requests(rig: Rig, base: int, *, on_host: bool = False) -> list[Request]:
+    """Five that the device can sample for, and with `on_host` three that it cannot."""
+    made = [
+        make_request(base, range(10, 40)),
+        make_request(base + 1, range(50, 57), temperature=1.0, seed=4, top_p=0.95),
+        make_request(base + 2, [9], temperature=0.7, seed=5, top_k=4, min_p=0.1),
+    ]
+    if on_host:
+        made += [
+            make_request(base + 5, range(20, 33), min_tokens=3, temperature=1.0, seed=2),
+            make_request(base + 6, [4, 4, 4], repetition_penalty=1.4),
+            make_request(base + 7, range(30, 40), logprobs=2, temperature=0.8, seed=6),
+        ]
+    for request in made:
+        rig.add(request)
+    pictures = [
+        with_pictures(rig, base + 3, seed=8, count=2),
+        with_pictures(rig, base + 4, seed=9, count=1, temperature=0.9, top_k=20),
+    ]
+    return [*made, *pictures]
+
+
+def leave(rig: Rig, made: list[Request]) -> None:
+    for request in made:
+        rig.leave(request)
+
+
+@cache
+def expected(model_dir: Path, *, on_host: bool = False) -> list[list[int]]:
+    """Of steps that are over when they return."""
+    rig = make_rig(model_dir, "reference")
+    tokens = rig.generate(*requests(rig, 10, on_host=on_host))
+    rig.worker.close()
+    return tokens
+
+
+@pytest.mark.parametrize("backend_name", ["reference", "native"])
+def test_steps_behind_their_launch_give_the_same_tokens(model_dir: Path, backend_name: str) -> None:
+    plain = make_rig(model_dir, backend_name)
+    together = plain.generate(*requests(plain, 10, on_host=True))
+    plain.worker.close()
+    device = LateDevice()
+    rig = make_rig(model_dir, backend_name, asynchronous=True, device=device, enforce_eager=True)
+    rig.worker.capture_graphs(lambda done, total: pytest.fail("something was captured"))
+    for number, (generate, chunk) in enumerate(((rig.generate, 1000), (rig.generate_ahead, 7))):
+        made = requests(rig, 100 * (1 + number), on_host=True)
+        assert generate(*made, chunk=chunk) == together
+        leave(rig, made)
+    assert not device.replays
+    rig.worker.close()
+
+
+def test_replayed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    for number, generate in enumerate((rig.generate, rig.generate_ahead)):
+        device.replays.clear()
+        made = requests(rig, 20 + 10 * number)
+        assert generate(*made) == expected(model_dir)
+        leave(rig, made)
+        assert len(device.replays) == 7  # of eight steps the first is a prefill
+
+
+def test_steps_with_rows_for_the_host_are_not_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    assert rig.generate_ahead(*requests(rig, 20, on_host=True)) == expected(model_dir, on_host=True)
+    assert not device.replays
+
+
+def test_requests_join_and_leave_between_replays(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    """All numbers of rows, of which most are padded; some steps hold a prefill among the decodes."""
+    made = requests(rig, 20)
+    tokens: dict[int, list[int]] = {request.id: [] for request in made}
+    waiting, running = list(made), list[Request]()
+    sizes = []
+    while waiting or running:
+        rows = [rig.row(r, r.num_prompt + len(tokens[r.id]) - 1, [-1], len(tokens[r.id])) for r in running]
+        if waiting and len(sizes) % 2 == 0:
+            running.append(waiting.pop(0))
+            rows.append(rig.row(running[-1], 0, running[-1].prompt_token_ids, 0))
+        for row, outcome in zip(rows, rig.language(*rows), strict=True):
+            assert outcome.token_id is not None
+            tokens[row.request_id].append(outcome.token_id)
+        sizes.append(len(rows))
+        running = [request for request in running if len(tokens[request.id]) < 8]
+    assert list(tokens.values()) == expected(model_dir)
+    assert {1, 2, 3, 4} <= set(sizes) and len(device.replays) > 8
+
+
+def test_a_row_that_is_not_finite_fails_alone_in_a_replay(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    made = requests(rig, 20)
+    first = rig.language(*(rig.row(request, 0, request.prompt_token_ids, 0) for request in made))
+    assert [o.token_id for o in first] == [tokens[0] for tokens in expected(model_dir)]
+    rig.kv_cache.data[int(rig.tables[made[1].id][0])] = float("nan")
+    device.working.clear()
+    steps = []
+    for count in range(1, 5):
+        steps.append(rig.submit(*(rig.row(r, r.num_prompt + count - 1, [-1], count) for r in made)))
+    device.working.set()
+    results = [rig.wait(step) for step in steps]
+    assert len(device.replays) >= 1 and [[row for row, _ in result.failures] for result in results] == [[1]] * 4
+    assert results[0].failures[0][1].code == "numerical_error"
+    assert all("earlier step" in result.failures[0][1].message for result in results[1:])
+    for row in (0, 2, 3, 4):
+        assert [int(result.token_ids[row]) for result in results] == expected(model_dir)[row][1:5]
+
+
+@pytest.mark.parametrize("action", ["raise", "nan", "oom"])
+def test_faults_in_the_middle_of_decodes(rig: Rig, action: str, model_dir: Path) -> None:
+    made, poison = requests(rig, 20), make_request(40, [60, 61, 62])
+    rig.add(poison)
+    rig.language(*(rig.row(request, 0, request.prompt_token_ids, 0) for request in (*made, poison)))
+    rig.worker.faults.arm("eng.mid_step", action, "token=61")
+    rows = [rig.row(r, r.num_prompt, [-1], 1) for r in (*made, poison)]
+    outcomes = rig.language(*rows)
+    assert [o.token_id for o in outcomes] == [*(tokens[1] for tokens in expected(model_dir)), None]
+    rig.worker.faults.arm("eng.mid_step", "off")
+    outcomes = rig.language(*(rig.row(r, r.num_prompt + 1, [-1], 2) for r in made))
+    assert [o.token_id for o in outcomes] == [tokens[2] for tokens in expected(model_dir)]
+
+
+def test_a_preempted_request_goes_on_in_another_seat(rig: Rig, model_dir: Path) -> None:
+    made = requests(rig, 20)
+    first = made[1]
+    head = rig.generate_ahead(*made, steps=3)
+    rig.move(first)
+    tokens = [*first.prompt_token_ids, *head[1]]
+    others = [request for request in made if request is not first]
+    rows = [rig.row(first, 0, tokens, 3, decode=False), *(rig.row(r, r.num_prompt + 2, [-1], 3) for r in others)]
+    assert rig.language(*rows)[0].token_id == expected(model_dir)[1][3]
+    rows = [rig.row(request, request.num_prompt + 3, [-1], 4) for request in made]
+    assert [o.token_id for o in rig.language(*rows)] == [tokens[4] for tokens in expected(model_dir)]
+
+
+def test_one_send_a_replay_and_two_an_eager_step(rig: Rig, device: LateDevice) -> None:
+    made = requests(rig, 20)
+    device.sent.clear()
+    rig.language(*(rig.row(request, 0, request.prompt_token_ids, 0) for request in made))
+    assert len(device.sent) == 1
+    rig.language(*(rig.row(request, request.num_prompt, [-1], 1) for request in made))
+    assert len(device.sent) == 2 and device.sent[-1] == 2 and len(device.replays) == 1
+
+
+# ---- what is captured
+
+
+def test_the_largest_is_captured_first_and_all_of_them_for_every_place(model_dir: Path) -> None:
+    device, seen = LateDevice(num_places=2), list[tuple[int, int]]()
+    rig = make_rig(model_dir, "reference", num_seats=6, asynchronous=True, device=device)
+    rig.worker.capture_graphs(lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 8) for done in range(1, 9)] and rig.worker.graph_bytes == 8000
+    graphs = rig.worker._graphs
+    assert graphs is not None and [size for _, size in graphs.wanted] == [6, 4, 2, 1] * 2
+    device.here = 1
+    rig.add(request := make_request(1, [5, 6, 7]))
+    rig.generate_ahead(request, steps=3)
+    assert device.replays == [1, 1]
+    rig.worker.close()
+
+
+def test_capturing_leaves_nothing_behind(model_dir: Path) -> None:
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=LateDevice(), num_seats=4)
+    before = rig.kv_cache.data.view(torch.int32).clone()
+    rig.worker.warm_up(lambda done, total: None)
+    rig.worker.capture_graphs(lambda done, total: None)
+    assert torch.equal(rig.kv_cache.data.view(torch.int32), before)
+    rig.worker.close()
+
+
+def test_a_step_that_no_graph_fits_is_launched_op_by_op(model_dir: Path) -> None:
+    """More rows than the largest graph has; and a context that ends where no graph looks any more."""
+    device = LateDevice()
+    rig = graph_rig(model_dir, device, cuda_graph_sizes=(2,))
+    made = requests(rig, 20)
+    assert rig.generate_ahead(*made) == expected(model_dir)
+    assert not device.replays
+    assert rig.generate(*made[:2], steps=1)  # begin anew
+    rows = [rig.row(request, request.num_prompt, [-1], 1) for request in made[:2]]
+    assert [o.token_id for o in rig.language(*rows)] == [tokens[1] for tokens in expected(model_dir)[:2]]
+    assert len(device.replays) == 1
+    graphs = rig.worker._graphs
+    assert graphs is not None
+    graphs._max_model_len = made[0].num_prompt + 1
+    rows = [rig.row(request, request.num_prompt + 1, [-1], 2) for request in made[:2]]
+    assert [o.token_id for o in rig.language(*rows)] == [tokens[2] for tokens in expected(model_dir)[:2]]
+    assert len(device.replays) == 1
+    rig.worker.close()
+
+
+def test_ops_that_plan_from_contents_are_not_captured(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make_rig(model_dir, "native", asynchronous=True, device=LateDevice(), num_seats=4)
+    with caplog.at_level(logging.INFO):
+        rig.worker.capture_graphs(lambda done, total: pytest.fail("something was captured"))
+    assert "not captured" in caplog.text and rig.worker.graph_bytes == 0
+    rig.add(request := make_request(1, [5, 6, 7]))
+    assert len(rig.generate_ahead(request)[0]) == 8
+    rig.worker.close()
+
+
+def test_a_capture_that_fails_says_what_to_change(model_dir: Path) -> None:
+    class Small(LateDevice):
+        def capture(self, launch: Any) -> Any:
+            raise torch.OutOfMemoryError("no room for a pool")
+
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=Small(), num_seats=4)
+    with pytest.raises(BackendError, match="enforce_eager"):
+        rig.worker.capture_graphs(lambda done, total: None)
+    rig.worker.close()
+
+
+def test_sizes() -> None:
+    assert default_sizes(1) == (1,)
+    assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert default_sizes(64) == (1, 2, 4, *range(8, 65, 8))
+    assert default_sizes(1024)[-3:] == (992, 1008, 1024) and len(default_sizes(1024)) == 83
+    assert EngineConfig(cuda_graph_sizes=("8,2", "4", 2)).cuda_graph_sizes == (2, 4, 8)  # type: ignore[arg-type]
+    for wrong in (("x",), (0,), (4097,), ("",), tuple(range(1, 300))):
+        with pytest.raises(ConfigError, match="cuda_graph_sizes"):
+            EngineConfig(cuda_graph_sizes=wrong)  # type: ignore[arg-type]
+
+
+def test_positions_that_were_reserved_stay_where_they_are(rig: Rig) -> None:
+    """A graph reads the table that it was captured with, which must not be given away when a longer one is made."""
+    table = RotaryTable(rig.spec.language, torch.device("cpu"))
+    table.reserve(100)
+    reserved = table._table
+    axes = () if rig.spec.language.rope_sections is None else (3,)
+    far = torch.full((*axes, 1), 5000)
+    table(far, 5001)
+    assert table._table is not reserved and any(kept is reserved for kept in table._reserved)
+    assert np.array_equal(table._table[: len(reserved)].numpy(), reserved.numpy())
