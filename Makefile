@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all check support bench build dist clean help
+.PHONY: demo serve test test-all check support bench gpu-check build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -13,7 +13,8 @@ help:
 	@echo "make test-all  with the slow tests, most of them instances that die"
 	@echo "make check   format, lint, types, architecture"
 	@echo "make support the README's table of model families, from the parity tests"
-	@echo "make bench   the quick benchmarks of this machine"
+	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
+	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
 	@echo "make build   the environment and the native extension only"
 	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
 
@@ -57,12 +58,13 @@ support: build
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)
 	@$(BIN)/python -m tests.support_table build/support.xml
 
+# The quick set of the micro-benchmarks: a document of each, summary.md and summary.png. DIR=... puts them elsewhere.
 bench: build
-	@$(BIN)/python -m bench.ops.linear --quick
-	@$(BIN)/python -m bench.ops.cache --quick
-	@$(BIN)/python -m bench.ops.attention --quick
-	@$(BIN)/python -m bench.throughput --model demo --quick
-	@$(BIN)/python -m bench.serve all --model demo --quick
+	@$(BIN)/python -m bench.micro $(if $(DIR),--dir "$(DIR)") $(ARGS)
+
+# For a machine with a GPU: from the source tree as it is, with whatever $(PYTHON) has. No network, no environment.
+gpu-check:
+	@$(PYTHON) -m bench.gpu_check $(if $(DIR),--dir "$(DIR)") $(ARGS)
 
 # Takes the objects of the build in place; what setuptools staged for an earlier wheel could hold files that are gone.
 dist: build

@@ -26,6 +26,7 @@ class Times(NamedTuple):
 
     median: float
     best: float
+    turns: tuple[float, ...] = ()  # each one's, in order
 
 
 def card() -> dict[str, Any]:
@@ -68,7 +69,7 @@ def interleaved(
             for _ in range(calls[name]):
                 run()
             seconds[name].append((clock() - started) / calls[name])
-    return {name: Times(median(values), min(values)) for name, values in seconds.items()}
+    return {name: Times(median(values), min(values), tuple(values)) for name, values in seconds.items()}
 
 
 def emit(document: dict[str, Any]) -> None:

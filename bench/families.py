@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.common import card, emit, interleaved
-from bench.stages import PICTURE, Stages
+from bench.micro.subject import Row, Subject
+from hydra_engine.backend.select import create_backend
 from hydra_engine.models.registry import FAMILIES
 from hydra_engine.models.tiny import make_tiny
 
+PICTURE = (640, 480)
 PROMPT, CONTEXT, ROWS = 128, 256, 8
 
 
 def measure(family: str, directory: Path, threads: int, repeats: int) -> dict[str, Any]:
     make_tiny(family, directory, seed=1, dtype="bfloat16")
-    stages = Stages(directory, threads, ROWS, CONTEXT + 16, 1)
-    plan = stages.vision.plan_image(*PICTURE)
-    runs = {
-        "encode": stages.encode(1),
-        "prefill": stages.language(1, PROMPT, 0),
-        "decode": stages.language(ROWS, 1, CONTEXT - 1),
+    backend = create_backend("cpu", torch.bfloat16, threads=threads)
+    subject = Subject(family, directory, backend)
+    assert subject.spec.vision is not None, "a model with a vision tower"
+    plan = subject.spec.vision.plan_image(*PICTURE)
+    runs: dict[str, Callable[[], object]] = {
+        "encode": subject.encode(1, PICTURE, subject.image_cache(plan.num_tokens)),
+        "prefill": subject.language([Row(0, PROMPT)], subject.kv_cache(1, PROMPT)),
+        "decode": subject.language([Row(CONTEXT - 1)] * ROWS, subject.kv_cache(ROWS, CONTEXT)),
     }
     times = interleaved(runs, repeats)
     return {

@@ -34,6 +34,7 @@ from hydra_engine.errors import CODES
 
 ANSWER_S = 60.0  # a request without an answer for this long is lost
 WARM_UP = 300  # malformed requests before footprints are taken, at most
+LARGE_BYTES = 1 << 20  # of a request; reading and parsing more takes its time, whatever is wrong with it
 MOST_GROWTH_MIB = 64  # of the memory of all processes after the first tenth, some of which is what bodies left unused
 MOST_THREADS = 24  # of the front, whose pools of bounded size fill up in their own time
 RESULT = ROOT / "bench" / "results" / "fuzz.json"
@@ -62,32 +63,41 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[Server]:
-    """`hydra-engine serve demo`, with its route for tests. Raises RuntimeError if it does not end well."""
+    """`hydra-engine serve demo`, with its route for tests. It ends with the caller's block, however that ends. Raises
+    RuntimeError if it does not end well."""
     command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1", *arguments]
     environment = dict(os.environ, HYDRA_FAULTS="1")
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-    assert process.stderr is not None
-    log: list[str] = []
-    url = ""
-    for line in process.stderr:
-        log.append(line)
-        if line.startswith("ready on "):
-            url = line.split()[-1]
-            break
-    rest = process.stderr
-    reader = threading.Thread(target=lambda: log.extend(rest), daemon=True)
-    reader.start()
     try:
+        assert process.stderr is not None
+        log: list[str] = []
+        url = ""
+        for line in process.stderr:
+            log.append(line)
+            if line.startswith("ready on "):
+                url = line.split()[-1]
+                break
+        rest = process.stderr
+        reader = threading.Thread(target=lambda: log.extend(rest), daemon=True)
+        reader.start()
         if not url:
             raise RuntimeError("the server has not started: " + "".join(log))
         yield Server(process, int(url.rpartition(":")[2]), log)
     finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
-        reader.join(10)
-        rest.close()
+        code = _end(process)
+    reader.join(10)
+    rest.close()
     if code != 0:
         raise RuntimeError(f"the server ended with {code}: " + "".join(log[-20:]))
+
+
+def _end(process: subprocess.Popen[str]) -> int:
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(60)
+    finally:  # also when somebody loses patience
+        process.kill()
+        process.wait()
 
 
 # ---- one request
@@ -95,11 +105,18 @@ def serving(*arguments: str) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class Answer:
-    """`statuses` of all answers on one connection; () when it was closed without one. Seconds until the first byte."""
+    """`statuses` of all answers on one connection; () when it was closed without one. Seconds from the beginning until
+    all was handed to the kernel, and until the first byte came; 0 for what never happened."""
 
     statuses: tuple[int, ...]
     data: bytes
+    sent_s: float
     first_s: float
+
+    @property
+    def waited_s(self) -> float:
+        """For the first byte: since the last one was sent, or since the beginning where the answer came before that."""
+        return self.first_s - self.sent_s if 0 < self.sent_s < self.first_s else self.first_s
 
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
@@ -108,11 +125,19 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 async def exchange(port: int, wire: bytes, *, half: bool = False) -> Answer:
     """Sends `wire` and reads to the end. Raises TimeoutError when that does not come."""
     began = time.monotonic()
-    first_s, data = 0.0, b""
+    sent_s, first_s, data = 0.0, 0.0, b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def send() -> None:
+        nonlocal sent_s
+        with contextlib.suppress(ConnectionError):
+            writer.write(wire)
+            await writer.drain()
+            sent_s = time.monotonic() - began
+
     try:
         async with asyncio.timeout(ANSWER_S):
-            sending = asyncio.ensure_future(_send(writer, wire))
+            sending = asyncio.ensure_future(send())
             if half:
                 await sending
             while not half and (read := await reader.read(1 << 16)):
@@ -123,13 +148,7 @@ async def exchange(port: int, wire: bytes, *, half: bool = False) -> Answer:
         pass  # refused before all was sent: what came until then counts
     finally:
         writer.transport.abort()
-    return Answer(tuple(map(int, _STATUS.findall(data))), data, first_s)
-
-
-async def _send(writer: asyncio.StreamWriter, wire: bytes) -> None:
-    with contextlib.suppress(ConnectionError):
-        writer.write(wire)
-        await writer.drain()
+    return Answer(tuple(map(int, _STATUS.findall(data))), data, sent_s, first_s)
 
 
 async def get(port: int, path: str) -> Any:
@@ -198,7 +217,10 @@ class Tally:
     by_class: dict[str, Counter[str]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)  # statuses that a class must not get, answers that tell
     lost: list[str] = field(default_factory=list)
-    refusal_ms: dict[str, float] = field(default_factory=dict)  # to the first byte, beside the golden streams
+    refusal_ms: dict[str, float] = field(default_factory=dict)  # `Answer.waited_s`, beside the golden streams
+    small_refusal_ms: dict[str, float] = field(default_factory=dict)  # of requests up to LARGE_BYTES
+    large_refusal_ms: dict[str, float] = field(default_factory=dict)  # of larger ones
+    refusal_ms_by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # the slowest first
     livez_ms: dict[str, float] = field(default_factory=dict)
     bystanders: int = 0
     changed: list[str] = field(default_factory=list)
@@ -222,7 +244,7 @@ class Campaign:
         self.tally = Tally()
         self._server = server
         self._concurrency = concurrency
-        self._refusals_s: list[float] = []
+        self._refused: dict[str, list[tuple[int, float]]] = {}  # by class: bytes sent, seconds waited
         self._livez_s: list[float] = []
         self._over = asyncio.Event()
 
@@ -236,7 +258,7 @@ class Campaign:
         self.tally.leaks += await self._at_rest()
         before = self._footprints()
         self.tally.by_class.clear()
-        self._refusals_s.clear()
+        self._refused.clear()
         began = time.monotonic()
         others = [asyncio.create_task(self._stand_by(body, right)) for body, right in zip(bodies, alone, strict=True)]
         others.append(asyncio.create_task(self._probe()))
@@ -249,7 +271,12 @@ class Campaign:
         self._over.set()
         await asyncio.gather(*others)
         self.tally.requests, self.tally.seconds = count, round(time.monotonic() - began, 1)
-        self.tally.refusal_ms = _quantiles(self._refusals_s)
+        refused = [pair for pairs in self._refused.values() for pair in pairs]
+        self.tally.refusal_ms = _quantiles([waited_s for _, waited_s in refused])
+        self.tally.small_refusal_ms = _quantiles([waited_s for size, waited_s in refused if size <= LARGE_BYTES])
+        self.tally.large_refusal_ms = _quantiles([waited_s for size, waited_s in refused if size > LARGE_BYTES])
+        by_class = {name: _quantiles([waited_s for _, waited_s in pairs]) for name, pairs in self._refused.items()}
+        self.tally.refusal_ms_by_class = dict(sorted(by_class.items(), key=lambda one: -one[1]["p99"]))
         self.tally.livez_ms = _quantiles(self._livez_s)
         self.tally.leaks += await self._at_rest()
         await self._grown(before)
@@ -285,7 +312,7 @@ class Campaign:
         if case.half:
             return
         if statuses != (CLOSED,) and 400 <= statuses[0] < 500:
-            self._refusals_s.append(answer.first_s)
+            self._refused.setdefault(case.name, []).append((len(case.wire), answer.waited_s))
         wrong = [status for status in statuses if status not in case.allowed]
         if wrong or (why := _tells(answer)):
             found = f"status {wrong}" if wrong else why
@@ -369,9 +396,12 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--no-save", action="store_true", help="print the tally only")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the server ends too
     tally = campaign(arguments.requests, seed=arguments.seed, concurrency=arguments.concurrency)
     for name, counts in sorted(tally.by_class.items()):
-        print(f"{name:26} " + ", ".join(f"{status}: {n}" for status, n in sorted(counts.items())))
+        refusal = tally.refusal_ms_by_class.get(name, {})
+        told = f"  refused in {refusal['p50']} ms, p99 {refusal['p99']} ms" if refusal else ""
+        print(f"{name:26} " + ", ".join(f"{status}: {n}" for status, n in sorted(counts.items())) + told)
     document = {
         "bench": "fuzz",
         "seed": arguments.seed,

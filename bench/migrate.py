@@ -20,8 +20,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -212,8 +213,8 @@ def measure(target: Target, kind: PoolKind, num_blocks: int, count: int, rounds:
     }
 
 
-def round_trips(channel: socket.socket, count: int) -> dict[str, float]:
-    """An Offer of 64 blocks there, its Ack back; microseconds."""
+def round_trips(channel: socket.socket, count: int) -> list[float]:
+    """An Offer of 64 blocks there, its Ack back; microseconds, without the first tenth."""
     offer = Offer(1, 1, RequestId(7), None, SLOT, WORD, tuple(range(64)), 1024)
     reader, decoder, times = FrameReader(), msgspec.msgpack.Decoder(Ack), []
     for _ in range(count):
@@ -224,7 +225,11 @@ def round_trips(channel: socket.socket, count: int) -> dict[str, float]:
             bodies = reader.feed(channel.recv(1 << 16))
         decoder.decode(bodies[0])
         times.append((time.perf_counter() - began) * 1e6)
-    cuts = quantiles(times[count // 10 :], n=100)
+    return times[count // 10 :]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    cuts = quantiles(values, n=100)
     return {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98]}
 
 
@@ -244,13 +249,23 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+@contextmanager
+def connected(options: argparse.Namespace) -> Iterator[tuple[Target, socket.socket]]:
+    """A source in a process of its own and the target in this one; both end with the block."""
     ours, theirs = socket.socketpair()
     sizes = ["--blocks", str(options.blocks), "--block-kib", str(options.block_kib)]
     command = [sys.executable, "-m", "bench.migrate", *sizes, "--serve", str(theirs.fileno())]
-    with subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()]) as source, ours:
+    with subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()]), ours:
         theirs.close()
         target = Target(options, ours)
+        try:
+            yield target, ours
+        finally:
+            target.exchange.end()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    with connected(options) as (target, channel):
         print(f"{options.threads} thread(s); the pull, then GB/s of memcpy, medians; ratio to the faster memcpy")
         print(HEADER)
         rows = []
@@ -259,13 +274,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for count in sorted({*(n for n in SMALL_JOBS if n < options.blocks), options.blocks}):
                 rows.append(measure(target, kind, options.blocks, count, options.rounds))
                 show(rows[-1])
-        control = round_trips(ours, options.round_trips)
+        control = percentiles(round_trips(channel, options.round_trips))
         print(
             f"round trip of an offer: {control['p50']:.0f} us, p95 {control['p95']:.0f} us, p99 {control['p99']:.0f} us"
         )
-        target.exchange.end()
-        ours.close()
-        source.wait()
     return {
         "bench": "migrate",
         "threads": options.threads,
@@ -277,7 +289,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=256, help="of each pool")
     parser.add_argument("--block-kib", type=int, default=KV_BLOCK_KIB, help="size of a KV block")
@@ -287,12 +299,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small pools, a few seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the document there too")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.blocks, options.rounds, options.round_trips = 64, 7, 500
+    return options
+
+
+def main() -> None:
+    options = parse()
     if options.serve is not None:
         serve(socket.socket(fileno=options.serve), options)
         return
-    if options.quick:
-        options.blocks, options.rounds, options.round_trips = 64, 7, 500
     document = run(options)
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -98,7 +98,16 @@ def photo(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def measure(target: Target, size: tuple[int, int], sandbox: Sandbox, repeats: int) -> dict[str, Any]:
+class Case(NamedTuple):
+    """One picture: the ways to process it, all with the same pixels, and what was found while comparing them."""
+
+    candidates: dict[str, Callable[[], object]]
+    file_bytes: int
+    grey_levels_off: float
+
+
+def prepare(target: Target, size: tuple[int, int], sandbox: Sandbox) -> Case:
+    """Ends the program where pixels differ."""
     data, view = photo(*size), target.view(*size)
     plan = MediaPlan((view,), (ItemPlan(*view.canvas, 1, 1, 1, (1, 1, 1)),))
 
@@ -129,14 +138,18 @@ def measure(target: Target, size: tuple[int, int], sandbox: Sandbox, repeats: in
         "decode": lambda: pixels.decode(container),
         "resize": lambda: pixels.render_into([decoded], plan.views, SPEC.resample, out),
     }
-    # Turns of many pictures: the first one after another candidate finds its caches cold and its memory given back.
-    times = interleaved(candidates, repeats, 0.05, clock=lambda: time.thread_time() + child_seconds(sandbox))
-    latency = interleaved({"served": candidates["served"]}, repeats)["served"]
+    return Case(candidates, len(data), difference)
+
+
+def measure(target: Target, size: tuple[int, int], sandbox: Sandbox, repeats: int) -> dict[str, Any]:
+    case = prepare(target, size, sandbox)
+    times = timed(case, sandbox, repeats)
+    latency = interleaved({"served": case.candidates["served"]}, repeats)["served"]
     return {
         "target": target.name,
         "source": list(size),
-        "file_bytes": len(data),
-        "grey_levels_off": difference,
+        "file_bytes": case.file_bytes,
+        "grey_levels_off": case.grey_levels_off,
         "ms": {name: value.median * 1e3 for name, value in times.items()},
         "ms_best": {name: value.best * 1e3 for name, value in times.items()},
         "latency_ms": latency.median * 1e3,
@@ -144,6 +157,12 @@ def measure(target: Target, size: tuple[int, int], sandbox: Sandbox, repeats: in
         "ratio": ratios(times),
         "ratio_best": ratios({name: Times(value.best, value.best) for name, value in times.items()}),
     }
+
+
+def timed(case: Case, sandbox: Sandbox, repeats: int) -> dict[str, Times]:
+    """Seconds of a core. Turns of many pictures: the first one after another candidate finds its caches cold and its
+    memory given back."""
+    return interleaved(case.candidates, repeats, 0.05, clock=lambda: time.thread_time() + child_seconds(sandbox))
 
 
 def child_seconds(sandbox: Sandbox) -> float:

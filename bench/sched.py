@@ -28,7 +28,7 @@ from hydra_engine.cache.manager import CacheManager
 from hydra_engine.clock import VirtualClock
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import ToFront, ToInstance
+from hydra_engine.core.messages import Submit, ToFront, ToInstance
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
@@ -95,6 +95,7 @@ class NothingComputed:
     def __init__(self) -> None:
         self.plan: LanguagePlan | None = None
         self.num_ended = 0
+        self.incoming: list[ToInstance] = []
         self._results: list[VisionResult | LanguageResult] = []
 
     def finish(self, started_s: float, ended_s: float) -> None:
@@ -122,7 +123,8 @@ class NothingComputed:
     def close(self) -> None: ...
 
     def drain(self) -> list[ToInstance]:
-        return []
+        messages, self.incoming = self.incoming, []
+        return messages
 
     def send(self, messages: Sequence[ToFront]) -> None: ...
 
@@ -153,7 +155,7 @@ class Bench:
             wake=threading.Event(),
             clock=self._clock,
         )
-        self._ops = create_backend("cpu", torch.float32, threads=1).ops
+        self._backend = create_backend("cpu", torch.float32, threads=1)
         self._seats = Seats(scenario.running)
         self._added = self._replaced = 0
         self._add(scenario.running)
@@ -174,7 +176,7 @@ class Bench:
                 arrival_s=self._clock.now(),
                 eos_token_ids=(1, 2),
             )
-            self._scheduler.add(request, self._clock.now())
+            self._worker.incoming.append(Submit(request))
             self._added += 1
 
     def _settle(self) -> None:
@@ -185,6 +187,7 @@ class Bench:
         for _ in range(max(8, self._scenario.output)):
             self._step()
         self._add(self._scenario.waiting)
+        self._step()  # takes them in, which is no step's cost
 
     def _step(self) -> float:
         """Seconds of the turn that takes a step back and plans the next one."""
@@ -199,6 +202,10 @@ class Bench:
 
     def run(self, steps: int) -> dict[str, float]:
         """Medians in microseconds."""
+        return {name: median(values) * 1e6 for name, values in self.samples(steps).items()}
+
+    def samples(self, steps: int) -> dict[str, list[float]]:
+        """Seconds of every step."""
         found: dict[str, list[float]] = defaultdict(list)
         for _ in range(steps):
             turn = self._step()
@@ -208,7 +215,7 @@ class Bench:
                 found[name].append(value)
             found["metadata"].append(self._metadata())
             found["exposed"].append(found["turn"][-1] + found["metadata"][-1])
-        return {name: median(values) * 1e6 for name, values in found.items()}
+        return found
 
     def _metadata(self) -> float:
         plan = self._worker.plan
@@ -216,7 +223,12 @@ class Bench:
         self._seats.owners[plan.decodes.seats] = plan.decodes.request_ids
         started = perf_counter()
         language_input(
-            plan, self._seats, self._ops, block_size=BLOCK_SIZE, image_block_size=64, device=torch.device("cpu")
+            plan,
+            self._seats,
+            self._backend.ops,
+            block_size=BLOCK_SIZE,
+            image_block_size=64,
+            device=self._backend.device,
         )
         return perf_counter() - started
 

@@ -1,4 +1,4 @@
-"""The anthropic package: messages, streams, pictures, `count_tokens`, structured output, classes of errors."""
+"""The anthropic package: messages, streams, pictures, tools, `count_tokens`, structured output, classes of errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from bench.clients.checks import (
     QUESTION,
     WEATHER_SCHEMA,
     Check,
+    Skip,
     Target,
     is_weather,
     raises,
@@ -77,6 +78,37 @@ def checks(target: Target) -> dict[str, Check]:
         answer = client.messages.create(model=target.model, messages=question, max_tokens=500, extra_body=options)
         return is_weather(answer.content[0].text)
 
+    tool = {"name": "weather", "description": "Tells the weather.", "input_schema": WEATHER_SCHEMA}
+    use: Any = {"tools": [tool], "max_tokens": 800, "extra_body": {"temperature": 0}}
+
+    def tools() -> str:
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
+            answer = client.messages.create(model=target.model, messages=question, tool_choice=choice, **use)
+            assert answer.stop_reason == "tool_use", answer
+            assert answer.content[-1].name == "weather"
+        return is_weather(answer.content[-1].input)
+
+    def tools_streamed() -> str:
+        choice: Any = {"type": "tool", "name": "weather"}
+        with client.messages.stream(model=target.model, messages=question, tool_choice=choice, **use) as events:
+            return is_weather(events.get_final_message().content[-1].input)
+
+    def tools_history() -> str:
+        called = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome", "days": 1}}
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}
+        turns: list[Any] = [
+            *question,
+            {"role": "assistant", "content": [called]},
+            {"role": "user", "content": [result]},
+        ]
+        try:
+            answer = client.messages.create(model=target.model, messages=[*question, *turns], **use)
+        except anthropic.BadRequestError as error:
+            if "chat template" in str(error):
+                raise Skip("the chat template of this model knows no tools") from error
+            raise
+        return str(answer.stop_reason)
+
     def models() -> str:
         return client.models.retrieve(target.model).id
 
@@ -94,5 +126,6 @@ def checks(target: Target) -> dict[str, Check]:
             client.with_options(api_key="wrong").messages.create(model=target.model, messages=question, max_tokens=5)
         return "AuthenticationError"
 
-    named = [messages, stream, raw_stream, picture, asynchronous, system_and_stops, count_tokens, structured, models]
+    named = [messages, stream, raw_stream, picture, asynchronous, system_and_stops, count_tokens, structured]
+    named += [tools, tools_streamed, tools_history, models]
     return {check.__name__: check for check in [*named, errors, wrong_key]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from bench.clients.checks import PICTURE_QUESTION, QUESTION, WEATHER, WEATHER_SCHEMA, Check, Target, is_weather, raises
@@ -65,7 +66,8 @@ def _of_provider(target: Target, litellm: Any, asked: dict[str, Any], question: 
         return target.is_picture_answer(litellm.completion(messages=shown, **asked).choices[0].message.content)
 
     def tools() -> str:
-        answer = litellm.completion(messages=question, tools=[WEATHER], tool_choice="required", **asked)
+        tools = [deepcopy(WEATHER)]  # `hosted_vllm/` takes additionalProperties out of what it is given
+        answer = litellm.completion(messages=question, tools=tools, tool_choice="required", **asked)
         return is_weather(answer.choices[0].message.tool_calls[0].function.arguments)
 
     def json_schema() -> str:

@@ -146,6 +146,28 @@ def checks(target: Target) -> dict[str, Check]:
         need_responses()
         return repr(client.responses.parse(input=QUESTION, text_format=Weather, **asked).output_parsed)
 
+    def responses_tools() -> str:
+        need_responses()
+        tool: Any = {"type": "function", **WEATHER["function"]}
+        for choice in ("required", {"type": "function", "name": "weather"}):
+            options: Any = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, **asked}
+            [call] = client.responses.create(input=QUESTION, **options).output
+            assert (call.type, call.name) == ("function_call", "weather")
+            with client.responses.stream(input=QUESTION, **options) as events:
+                [streamed] = events.get_final_response().output
+            assert streamed.arguments == call.arguments
+        return is_weather(call.arguments)
+
+    def responses_tools_history() -> str:
+        need_responses()
+        tool: Any = {"type": "function", **WEATHER["function"]}
+        call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+        result = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"}
+        items: Any = [{"role": "user", "content": QUESTION}, call, result]
+        with knows_tools():
+            answer = client.responses.create(input=items, tools=[tool], max_output_tokens=60, **asked)
+        return str(answer.status)
+
     def need_responses() -> None:
         if not hasattr(client, "responses"):
             raise Skip("this version has no responses")
@@ -186,6 +208,8 @@ def checks(target: Target) -> dict[str, Check]:
         responses,
         responses_picture,
         responses_parse,
+        responses_tools,
+        responses_tools_history,
         raw_headers,
     ]
     return {check.__name__: check for check in [*named, errors, wrong_key]}

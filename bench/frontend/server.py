@@ -1,9 +1,10 @@
 """The servers under test, each a process of its own that says `ready on URL` on standard error.
 
-`front`: the real server, front and channel; only what is behind the channel is scripted. `naive`: aiohttp alone, a
+`front`: the real server, front and channel; only what is behind the channel is scripted; with `--workers` its HTTP is
+in front workers. `naive`: aiohttp alone, a
 queue and one write a token of bytes that were made before. `socket`: the same bytes, written to bare transports of the
 loop from one timer, which no server can do with less. A line on standard input is answered with the process's CPU
-seconds so far and the loop's lags since the last such line.
+seconds so far, those of its front workers, and the loop's lags since the last such line.
 """
 
 from __future__ import annotations
@@ -50,6 +51,16 @@ def waited_for_a_core() -> float:
     return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
 
+def workers_cpu() -> float:
+    """CPU seconds of this process's front workers, as far as they live."""
+    found_s = 0.0
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if b"front_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            found_s += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found_s
+
+
 class ScriptedEngine(Engine):
     async def astart(self, progress: bool | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,7 +90,12 @@ class Meter:
         for _ in sys.stdin:
             used = resource.getrusage(resource.RUSAGE_SELF)
             lags, self._lags = self._lags, []
-            document = {"user_s": used.ru_utime, "system_s": used.ru_stime, "lags_s": [round(lag, 6) for lag in lags]}
+            document = {
+                "user_s": used.ru_utime,
+                "system_s": used.ru_stime,
+                "workers_s": workers_cpu(),
+                "lags_s": [round(lag, 6) for lag in lags],
+            }
             print(json.dumps(document), flush=True)
         os._exit(0)  # whoever asked is gone
 
@@ -89,7 +105,7 @@ def announce(url: str) -> None:
     sys.stderr.flush()
 
 
-async def front(step_s: float) -> int:
+async def front(step_s: float, num_workers: int) -> int:
     os.environ[STEP_VARIABLE] = repr(step_s)
     config = EngineConfig()
     engine = ScriptedEngine.unstarted(replace(config, scheduler=replace(config.scheduler, max_queue=1 << 12)))
@@ -99,7 +115,8 @@ async def front(step_s: float) -> int:
         meter.start()
         announce(url)
 
-    return await serve(engine, ServerConfig(port=0), start=engine.astart, stop=engine.aclose, ready=ready)
+    served = ServerConfig(port=0, front_workers=num_workers)
+    return await serve(engine, served, start=engine.astart, stop=engine.aclose, ready=ready)
 
 
 class Events:
@@ -192,10 +209,11 @@ def main() -> int:
     parser.add_argument("kind", choices=("front", "naive", "socket"))
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=0)
     options = parser.parse_args()
     match options.kind:
         case "front":
-            return asyncio.run(front(options.step_s))
+            return asyncio.run(front(options.step_s, options.workers))
         case "naive":
             return asyncio.run(naive(options.step_s, options.tokens))
         case _:

@@ -32,7 +32,12 @@ def _text_body(rng: random.Random, middle: bytes) -> bytes:
 
 
 def nul(rng: random.Random) -> Made:
-    return _text_body(rng, rng.choice([b'"x":"a\\u0000b"', b'"x":"a\0b"', b'"\\u0000":1', b'"x":["\\u0000"]'])), REFUSED
+    """Texts may hold it, names and keys may not, and JSON must not."""
+    wrong = [b'"x":"a\0b"', b'"\\u0000":1', b'"x":{"a\\u0000":1}', b'"model":"\\u0000"']
+    if rng.random() < 0.7:
+        return _text_body(rng, rng.choice(wrong)), REFUSED
+    path = rng.choice((COMPLETIONS, "/tokenize"))
+    return as_json(path, BODIES[path] | {"prompt": rng.choice(["\0", "a\0b", "\0" * 100])}), EITHER
 
 
 def surrogate(rng: random.Random) -> Made:

@@ -1,0 +1,150 @@
+"""Paged attention of decodes alone, a layer at a time, with a KV head for each query head (MHA) and for several (GQA).
+
+The floor is one read of the contexts at the read bandwidth of the same run. Layers take turns, so nothing is in a
+cache. Peers: torch's SDPA over contiguous keys and values, and over ones gathered out of the blocks first, which is
+what paging costs without a kernel of its own. Results are compared with SDPA in float32 first. Shapes are those of the
+models and, with --shape, any. `hydra-engine bench attn_decode [--full]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.micro.encode import numbers
+from bench.micro.floors import attention_work
+from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, scaled, timed
+from bench.micro.subject import BLOCK, run_ops
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+
+QUICK_ROWS, FULL_ROWS = (1, 16, 64), (1, 4, 16, 32, 64, 128)
+SMALL_ROWS = (1, 8)  # of a processor
+QUICK_CONTEXTS, FULL_CONTEXTS = (1024,), (256, 1024, 4096)
+SHAPES = {"MHA": (32, 32, 128), "GQA": (28, 4, 128)}  # of the three models of 7 billion: query heads, KV heads, dim
+SMALL_SHAPES = {"MHA": (8, 8, 64), "GQA": (14, 2, 64)}
+_CACHE_BYTES = 48 << 30
+
+
+class Case(NamedTuple):
+    kind: str
+    heads: tuple[int, int, int]
+    rows: int
+    context: int
+
+    def __str__(self) -> str:
+        heads, kv_heads, dim = self.heads
+        return f"attention {self.kind} {heads}:{kv_heads}x{dim} B={self.rows} KV={self.context}"
+
+    def layer_bytes(self, width: int) -> int:
+        return self.rows * -(-self.context // BLOCK) * BLOCK * 2 * self.heads[1] * self.heads[2] * width
+
+
+class Paged:
+    """Requests of one length over a cache of random numbers and as many layers as keep it cold."""
+
+    def __init__(self, case: Case, backend: Backend) -> None:
+        heads, kv_heads, dim = case.heads
+        device = backend.device.torch_device
+        self._ops, self._case, self.scale = backend.ops, case, dim**-0.5
+        self.layers = cold_copies(device, case.layer_bytes(backend.dtype.itemsize), most=32)
+        blocks = -(-case.context // BLOCK)
+        shape = (case.rows * blocks, self.layers, 2, BLOCK, kv_heads, dim)
+        self.cache = PagedCache(torch.empty(shape, dtype=backend.dtype, device=device).normal_())
+        self.tables = torch.randperm(case.rows * blocks, dtype=torch.int32).view(case.rows, blocks)
+        self._context = torch.full((case.rows,), case.context, dtype=torch.int32)
+        self.q = torch.randn((case.rows, heads, dim), device=device).to(backend.dtype)
+        self.plan = self._planned(device)
+
+    def _planned(self, device: torch.device) -> AttentionPlan:
+        if device.type != "cuda":
+            return self._ops.plan_attention(
+                torch.arange(len(self.q) + 1, dtype=torch.int32), self._context, self.tables
+            )
+        return self._ops.plan_decode(self._context.to(device), self.tables.to(device))
+
+    def ours(self, layer: int) -> Tensor:
+        return self._ops.attention_paged(self.q, self.cache, layer, self.plan, self.scale)
+
+    def gathered(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, context, D]."""
+        rows = self.cache.data[:, layer][self.tables.long().to(self.cache.data.device)]  # [B, W, 2, S, H, D]
+        both = rows.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)[:, :, :, : self._case.context]
+        return both[0], both[1]
+
+    def sdpa(self, keys: Tensor, values: Tensor) -> Tensor:
+        q = self.q.to(keys.dtype)[:, :, None]
+        gqa = self._case.heads[0] != self._case.heads[1]
+        return F.scaled_dot_product_attention(q, keys, values, scale=self.scale, enable_gqa=gqa)[:, :, 0]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", help="query heads, KV heads and head dim with commas, instead of the models'")
+    parser.add_argument("--rows", help="requests, with commas")
+    parser.add_argument("--contexts", help="tokens that each request sees, with commas")
+
+
+def cases(arguments: argparse.Namespace, quick: bool, *, on_gpu: bool) -> Iterator[Case]:
+    shapes = SHAPES if on_gpu else SMALL_SHAPES
+    if arguments.shape is not None:
+        heads, kv_heads, dim = (int(word) for word in arguments.shape.split(","))
+        shapes = {"MHA" if heads == kv_heads else "GQA": (heads, kv_heads, dim)}
+    rows = (QUICK_ROWS, FULL_ROWS) if on_gpu else (SMALL_ROWS, SMALL_ROWS)
+    for kind, shape in shapes.items():
+        for context in numbers(arguments.contexts, quick, QUICK_CONTEXTS, FULL_CONTEXTS):
+            for count in numbers(arguments.rows, quick, *rows):
+                yield Case(kind, shape, count, context)
+
+
+def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> None:
+    on_gpu = report.device.type == "cuda"
+    for case in cases(arguments, report.quick, on_gpu=on_gpu):
+        if case.layer_bytes(backend.dtype.itemsize) > _CACHE_BYTES / 2:
+            report.skip(str(case), "more KV than is sensible for one layer")
+            continue
+        with report.case(str(case)):
+            _measure(report, backend, case)
+
+
+def _measure(report: Report, backend: Backend, case: Case) -> None:
+    paged = Paged(case, backend)
+    agree(str(case), paged.ours(0), paged.sdpa(*(x.float() for x in paged.gathered(0))))
+    contiguous = [tuple(x.contiguous() for x in paged.gathered(layer)) for layer in range(paged.layers)]
+    runs = candidates(report.device, paged, contiguous)
+    seconds = scaled(timed(report.device, runs, report.effort), paged.layers)
+    ours = seconds.pop("ours")
+    work = attention_work(*case.heads, case.rows, case.context, backend.dtype.itemsize)
+    report.row(
+        str(case),
+        ours,
+        work=[work],
+        inputs={**case._asdict(), "block_size": BLOCK, "layers": paged.layers},
+        peers=seconds,
+        bytes_per_s=work.read_bytes / ours.median,
+    )
+
+
+def candidates(device: torch.device, paged: Paged, contiguous: list[tuple[Tensor, ...]]) -> dict[str, Run]:
+    """Each goes once through all layers, in a graph where there are graphs."""
+
+    def all_layers(run: Callable[[int], object]) -> Run:
+        return captured(device, in_turn(run, paged.layers), paged.layers)
+
+    return {
+        "ours": all_layers(paged.ours),
+        "sdpa": all_layers(lambda layer: paged.sdpa(contiguous[layer][0], contiguous[layer][1])),
+        "gather + sdpa": all_layers(lambda layer: paged.sdpa(*paged.gathered(layer))),
+    }
+
+
+def main() -> None:
+    arguments = parse(__doc__, options)
+    run_ops("attn_decode", arguments, lambda report, backend: measure(arguments, report, backend))
+
+
+if __name__ == "__main__":
+    main()

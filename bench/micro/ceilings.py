@@ -1,0 +1,219 @@
+"""What this machine reaches with nothing else to do: matrix products, copies, reads, and the gap between two kernels.
+
+Every other micro-benchmark measures a short form of this first, because boards and clocks differ from run to run and
+only ratios to the same run mean something. On a GPU with green contexts, matrix products and reads are also measured on
+parts of its multiprocessors. `hydra-engine bench ceilings [--full]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.micro.floors import Ceilings, Work
+from bench.micro.harness import Effort, Report, Run, Seconds, captured, parse, require, scaled, timed
+
+_SM_STEP = 8  # partitions of compute capability 9.0 are multiples of this
+
+
+class Sizes(NamedTuple):
+    gemm: tuple[int, int, int]  # rows, outputs, inputs
+    stream_bytes: int  # of what is read or copied
+    sustained_s: float
+
+
+_GPU = Sizes((8192, 8192, 8192), 4 << 30, 2.0)
+_CPU = Sizes((1024, 4096, 1024), 1 << 28, 0.0)
+
+
+def sizes_of(device: torch.device, quick: bool) -> Sizes:
+    if device.type == "cuda":
+        return _GPU if not quick else _GPU._replace(stream_bytes=2 << 30)
+    return _CPU if quick else _CPU._replace(sustained_s=2.0)
+
+
+class Machine:
+    """The operands of all measurements on one device: random, so that power is drawn as it is by a model."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:
+        self.device, self.dtype, self.sizes = device, dtype, sizes
+        rows, outputs, inputs = sizes.gemm
+        self._x = torch.randn((rows, inputs), dtype=dtype, device=device)
+        self._weight = torch.randn((outputs, inputs), dtype=dtype, device=device)
+        self._out = torch.empty((rows, outputs), dtype=dtype, device=device)
+        self._words = torch.rand(sizes.stream_bytes // 4, dtype=torch.float32, device=device)
+        self._half = len(self._words) // 2
+        exact = self._x[:16].double() @ self._weight.double().T
+        self.gemm()
+        error = float((self._out[:16].double() - exact).abs().max())
+        require(error <= 0.02 * float(exact.abs().max()), "the matrix product of the ceilings")
+
+    @property
+    def flops(self) -> float:
+        rows, outputs, inputs = self.sizes.gemm
+        return 2.0 * rows * outputs * inputs
+
+    @property
+    def read_bytes(self) -> int:
+        return 4 * len(self._words)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Read and written by `copy`."""
+        return 2 * 4 * self._half
+
+    def gemm(self) -> Tensor:
+        return torch.mm(self._x, self._weight.T, out=self._out)
+
+    def copy(self) -> Tensor:
+        return self._words[: self._half].copy_(self._words[self._half : 2 * self._half])
+
+    def reads(self) -> dict[str, Run]:
+        """Several ways to read everything once: the best of them is the ceiling."""
+        words = self._words
+        found: dict[str, Run] = {"sum": lambda: words.sum(), "sum of int64": lambda: words.view(torch.int64).sum()}
+        if self.device.type == "cuda":
+            from bench.micro.probe_kernels import stream_sum
+
+            few = words[: 1 << 20]
+            require(abs(float(stream_sum(few).sum() / few.sum()) - 1) < 1e-3, "the streaming read")
+            found["stream"] = lambda: stream_sum(words)
+        return found
+
+    def sustained_flops(self) -> float:
+        """Over `sustained_s`, of which the first half is left out: until clocks have settled at the power cap."""
+        rates: list[float] = []
+        began = time.perf_counter()
+        while (elapsed := time.perf_counter() - began) < self.sizes.sustained_s:
+            seconds = timed(self.device, {"gemm": self.gemm}, Effort(3, 0.05, 1.0))["gemm"].median
+            if elapsed > self.sizes.sustained_s / 2:
+                rates.append(self.flops / seconds)
+        return sorted(rates)[len(rates) // 2]
+
+    def small_kernels(self, count: int) -> dict[str, Run]:
+        """`count` kernels that do next to nothing, each after the one before it: from Python, in a graph, and in a
+        graph where the next one may start while its predecessor ends."""
+        from bench.micro.probe_kernels import dependent_add
+
+        x = torch.zeros(1, device=self.device)
+
+        def eager() -> None:
+            for _ in range(count):
+                x.add_(1.0)
+
+        found = {"launch": eager, "graph": captured(self.device, lambda: x.add_(1.0), count)}
+        if torch.cuda.get_device_capability(self.device) >= (9, 0):
+            y = torch.zeros(1, device=self.device)
+            found["graph, dependent launch"] = captured(self.device, lambda: dependent_add(y), count)
+        return found
+
+
+def measure(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilings:
+    """The short form, a few seconds: rates of the fastest turns. With `quick` nothing is sustained on a processor."""
+    ceilings, _ = _measure(Machine(device, dtype, sizes_of(device, quick)), quick)
+    return ceilings
+
+
+def _measure(machine: Machine, quick: bool) -> tuple[Ceilings, dict[str, Seconds]]:
+    effort = Effort(7, 0.01, 2.0) if quick else Effort(15, 0.02, 4.0)
+    runs: dict[str, Run] = {"gemm": machine.gemm, "copy": machine.copy}
+    seconds = timed(machine.device, runs | {f"read, {name}": run for name, run in machine.reads().items()}, effort)
+    gap = launch = None
+    if machine.device.type == "cuda":
+        count = 200
+        small = scaled(timed(machine.device, machine.small_kernels(count), effort), count)
+        seconds |= small
+        gap, launch = small["graph"].median, small["launch"].median
+    fastest = min(value.p5 for name, value in seconds.items() if name.startswith("read"))
+    ceilings = Ceilings(
+        gemm_flops_per_s=machine.flops / seconds["gemm"].p5,
+        read_bytes_per_s=machine.read_bytes / fastest,
+        copy_bytes_per_s=machine.moved_bytes / seconds["copy"].p5,
+        sustained_flops_per_s=machine.sustained_flops() if machine.sizes.sustained_s else None,
+        graph_gap_s=gap,
+        launch_s=launch,
+    )
+    return ceilings, seconds
+
+
+@contextmanager
+def _green(device: torch.device, num_sms: int) -> Iterator[None]:
+    """All that this thread launches on its current stream runs on so many multiprocessors."""
+    from torch.cuda.green_contexts import GreenContext
+
+    context: Any = GreenContext.create(num_sms=num_sms, device_id=device.index or 0)
+    context.set_context()
+    try:
+        yield
+        torch.cuda.synchronize(device)
+    finally:
+        context.pop_context()
+
+
+def sweep(report: Report, machine: Machine) -> None:
+    """Matrix products and reads on 8, 16, .. multiprocessors: how many of them a memory-bound step needs."""
+    assert report.ceilings is not None
+    total = torch.cuda.get_device_properties(machine.device).multi_processor_count
+    counts = (16, 32, 64, 96) if report.quick else range(_SM_STEP, total + 1, _SM_STEP)
+    stream = machine.reads()["stream"]
+    for count in counts:
+        try:
+            with _green(machine.device, count):
+                seconds = timed(machine.device, {"gemm": machine.gemm, "read": stream}, Effort(3, 0.005, 0.5))
+        except (ImportError, RuntimeError) as error:  # torch or the driver without them
+            report.skip(f"{count} multiprocessors", str(error).split("\n")[0][:200])
+            return
+        inputs = {"sms": count, "of_sms": total}
+        report.row(
+            f"gemm on {count} of {total} SMs", seconds["gemm"], work=[Work("gemm", machine.flops)], inputs=inputs
+        )
+        work = [Work("read", read_bytes=machine.read_bytes)]
+        report.row(f"read on {count} of {total} SMs", seconds["read"], work=work, inputs=inputs)
+
+
+def main() -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
+    arguments = parse(__doc__, add)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with torch.inference_mode():
+        machine = Machine(device, dtype, sizes_of(device, arguments.quick))
+        ceilings, seconds = _measure(machine, arguments.quick)
+        with Report("ceilings", arguments, ceilings) as report:
+            work = {"gemm": Work("gemm", machine.flops), "copy": Work("copy", moved_bytes=machine.moved_bytes)}
+            for name, value in seconds.items():
+                read = Work("read", read_bytes=machine.read_bytes) if name.startswith("read") else None
+                part = work.get(name, read)
+                report.row(name, value, work=[] if part is None else [part])
+            if device.type == "cuda":
+                sweep(report, machine)
+            elif dtype != torch.float32:
+                wide = Machine(device, torch.float32, machine.sizes)
+                gemm = timed(device, {"gemm": wide.gemm}, report.effort)["gemm"]
+                report.row("gemm in float32", gemm, work=[Work("gemm", wide.flops)])
+            print(show(ceilings))
+
+
+def show(ceilings: Ceilings) -> str:
+    text = f"ceilings here: {ceilings.gemm_flops_per_s / 1e12:.3g} TFLOP/s"
+    if ceilings.sustained_flops_per_s is not None:
+        text += f" ({ceilings.sustained_flops_per_s / 1e12:.3g} sustained)"
+    text += f", {ceilings.read_bytes_per_s / 1e9:.4g} GB/s read, {ceilings.copy_bytes_per_s / 1e9:.4g} GB/s copied"
+    if ceilings.graph_gap_s is not None:
+        text += f", {ceilings.graph_gap_s * 1e6:.2f} us from kernel to kernel in a graph"
+    return text
+
+
+if __name__ == "__main__":
+    main()

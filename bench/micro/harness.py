@@ -1,0 +1,331 @@
+"""What every micro-benchmark shares: flags, timing on any device, and one document with the inputs of its ratios.
+
+    arguments = parse(__doc__)
+    with Report("name", arguments, ceilings) as report:
+        times = timed(report.device, {"ours": run, "peer": other}, report.effort)
+        report.row("what", times["ours"], work=[Work("weights", flops, num_bytes)], peers={"peer": times["peer"]})
+
+Timing: candidates take turns, so that drift meets all of them alike; a turn has as many calls as fill `min_seconds`;
+median and percentiles are over turns. On CUDA a turn lies between two events of the calling thread's stream, elsewhere
+between two readings of the clock. A result is checked (`require`, `agree`) before its time counts. Knows no models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.common import card, emit
+from bench.micro.floors import Ceilings, Work, overlap_s, serial_s
+from bench.micro.machine import Power, device_card
+
+Run = Callable[[], object]
+
+_COLD_CPU_BYTES = 96 << 20  # what rotated inputs of a processor fill at least
+_COLD_L2S = 3  # times the second-level cache of a GPU
+
+
+class Seconds(NamedTuple):
+    """Seconds of one call, over turns."""
+
+    median: float
+    p5: float
+    p95: float
+    turns: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Seconds:
+        """Of one call each; percentiles by the nearest rank."""
+        ordered = sorted(values)
+
+        def rank(share: float) -> float:
+            return ordered[min(len(ordered) - 1, max(0, round(share * (len(ordered) - 1))))]
+
+        return cls(median(ordered), rank(0.05), rank(0.95), len(ordered))
+
+
+class Effort(NamedTuple):
+    """How long something is timed."""
+
+    turns: int
+    min_seconds: float  # of a turn
+    max_seconds: float  # of all turns of one candidate, once it has had three
+
+
+QUICK = Effort(9, 0.002, 1.0)
+FULL = Effort(21, 0.004, 1.0)
+
+
+# ---- flags
+
+
+def parse(
+    doc: str | None,
+    add: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """quick (bool), device ("cpu", "cuda:N"), model (names with commas, or None), threads, deterministic, seed, json
+    (Path or None), and what `add` adds."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_true", help="under a minute (the default)")
+    mode.add_argument("--full", action="store_true", help="all sizes, more turns")
+    parser.add_argument("--model", help="directories, 'demo' or names of shapes, with commas")
+    parser.add_argument("--device", default="auto", help="cpu or cuda:N; auto: the first GPU if there is one")
+    parser.add_argument("--threads", type=int, default=None, help="of a processor; default: one for each core")
+    parser.add_argument("--deterministic", action="store_true", help="batch-invariant operations on a GPU too")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also writes the document there")
+    if add is not None:
+        add(parser)
+    arguments = parser.parse_args(argv)
+    arguments.quick = not arguments.full
+    if arguments.device == "auto":
+        arguments.device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return arguments
+
+
+# ---- timing
+
+
+def timed(device: torch.device, candidates: Mapping[str, Run], effort: Effort = QUICK) -> dict[str, Seconds]:
+    """Seconds of one call of each candidate. Warms each up first."""
+    one_turn = functools.partial(_cuda_turn, device) if device.type == "cuda" else _host_turn
+    calls = {name: _calls(one_turn, run, effort.min_seconds) for name, run in candidates.items()}
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(effort.turns):
+        for name, run in candidates.items():
+            values = found[name]
+            if len(values) >= 3 and sum(values) * calls[name] > effort.max_seconds:
+                continue
+            values.append(one_turn(run, calls[name]) / calls[name])
+    return {name: Seconds.of(values) for name, values in found.items()}
+
+
+def scaled(seconds: Mapping[str, Seconds], calls: int) -> dict[str, Seconds]:
+    """Of one of `calls` equal pieces of work that each timed call did."""
+    return {name: Seconds(s.median / calls, s.p5 / calls, s.p95 / calls, s.turns) for name, s in seconds.items()}
+
+
+def _calls(one_turn: Callable[[Run, int], float], run: Run, min_seconds: float) -> int:
+    one_turn(run, 1)  # compiles, allocates
+    return max(1, min(10_000, int(min_seconds / max(one_turn(run, 1), 1e-7))))
+
+
+def _host_turn(run: Run, calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return time.perf_counter() - started
+
+
+def _cuda_turn(device: torch.device, run: Run, calls: int) -> float:
+    stream = torch.cuda.current_stream(device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record(stream)
+    for _ in range(calls):
+        run()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def cold_copies(device: torch.device, num_bytes: int, most: int = 256) -> int:
+    """How many inputs of `num_bytes` it takes so that none is in a cache when its turn comes again, at most `most`."""
+    cold = _COLD_CPU_BYTES
+    if device.type == "cuda":
+        cold = _COLD_L2S * torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(most, -(-cold // max(num_bytes, 1))))
+
+
+def in_turn(run: Callable[[int], object], count: int) -> Run:
+    """run(0), run(1), .., run(count - 1), run(0), .."""
+    turn = itertools.cycle(range(count))
+    return lambda: run(next(turn))
+
+
+def captured(device: torch.device, launch: Run, calls: int = 1) -> Run:
+    """`calls` launches as one CUDA graph, to be replayed; `scaled` divides the time. Elsewhere the calls themselves, so
+    that a benchmark reads the same everywhere."""
+
+    def together() -> None:
+        for _ in range(calls):
+            launch()
+
+    if device.type != "cuda":
+        return together
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        together()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Another thread of the process (a lane) may allocate meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        together()
+    return graph.replay
+
+
+# ---- results that are checked
+
+
+class WrongResult(Exception):
+    """What was to be timed computes something else."""
+
+
+def require(ok: bool, what: str) -> None:
+    if not ok:
+        raise WrongResult(f"wrong result of {what}")
+
+
+def agree(what: str, result: Tensor, expected: Tensor, *, tolerance: float = 0.02) -> None:
+    """By the length of the difference over that of `expected`, in float32; both finite and of one shape."""
+    require(result.shape == expected.shape, f"{what}: shape {tuple(result.shape)} for {tuple(expected.shape)}")
+    left, right = result.float(), expected.float()
+    error = float((left - right).norm() / right.norm().clamp_min(1e-9))
+    require(error <= tolerance, f"{what}: {error:.1%} off")  # NaN is not <=
+
+
+# ---- the document
+
+
+class Report:
+    """The document of one benchmark: card, ceilings of the same run, rows. Printed as the last line of the output, and
+    written to `--json`, when the block ends without an error; then the process ends with status 1 if a result of some
+    case was wrong."""
+
+    def __init__(self, bench: str, arguments: argparse.Namespace, ceilings: Ceilings | None = None) -> None:
+        self.device = torch.device(arguments.device)
+        self.quick: bool = arguments.quick
+        self.effort = QUICK if arguments.quick else FULL
+        self.ceilings = ceilings
+        self._bench = bench
+        self._json: Path | None = arguments.json
+        self._rows: list[dict[str, Any]] = []
+        self._skipped: list[dict[str, str]] = []
+        self._wrong: list[dict[str, str]] = []
+        self._extra: dict[str, Any] = {}
+        self._power = Power(self.device)
+        self._since = self._began = time.perf_counter()
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._power.close()
+        if kind is not None:
+            return
+        document = self.document()
+        if self._json is not None:
+            self._json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        emit(document)
+        if self._wrong:
+            raise SystemExit(f"{len(self._wrong)} results were wrong")
+
+    @contextmanager
+    def case(self, what: str) -> Iterator[None]:
+        """Where a result is wrong or memory does not suffice inside, the next case goes on and the document says so."""
+        try:
+            yield
+        except WrongResult as error:
+            self._wrong.append({"what": what, "reason": str(error)})
+            print(f"{what:58} NOT TIMED: {error}", flush=True)
+        except torch.OutOfMemoryError as error:
+            self.skip(what, str(error).split(". ")[0])
+
+    def row(
+        self,
+        what: str,
+        seconds: Seconds,
+        *,
+        work: Sequence[Work] = (),
+        overlap: bool = False,
+        floor_s: float | None = None,
+        formula: str = "",
+        inputs: Mapping[str, Any] | None = None,
+        peers: Mapping[str, Seconds] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """One measured thing. The floor is that of `work`, part by part under this report's ceilings (with `overlap`:
+        all parts beside each other), or `floor_s` with `formula`, a sentence that says how it follows from `inputs`.
+        `of_floor` is floor over median: 1 is the floor. `more` goes into the row as it is. Prints a line, returns the
+        row."""
+        row: dict[str, Any] = {"what": what, "inputs": dict(inputs or {})}
+        if work:
+            assert self.ceilings is not None, "work needs ceilings"
+            row["work"] = [part._asdict() for part in work]
+            least, formula = (overlap_s, OVERLAP) if overlap else (serial_s, SERIAL)
+            floor_s, sustained = least(work, self.ceilings.rates), self.ceilings.sustained
+            row["overlap_floor_s"] = overlap_s(work, self.ceilings.rates)
+            row["sustained_floor_s"] = None if sustained is None else least(work, sustained)
+        row |= {"formula": formula, "floor_s": floor_s, "seconds": seconds._asdict()}
+        row["of_floor"] = None if floor_s is None else floor_s / seconds.median
+        row["peers"] = {name: peer._asdict() for name, peer in (peers or {}).items()}
+        row["over_peers"] = {name: peer.median / seconds.median for name, peer in (peers or {}).items()}
+        row |= more
+        now = time.perf_counter()
+        row |= self._power.between(self._since, now)
+        self._since = now
+        self._rows.append(row)
+        print(_line(row), flush=True)
+        return row
+
+    def skip(self, what: str, reason: str) -> None:
+        """Something that this machine cannot measure. It is in the document too."""
+        self._skipped.append({"what": what, "reason": reason})
+        print(f"{what:58} skipped: {reason}", flush=True)
+
+    def note(self, name: str, value: Any) -> None:
+        """Goes into the document under `name`."""
+        self._extra[name] = value
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "bench": self._bench,
+            "suite": "micro",
+            "mode": "quick" if self.quick else "full",
+            "wall_s": time.perf_counter() - self._began,
+            "ceilings": None if self.ceilings is None else self.ceilings.as_dict(),
+            "rows": self._rows,
+            "skipped": self._skipped,
+            "wrong": self._wrong,
+            **self._extra,
+            "card": card() | device_card(self.device),
+        }
+
+
+OVERLAP = "max(sum of flops / gemm_flops_per_s, sum of read_bytes / read_bytes_per_s + moved_bytes / copy_bytes_per_s)"
+SERIAL = (
+    "sum over work of max(flops / gemm_flops_per_s, read_bytes / read_bytes_per_s + moved_bytes / copy_bytes_per_s)"
+)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    seconds = row["seconds"]
+    text = f"{row['what']:58} {_time(seconds['median'])} ({_time(seconds['p5'])} to {_time(seconds['p95'])})"
+    if row["floor_s"] is not None:
+        text += f"  floor {_time(row['floor_s'])}  {row['of_floor']:5.2f} of it"
+    for name, ratio in row["over_peers"].items():
+        text += f"  {name} {ratio:.2f}x"
+    return text
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s ", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:7.2f} {unit}"
+    return f"{seconds * 1e6:7.2f} us"

@@ -1,0 +1,124 @@
+"""Two pieces of work on two lanes of one device: one after the other, both at once, and one all along beside the other.
+
+Begins and ends are read from the clock in the lanes' threads, after each has waited for what it launched: some tens of
+microseconds in steps of milliseconds. Does not know what the work is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import NamedTuple, TypeVar
+
+from bench.micro.harness import Effort, Run, Seconds
+from bench.micro.subject import in_lane
+from hydra_engine.backend.device import Device, Lane
+
+_MOST_STEPS = 10_000
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+class Together(NamedTuple):
+    """`whole`: from the first begin to the last end."""
+
+    whole: Seconds
+    first: Seconds
+    second: Seconds
+
+
+class Beside(NamedTuple):
+    """`steps`: of the second work, those that lie within the time of the first. `whole_s` is that time."""
+
+    steps: Seconds
+    num_steps: float  # in that time, the one cut by its end counted in part
+    num_firsts: int
+    whole_s: float
+
+
+class Duo:
+    """`first` goes to the vision lane, `second` to the language lane, both at one place of the device."""
+
+    def __init__(self, device: Device, vision: Lane, language: Lane, first: Run, second: Run, place: int = 0) -> None:
+        self._device, self._vision, self._language = device, vision, language
+        self._first, self._second, self._place = first, second, place
+
+    def in_turn(self, effort: Effort) -> Together:
+        """Both on the language lane."""
+        spans = [
+            in_lane(self._language, lambda: (self._timed(self._first), self._timed(self._second))).result()
+            for _ in range(effort.turns + 1)
+        ]
+        return _of_spans(spans[1:])
+
+    def together(self, effort: Effort) -> Together:
+        spans = []
+        for _ in range(effort.turns + 1):  # the first one warms up
+            barrier = threading.Barrier(2)
+            waits = [
+                in_lane(lane, self._from(barrier, run))
+                for lane, run in ((self._vision, self._first), (self._language, self._second))
+            ]
+            spans.append((waits[0].result(), waits[1].result()))
+        return _of_spans(spans[1:])
+
+    def beside(self, num_firsts: int) -> Beside:
+        """The second work over and over while the first is done `num_firsts` times."""
+        barrier, over = threading.Barrier(2), threading.Event()
+
+        def firsts() -> Span:
+            began = perf_counter()
+            for _ in range(num_firsts):
+                self._timed(self._first)
+            over.set()
+            return Span(began, perf_counter())
+
+        def seconds() -> list[Span]:
+            spans = [self._timed(self._second)]  # one at least, however short the first work is
+            while not over.is_set() and len(spans) < _MOST_STEPS:
+                spans.append(self._timed(self._second))
+            return spans
+
+        one = in_lane(self._vision, self._after(barrier, firsts))
+        other = in_lane(self._language, self._after(barrier, seconds))
+        whole, spans = one.result(), other.result()
+        inside = [span.seconds for span in spans if whole.began <= span.began and span.ended <= whole.ended]
+        parts = [(min(s.ended, whole.ended) - max(s.began, whole.began)) / max(s.seconds, 1e-9) for s in spans]
+        counted = inside or [span.seconds for span in spans]  # a step may be longer than all of the first
+        return Beside(Seconds.of(counted), sum(max(part, 0.0) for part in parts), num_firsts, whole.seconds)
+
+    def _from(self, barrier: threading.Barrier, run: Run) -> Callable[[], Span]:
+        return self._after(barrier, lambda: self._timed(run))
+
+    def _after(self, barrier: threading.Barrier, job: Callable[[], T]) -> Callable[[], T]:
+        def run() -> T:
+            with self._at():
+                barrier.wait(timeout=60)
+                return job()
+
+        return run
+
+    def _timed(self, run: Run) -> Span:
+        began = perf_counter()
+        run()
+        self._device.finish()
+        return Span(began, perf_counter())
+
+    def _at(self) -> AbstractContextManager[None]:
+        return self._device.at(self._place) if self._place else nullcontext()  # 0 is where lanes are anyway
+
+
+def _of_spans(spans: list[tuple[Span, Span]]) -> Together:
+    whole = [max(a.ended, b.ended) - min(a.began, b.began) for a, b in spans]
+    return Together(Seconds.of(whole), *(Seconds.of([pair[i].seconds for pair in spans]) for i in (0, 1)))

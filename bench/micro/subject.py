@@ -1,0 +1,321 @@
+"""One loaded model with what its stages need, on any device: batches of pictures, prompts and decodes, ready to run.
+
+Inputs are planned from the shapes alone, as `worker/batches.py` does from requests: every request has blocks of its
+own, shuffled over the cache, and the cache holds random numbers. Does not know time or floors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from bench.micro.ceilings import measure, show
+from bench.micro.floors import Ceilings
+from bench.micro.harness import Report
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.backend.device import Lane
+from hydra_engine.backend.select import create_backend, resolve_dtype
+from hydra_engine.config import DEMO_MODEL, EngineConfig
+from hydra_engine.core.roles import EPD
+from hydra_engine.errors import BackendError
+from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.registry import load_model
+from hydra_engine.models.vlm import VisionLanguageModel
+from hydra_engine.specs.base import ModelSpec
+from hydra_engine.specs.registry import load_spec
+
+BLOCK = 16
+IMAGE_BLOCK = 64
+_PIECE = 1 << 28  # numbers drawn at once
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """One request of a language step: `new` tokens behind `start` that are in the cache."""
+
+    start: int
+    new: int = 1
+
+
+def directory_of(name: str) -> Path:
+    """Of a model directory, "demo" or a shape that ships without weights."""
+    directory = EngineConfig(model=name).model_path
+    if not directory.is_dir():
+        raise SystemExit(f"--model: there is no model {name!r}; give a directory, {DEMO_MODEL!r} or a shape's name")
+    return directory
+
+
+def default_models(device: torch.device) -> str:
+    return "llava-1.5-7b,qwen2-vl-7b,qwen2.5-vl-7b" if device.type == "cuda" else DEMO_MODEL
+
+
+def in_lane(lane: Lane, job: Callable[[], T]) -> Future[T]:
+    """The job's result, computed in the lane under inference mode."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with torch.inference_mode():
+                result = job()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    lane.submit(run)
+    return future
+
+
+def noise(num_layers: int) -> float:
+    """How far two right results of so many random layers in 16 bits may be apart, as `agree` counts it: measured
+    against transformers, it grows by one or two hundredths a layer. Two unrelated results are 1.4 apart."""
+    return min(0.5, 0.05 + 0.02 * num_layers)
+
+
+def graph_of(backend: Backend, run: Callable[[], object]) -> Callable[[], None] | str:
+    """Replays of `run`, captured by the calling lane, or why there are none."""
+    if backend.device.torch_device.type != "cuda":
+        return "this device has no graphs"
+
+    def launch() -> None:
+        run()
+
+    try:
+        return backend.device.capture(launch).replay
+    except BackendError as error:
+        return str(error)[:200]
+
+
+class Subject:
+    """A model on a device. Weights are read where the directory has some and drawn where it has none."""
+
+    def __init__(self, name: str, directory: Path, backend: Backend) -> None:
+        self.name, self.directory, self.backend = name, directory, backend
+        self.spec: ModelSpec = load_spec(directory)
+        self.random = not any(directory.glob("*.safetensors"))
+        assert not self.spec.language.has_states, "models with recurrent states are not measured here"
+        model = load_model(directory, self.spec, backend, EPD, random_weights=self.random)
+        assert isinstance(model, VisionLanguageModel)
+        self.model = model
+        self.device = backend.device.torch_device
+        self.width = backend.dtype.itemsize
+        self._generator = torch.Generator(self.device).manual_seed(0)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def free_bytes(self) -> int:
+        return self.backend.device.memory()[0]
+
+    def random_like(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers, drawn in pieces: some devices draw in float32 first."""
+        data = torch.empty(tuple(shape), dtype=dtype or self.backend.dtype, device=self.device)
+        for piece in data.view(-1).split(_PIECE):
+            piece.normal_(generator=self._generator)
+        return data
+
+    # ---- caches
+
+    def kv_bytes(self, rows: int, tokens: int) -> int:
+        return rows * -(-tokens // BLOCK) * BLOCK * self.spec.language.kv_bytes_per_token(self.width)
+
+    def kv_cache(self, rows: int, tokens: int) -> PagedCache:
+        """For `rows` requests of up to `tokens`."""
+        language = self.spec.language
+        blocks = rows * -(-tokens // BLOCK)
+        return PagedCache(
+            self.random_like((blocks, language.num_kv_layers, 2, BLOCK, language.num_kv_heads, language.head_dim))
+        )
+
+    def image_cache(self, tokens: int) -> PagedCache:
+        vision = self.spec.vision
+        assert vision is not None
+        shape = (-(-tokens // IMAGE_BLOCK), vision.num_planes, 1, IMAGE_BLOCK, 1, vision.feature_size)
+        return PagedCache(self.random_like(shape))
+
+    # ---- the tower
+
+    def encode(self, count: int, picture: tuple[int, int], cache: PagedCache) -> Encode:
+        return Encode(self, count, picture, cache)
+
+    # ---- the decoder
+
+    def language(self, rows: Sequence[Row], cache: PagedCache) -> Step:
+        return Step(self, rows, cache)
+
+
+class Encode:
+    """`count` pictures of one size, different in content, to the first slots of an image cache."""
+
+    def __init__(self, subject: Subject, count: int, picture: tuple[int, int], cache: PagedCache) -> None:
+        vision = subject.spec.vision
+        assert vision is not None
+        self._model, self.cache = subject.model, cache
+        self.items = [item for _ in range(count) for item in vision.plan_image(*picture).items]
+        shapes = [(item.num_pictures, item.height, item.width, 3) for item in self.items]
+        generator = torch.Generator().manual_seed(1)
+        self.pixels = tuple(
+            torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(subject.device) for shape in shapes
+        )
+        self.num_tokens = sum(item.num_tokens for item in self.items)
+        self.slots = torch.arange(self.num_tokens, device=subject.device)
+        grids = tuple(item.grid for item in self.items)
+        self.inputs = VisionInput(self.pixels, (picture,) * len(self.items), grids, self.slots)
+
+    def __call__(self) -> None:
+        self._model.encode(self.inputs, self.cache)
+
+    def features(self) -> Tensor:
+        """[tokens, C] of the first plane, as they are in the cache now."""
+        data = self.cache.data
+        return data[:, 0, 0, :, 0].reshape(-1, data.shape[-1])[: self.num_tokens]
+
+
+class Step:
+    """One language step. Calling it plans and runs it, as the engine does without graphs, and returns the logits of
+    every request's last token."""
+
+    def __init__(self, subject: Subject, rows: Sequence[Row], cache: PagedCache) -> None:
+        language, device = subject.spec.language, subject.device
+        self._subject, self.rows, self.cache = subject, tuple(rows), cache
+        generator = torch.Generator().manual_seed(2)
+        width = max(-(-(row.start + row.new) // BLOCK) for row in rows)
+        assert len(rows) * width <= cache.num_blocks, "each request has blocks of its own"
+        order = torch.randperm(cache.num_blocks, generator=generator).to(torch.int32)
+        self.tables = order[: len(rows) * width].view(len(rows), width).contiguous()
+        counts = torch.tensor([row.new for row in rows], dtype=torch.int32)
+        self._cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
+        self.num_context = torch.tensor([row.start + row.new for row in rows], dtype=torch.int32)
+        places = torch.cat([torch.arange(row.start, row.start + row.new) for row in rows])
+        owner = torch.repeat_interleave(torch.arange(len(rows)), counts.long())
+        slots = self.tables[owner, places // BLOCK].long() * BLOCK + places % BLOCK
+        highest = min(language.vocab_size, 1000)
+        self.token_ids = torch.randint(10, highest, (len(places),), generator=generator).to(device)
+        self.positions = (places if language.rope_sections is None else places.repeat(3, 1)).to(device)
+        self.slots, self.last_rows = slots.to(device), (self._cu_q[1:].long() - 1).to(device)
+
+    def __call__(self) -> Tensor:
+        return self.forward(self._subject.backend.ops.plan_attention(self._cu_q, self.num_context, self.tables))
+
+    def forward(self, plan: AttentionPlan) -> Tensor:
+        inputs = LanguageInput(
+            token_ids=self.token_ids,
+            positions=self.positions,
+            slots=self.slots,
+            attention=plan,
+            logit_rows=self.last_rows,
+            position_end=int(self.num_context.max()),
+        )
+        return self._subject.model.forward(inputs, self.cache, None)
+
+    def graph(self) -> Graphed:
+        """The step of decodes as one graph of the device, captured by the calling lane."""
+        assert all(row.new == 1 for row in self.rows), "graphs are of decodes"
+        return Graphed(self._subject, self)
+
+
+class Graphed:
+    """`replay` makes the step again; `logits` are those of the last replay, until the next graph is replayed."""
+
+    def __init__(self, subject: Subject, step: Step) -> None:
+        context, tables = step.num_context.to(subject.device), step.tables.to(subject.device)
+        plan = subject.backend.ops.plan_decode(context, tables)
+        found: list[Tensor] = []
+
+        def launch() -> None:
+            found[:] = [step.forward(plan)]
+
+        self._kept = (context, tables)  # the graph reads them
+        self._graph = subject.backend.device.capture(launch)
+        self._found = found
+
+    @property
+    def logits(self) -> Tensor:
+        return self._found[0]
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def create(name: str, arguments: argparse.Namespace) -> Subject:
+    """The model called `name` on the device of the arguments."""
+    directory = directory_of(name)
+    dtype = dtype_of(directory, arguments.device)
+    return Subject(Path(name).name, directory, backend_of(arguments, dtype))
+
+
+def backend_of(arguments: argparse.Namespace, dtype: torch.dtype) -> Backend:
+    """Batch-invariant on a processor, where that costs nothing, and elsewhere if asked for."""
+    deterministic = arguments.device == "cpu" or arguments.deterministic
+    return create_backend(arguments.device, dtype, deterministic=deterministic, threads=arguments.threads)
+
+
+def dtype_of(directory: Path, device: str) -> torch.dtype:
+    """What the engine would compute in."""
+    return torch.bfloat16 if device.startswith("cuda") else resolve_dtype("auto", load_spec(directory).dtype)[0]
+
+
+def run_ops(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Backend], None]) -> None:
+    """Measures the ceilings, then runs `job` in a language lane of the device, without a model; the document is the
+    last line of the output. The dtype is that of the demo model there."""
+    dtype = dtype_of(directory_of(DEMO_MODEL), arguments.device)
+    backend, ceilings = _begin(arguments, dtype)
+    with Report(bench, arguments, ceilings) as report:
+        _in_own_lane(backend, partial(job, report, backend))
+
+
+def run_bench(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None]) -> None:
+    """As `run_ops`, for every model of the arguments, one at a time."""
+    run_models(bench, arguments, lambda report, subject: _in_own_lane(subject.backend, partial(job, report, subject)))
+
+
+def run_models(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None]) -> None:
+    """As `run_bench`, for a job that makes its lanes itself."""
+    device = torch.device(arguments.device)
+    names = (arguments.model or default_models(device)).split(",")
+    _, ceilings = _begin(arguments, dtype_of(directory_of(names[0]), arguments.device))
+    with Report(bench, arguments, ceilings) as report:
+        report.note("models", names)
+        for name in names:
+            subject = create(name, arguments)
+            job(report, subject)
+            del subject
+            release(device)
+
+
+def _begin(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[Backend, Ceilings]:
+    """A backend sets this thread's number of threads, under which the ceilings are measured."""
+    torch.manual_seed(arguments.seed)
+    if arguments.device.startswith("cuda"):
+        torch.cuda.set_device(arguments.device)
+    backend = backend_of(arguments, dtype)
+    with torch.inference_mode():
+        ceilings = measure(torch.device(arguments.device), dtype, quick=arguments.quick)
+    print(show(ceilings), flush=True)
+    return backend, ceilings
+
+
+def _in_own_lane(backend: Backend, job: Callable[[], None]) -> None:
+    lane = backend.device.lane("language")
+    try:
+        in_lane(lane, job).result()
+    finally:
+        lane.close()
+
+
+def release(device: torch.device) -> None:
+    """Memory of what nobody refers to any more goes back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

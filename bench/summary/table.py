@@ -1,0 +1,170 @@
+"""The documents of a folder of micro-benchmarks as rows, each with its goal, and as tables in Markdown.
+
+Does not know how anything was measured; needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.micro.goals import BENCHES, Goal, goal_of, value_of
+
+TABLE, PICTURE = "summary.md", "summary.png"
+_PEERS_SHOWN = 3
+
+
+class Row(NamedTuple):
+    """`value` is what the goal looks at."""
+
+    bench: str
+    what: str
+    seconds: float | None
+    floor_s: float | None
+    of_floor: float | None
+    goal: Goal | None
+    value: float | None
+    peers: Mapping[str, float]
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None or self.value is None:
+            return ""
+        if self.goal.met(self.value, self.goal.moonshot):
+            return "moonshot"
+        return "par" if self.goal.met(self.value, self.goal.par) else "below par"
+
+
+class Document(NamedTuple):
+    """One file: its rows, what was skipped, and where it was measured."""
+
+    name: str  # of the file, without .json
+    bench: str
+    mode: str
+    rows: tuple[Row, ...]
+    skipped: tuple[Mapping[str, str], ...]
+    ceilings: Mapping[str, Any]
+    card: Mapping[str, Any]
+
+
+def read(folder: Path) -> tuple[list[Document], list[str]]:
+    """The documents of the micro-benchmarks in `folder`, in the order in which they run, and one sentence for every
+    file that is none."""
+    found, problems = [], []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            made = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(made, dict) or made.get("suite") != "micro":
+                continue
+            found.append(document_of(path.stem, made))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{path.name} is not a document of a micro-benchmark: {type(error).__name__} {error}"[:200])
+    order = {bench: place for place, bench in enumerate(BENCHES)}
+    return sorted(found, key=lambda d: (order.get(d.bench, len(order)), d.name)), problems
+
+
+def document_of(name: str, made: Mapping[str, Any]) -> Document:
+    card = made["card"]
+    rows = tuple(_row(made["bench"], row, str(card.get("device", "cpu"))) for row in made["rows"])
+    return Document(name, made["bench"], made["mode"], rows, tuple(made["skipped"]), made.get("ceilings") or {}, card)
+
+
+def _row(bench: str, row: Mapping[str, Any], device: str) -> Row:
+    goal = goal_of(bench, row, device)
+    return Row(
+        bench,
+        row["what"],
+        value_of(row, "seconds.median"),
+        value_of(row, "floor_s"),
+        value_of(row, "of_floor"),
+        goal,
+        None if goal is None else value_of(row, goal.measure),
+        row.get("over_peers") or {},
+    )
+
+
+# ---- the table
+
+
+def table(documents: Sequence[Document], notes: Iterable[str] = ()) -> str:
+    """Markdown, ending in a newline."""
+    lines = ["# Micro-benchmarks", ""]
+    lines += [*dict.fromkeys(_machine(document.card) for document in documents), ""]
+    rows = [row for document in documents for row in document.rows]
+    judged = [row for row in rows if row.goal is not None]
+    counts = ", ".join(f"{sum(r.verdict == v for r in judged)} {v}" for v in ("moonshot", "par", "below par"))
+    lines += [f"{len(rows)} rows, {len(judged)} of them with a goal: {counts}.", ""]
+    lines += [f"- {note}" for note in notes]
+    for document in documents:
+        lines += ["", f"## {document.name} ({document.mode})", ""]
+        if rates := _rates(document.ceilings):
+            lines += [f"Ceilings of the same run: {rates}.", ""]
+        if document.rows:
+            lines += ["| what | time | floor | of floor | goal: par, moonshot | got | | over peers |"]
+            lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+            lines += [_cells(row) for row in document.rows]
+        lines += [f"\nSkipped: {each['what']}: {each['reason']}" for each in document.skipped]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> str:
+    goal, got = "", ""
+    if row.goal is not None and row.value is not None:
+        sign, unit = ("≤" if row.goal.less_is_better else "≥"), f" {row.goal.unit}" if row.goal.unit else ""
+        name = "" if row.goal.measure in ("of_floor", row.goal.unit) else f"{row.goal.measure} "
+        goal = f"{name}{sign} {row.goal.par:.3g}, {row.goal.moonshot:.3g}{unit}"
+        got = f"{row.value:.3g}{unit}"
+    peers = ", ".join(f"{name} {ratio:.2f}" for name, ratio in list(row.peers.items())[:_PEERS_SHOWN])
+    of_floor = "" if row.of_floor is None else f"{row.of_floor:.2f}"
+    what = row.what.replace("|", "/")
+    cells = (what, duration(row.seconds), duration(row.floor_s), of_floor, goal, got, row.verdict, peers)
+    return f"| {' | '.join(cells)} |"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _machine(card: Mapping[str, Any]) -> str:
+    device = card.get("gpu") or f"{card.get('cpu')}, {card.get('cores')} cores"
+    versions = (f"{name} {card[name]}" for name in ("torch", "triton", "python") if card.get(name))
+    return f"{device} · {' · '.join(versions)} · commit {card.get('commit')}"
+
+
+def _rates(ceilings: Mapping[str, Any]) -> str:
+    names = {
+        "gemm_flops_per_s": ("matrix products", 1e12, "TFLOP/s"),
+        "sustained_flops_per_s": ("sustained", 1e12, "TFLOP/s"),
+        "read_bytes_per_s": ("read", 1e9, "GB/s"),
+        "copy_bytes_per_s": ("copy", 1e9, "GB/s"),
+        "graph_gap_s": ("gap in a graph", 1e-6, "us"),
+    }
+    shown = ((name, *names[name]) for name in names if isinstance(ceilings.get(name), int | float))
+    return ", ".join(f"{label} {ceilings[name] / size:.3g} {unit}" for name, label, size, unit in shown)
+
+
+# ---- files
+
+
+def write(folder: Path, notes: Iterable[str] = ()) -> list[Path]:
+    """Writes the summary of `folder` there; gives what was written."""
+    documents, problems = read(folder)
+    notes = [*notes, *problems]
+    path = folder / TABLE
+    path.write_text(table(documents, notes), encoding="utf-8")
+    written = [path]
+    rows = [row for document in documents for row in document.rows if row.goal is not None]
+    if rows and importlib.util.find_spec("matplotlib") is not None:
+        from bench.summary.drawing import draw  # takes a while to load
+
+        draw(rows, list(dict.fromkeys(_machine(document.card) for document in documents)), folder / PICTURE)
+        written.append(folder / PICTURE)
+    return written

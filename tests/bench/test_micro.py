@@ -1,0 +1,136 @@
+"""The micro-benchmarks as processes on a tiny model: what documents hold, and that ratios follow from the inputs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.micro.floors import Ceilings, Rates, Work, overlap_s, serial_s
+from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn, parse, require, scaled, timed
+from bench.micro.side_by_side import Duo
+from hydra_engine.backend.cpu import CpuDevice
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def document_of(name: str, path: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "hydra_engine", "bench", name, "--quick", "--threads", "1", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--json", str(path), *flags], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads(path.read_text())
+    assert (found["bench"], found["suite"], found["mode"]) == (name, "micro", "quick")
+    assert not found["wrong"] and found["rows"]
+    assert {"cpu", "torch", "triton", "commit", "command", "threads", "device"} <= set(found["card"])
+    return found
+
+
+def recomputed(row: dict[str, Any], ceilings: dict[str, Any]) -> float:
+    """The floor, from what the document says alone."""
+    work = [Work(**part) for part in row["work"]]
+    names = ("gemm_flops_per_s", "read_bytes_per_s", "copy_bytes_per_s")
+    rates = Rates(*(ceilings[name] for name in names))
+    return overlap_s(work, rates) if row["formula"] == OVERLAP else serial_s(work, rates)
+
+
+def check_rows(document: dict[str, Any]) -> None:
+    for row in document["rows"]:
+        seconds = row["seconds"]
+        assert 0 < seconds["p5"] <= seconds["median"] <= seconds["p95"] and seconds["turns"] > 0
+        assert row["floor_s"] == pytest.approx(recomputed(row, document["ceilings"]))
+        assert row["of_floor"] == pytest.approx(row["floor_s"] / seconds["median"])
+        for name, ratio in row["over_peers"].items():
+            assert ratio == pytest.approx(row["peers"][name]["median"] / seconds["median"])
+
+
+@pytest.mark.slow
+def test_decodes_next_to_transformers_and_torch(tmp_path: Path) -> None:
+    document = document_of("decode", tmp_path / "decode.json", "--rows", "1,3", "--contexts", "40")
+    check_rows(document)
+    assert [row["what"] for row in document["rows"]] == ["demo decode eager B=1 KV=40", "demo decode eager B=3 KV=40"]
+    assert [row["inputs"] for row in document["rows"]] == [
+        {"rows": rows, "context": 40, "how": "eager"} for rows in (1, 3)
+    ]
+    assert all(set(row["peers"]) == {"transformers", "torch"} for row in document["rows"])
+
+
+@pytest.mark.slow
+def test_encodes_and_prompts_beside_decodes(tmp_path: Path) -> None:
+    sizes = ("--rows", "2", "--context", "40", "--prompt", "24")
+    document = document_of("colocate", tmp_path / "colocate.json", *sizes)
+    check_rows(document)
+    pair, beside, *_ = document["rows"]
+    assert pair["what"] == "demo encode b=1 || decode B=2, pair, two streams" and pair["formula"] == OVERLAP
+    alone = pair["alone_s"]
+    serial = alone["first"]["median"] + alone["decode"]["median"]
+    assert pair["gain"] == pytest.approx(serial / pair["seconds"]["median"])
+    if pair["gain_share"] is not None:
+        share = (1 - 1 / pair["gain"]) / (1 - 1 / pair["gain_bound"])
+        assert pair["gain_share"] == pytest.approx(share)
+    assert beside["decode_slowdown"] == pytest.approx(beside["seconds"]["median"] / beside["peers"]["alone"]["median"])
+    assert beside["inputs"]["steps"] > 0 and document["rows"][-1]["what"].endswith("one batch")
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    return parse(None, argv=["--device", "cpu", *flags])
+
+
+def test_timing_takes_turns_and_divides() -> None:
+    calls: list[str] = []
+    times = timed(CPU, {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, Effort(3, 0.0, 1.0))
+    assert calls == ["a", "a", "b", "b", *"ababab"] and times["a"].turns == 3
+    assert scaled({"x": Seconds(4.0, 2.0, 8.0, 5)}, 4) == {"x": Seconds(1.0, 0.5, 2.0, 5)}
+    assert Seconds.of([3.0, 1.0, 2.0]) == Seconds(2.0, 1.0, 3.0, 3)
+    seen: list[int] = []
+    turn = in_turn(seen.append, 2)
+    for _ in range(3):
+        turn()
+    assert seen == [0, 1, 0]
+
+
+def test_a_wrong_result_is_not_timed_and_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, ones = tmp_path / "out.json", torch.ones(8)
+    report = Report("x", arguments("--json", str(path)), Ceilings(1e9, 1e9, 1e9))
+    with pytest.raises(SystemExit, match="2 results were wrong"), report:
+        for name, result in (("close", ones * 1.01), ("far", ones * 1.1), ("nan", ones * float("nan"))):
+            with report.case(name):
+                agree(name, result, ones)
+                report.row(name, Seconds(1.0, 1.0, 1.0, 1), work=[Work("w", 5e8, 1e8)], floor=None)
+    document = json.loads(path.read_text())
+    assert [row["what"] for row in document["rows"]] == ["close"] and document["rows"][0]["of_floor"] == 0.5
+    assert [wrong["what"] for wrong in document["wrong"]] == ["far", "nan"]
+    assert "NOT TIMED" in capsys.readouterr().out
+
+
+def test_a_shape_that_does_not_fit_is_wrong() -> None:
+    report = Report("x", arguments())
+    with report.case("shape"):
+        agree("shape", torch.ones(3), torch.ones(4))
+    with report.case("fine"):
+        require(True, "nothing")
+    assert [wrong["what"] for wrong in report.document()["wrong"]] == ["shape"]
+
+
+def test_two_lanes_run_at_once() -> None:
+    """Each waits for the other inside its work, so both come to an end only if they run together."""
+    device = CpuDevice(1)
+    vision, language, met = device.lane("vision"), device.lane("language"), threading.Barrier(2)
+    try:
+        found = Duo(device, vision, language, lambda: met.wait(10), lambda: met.wait(10)).together(Effort(2, 0.0, 1.0))
+        assert found.whole.turns == 2 and found.whole.median >= max(found.first.median, found.second.median)
+        alone = Duo(device, vision, language, lambda: None, lambda: None).beside(3)
+        assert alone.num_firsts == 3 and alone.whole_s > 0
+    finally:
+        vision.close()
+        language.close()
