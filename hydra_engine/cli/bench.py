@@ -1,6 +1,7 @@
 """`hydra-engine bench NAME`: runs a benchmark of the source tree's bench/ folder with the arguments that follow.
 
-A benchmark is a module, or a folder with a `__main__.py`, whose other modules are its own affair.
+A benchmark is a module that can be run, or a folder with a `__main__.py`, whose other modules are its own affair.
+Those of `bench/micro` are benchmarks too, and go by their bare names where nothing else has them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from hydra_engine.errors import ConfigError
 
 _FOLDER = Path(__file__).parents[2] / "bench"
+_MICRO = _FOLDER / "micro"
+_RUNS = 'if __name__ == "__main__":'
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _benchmarks() -> dict[str, Path]:
     """Name with dots -> the file to run."""
-    folders = {path.parent for path in _FOLDER.rglob("__main__.py")}
+    folders = {path.parent for path in _FOLDER.rglob("__main__.py")} - {_MICRO}
     found = {}
     for path in sorted(_FOLDER.rglob("*.py")):
         if path.name == "__main__.py":
             found[".".join(path.parent.relative_to(_FOLDER).parts)] = path
-        elif path.name not in ("__init__.py", "common.py") and path.parent not in folders:
+        elif path.parent not in folders and _RUNS in path.read_text(encoding="utf-8"):
             found[".".join(path.relative_to(_FOLDER).with_suffix("").parts)] = path
-    return found
+    for name in [name for name, path in found.items() if path.parent == _MICRO and path.name != "__main__.py"]:
+        if (bare := name.rpartition(".")[2]) not in found:
+            found[bare] = found.pop(name)
+    return dict(sorted(found.items()))

@@ -16,6 +16,7 @@ _COMMANDS: dict[str, str] = {
     "serve": "start the OpenAI-compatible server on a model",
     "generate": "ask one question, with or without pictures, and print the answer",
     "chat": "talk to a running server in the terminal",
+    "run-batch": "answer a file of requests in OpenAI's batch form through an embedded engine",
     "demo": "three pictures and a text question through the shipped model, with their timelines",
     "bench": "measure this machine: ops, stages, serving",
     "profile": "measure what steps cost on this machine, save it, and print what a latency limit allows",
@@ -60,4 +61,4 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"hydra_engine.cli.{name}")
+    return import_module(f"hydra_engine.cli.{name.replace('-', '_')}")

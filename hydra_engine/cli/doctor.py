@@ -1,12 +1,12 @@
 """`hydra-engine doctor`: what was found on this machine, and which implementation each operation takes and why.
 
-Looks, never touches: no GPU is initialised. Made to be pasted into a bug report; holds no path of the user's files.
+Looks, never touches: nothing runs on a GPU and no memory of it is taken. Made to be pasted into a bug report; holds no
+path of the user's files.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import os
 import platform
 import shutil
@@ -29,23 +29,31 @@ _PACKAGES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto, native, torch or reference")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
 
 
 def run(arguments: argparse.Namespace) -> int:
     select: Any = import_module("hydra_engine.backend.select")
     cpu = select.describe_cpu()
-    dtype, dtype_reason = select.resolve_dtype("auto", "bfloat16", arguments.backend)
-    deterministic = arguments.backend != "torch"
+    found = import_module("hydra_engine.backend.devices").find()
+    # What would be taken at start; torch by name is never deterministic.
+    deterministic = False if arguments.backend == "torch" else None
     try:
-        backend = select.create_backend("auto", dtype, backend=arguments.backend, deterministic=deterministic)
-        ops: Iterable[tuple[str, str, str]] = backend.ops.choices()
+        chosen = select.resolve_device(arguments.device, arguments.backend)
+        taken, dtype_reason = chosen.name, select.resolve_dtype("auto", "bfloat16", arguments.backend, chosen.name)[1]
+        reason: str = chosen.reason
+        ops: Iterable[tuple[str, str, str]] = select.op_choices(
+            chosen.name, backend=arguments.backend, deterministic=deterministic
+        )
     except HydraError as error:
+        taken, reason, dtype_reason = "none", error.message, "none"
         ops = [("all", "none", error.message)]
     sections: list[tuple[str, list[tuple[str, str]]]] = [
         ("versions", [("hydra-engine", __version__), ("python", platform.python_version()), *_versions()]),
         ("machine", [("system", f"{platform.system()} {platform.machine()}"), *_machine(cpu)]),
         ("build", _build(cpu)),
-        ("cuda", _cuda()),
+        ("cuda", _cuda(found)),
+        ("device", [("taken", f"{taken}: {reason}")]),
         ("model", [("demo", _demo_model()), ("dtype", dtype_reason)]),
     ]
     for title, rows in sections:
@@ -88,10 +96,27 @@ def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:
     return [("native extension", extension), ("C++ compiler", compiler)]
 
 
-def _cuda() -> list[tuple[str, str]]:
-    driver = "found" if ctypes.util.find_library("cuda") else "none"
-    toolkit = "found" if shutil.which("nvcc") else "none"
-    return [("driver", driver), ("nvcc", toolkit), ("backend", "not part of this version; the CPU backend is taken")]
+def _cuda(found: Any) -> list[tuple[str, str]]:
+    """What the driver, the extension, torch and Triton say; `found` of backend/devices.py."""
+    rows = [("nvcc", "found" if shutil.which("nvcc") else "none")]
+    probe = found.probe
+    if probe is None:
+        return [*rows, ("extension", found.problem)]
+    codes = " ".join(probe.codes)
+    rows.append(("extension", f"CUDA {_version(probe.runtime_version)}, code for {codes}" if codes else "without CUDA"))
+    rows.append(("driver", f"runs CUDA up to {_version(probe.driver_version)}" if probe.driver_version else "none"))
+    for device in probe.devices:
+        major, minor = device.capability
+        what = f"{device.name}, capability {major}.{minor}, {device.num_sms} SMs, {device.memory_bytes / 2**30:.1f} GiB"
+        rows.append((f"cuda:{device.index}", what if device.usable else f"{what}; no code for it in the extension"))
+    if probe.status != "ok":
+        return [*rows, ("problem", probe.problem)]
+    rows.append(("torch", found.torch_problem or "can use CUDA"))
+    return [*rows, ("triton", found.triton_problem or "can be imported")]
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _demo_model() -> str:

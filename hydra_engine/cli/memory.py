@@ -49,6 +49,10 @@ def report_lines(found: Any, model: str) -> list[str]:
         sizes = (size(one.weights_bytes), kv, images, size(one.total_bytes))
         rows.append((one.name, one.role, one.device, *sizes, _saved(one, whole)))
     lines = [f"{model} ({found.family}), {found.dtype}, topology {found.topology}", *columns(rows)]
+    working = [one for one in found.instances if one.working.total_bytes]
+    for one in working:
+        steps = f"activations about {size(one.working.activation_bytes)}, graphs {size(one.working.graph_bytes)}"
+        lines.append(f"  {one.name}: {steps}; measured at start")
     states = sum(one.state_bytes for one in found.instances)
     if states:
         lines.append(f"  {size(states)} of that are recurrent states")
@@ -72,11 +76,12 @@ def _saved(one: Any, whole: Any) -> str:
         ("KV cache", whole.kv_bytes - one.kv_bytes if not one.kv_bytes else 0),
         ("image cache", whole.image_bytes - one.image_bytes if not one.image_bytes else 0),
         ("states", whole.state_bytes - one.state_bytes),
+        ("activations", whole.working.activation_bytes - one.working.activation_bytes),
     ):
         if less > 0:
             parts.append(f"{what} {size(less)}")
     more_tokens = one.kv_tokens - whole.kv_tokens
     if one.kv_tokens and more_tokens > 0:
         parts.append(f"{more_tokens} more tokens of KV")
-    share = 100 * (1 - one.total_bytes / max(whole.total_bytes, 1))
-    return f"{share:.0f} %: {', '.join(parts)}" if parts else ""
+    percent = round(100 * (1 - one.total_bytes / max(whole.total_bytes, 1)))
+    return f"{percent} %: {', '.join(parts)}" if parts else ""

@@ -15,7 +15,15 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
 
-from hydra_engine.config import CacheConfig, ClusterConfig, EngineConfig, MediaConfig, SchedulerConfig, ServerConfig
+from hydra_engine.config import (
+    SHAPES,
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    MediaConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from hydra_engine.core.request import SamplingParams
 
 # Sections that a configuration file may have.
@@ -36,17 +44,17 @@ _POSITIONAL = frozenset({"model"})
 # Help by what a person looks for. Options that are not named here come last in their class's group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("dtype", "device", "max_model_len", "chat_template", "load_format", "model_impl", "trust_remote_code"),
-    "where stages run": ("topology", "threads", "lane_priority", "router", "steal_decodes"),
+    "where stages run": ("topology", "threads", "lane_priority", "sm_split", "router", "steal_decodes"),
     "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget"),
-    "memory": ("kv_cache_gib", "image_cache_gib", "prefix_caching", "pixel_cache_mib"),
+    "memory": ("gpu_memory_utilization", "kv_cache_gib", "image_cache_gib", "prefix_caching", "pixel_cache_mib"),
     "pictures and videos": (),
     "address and access": ("host", "port", "served_model_name", "api_key", "admin_key", "allow_origins"),
-    "requests": ("max_queue", "max_body_bytes", "body_timeout_s", "keepalive_s", "shutdown_timeout_s"),
+    "requests": ("max_queue", "max_body_bytes", "body_timeout_s", "keepalive_s", "shutdown_timeout_s", "front_workers"),
     "when instances fail": (),
     "logging": ("log_level", "log_format", "access_log", "enable_log_requests", "server_timing", "otlp_endpoint"),
     "to compare and to test": (
         *("schedule", "lanes", "vision_slicing", "look_ahead", "deterministic", "backend", "check_transfers"),
-        *("num_kv_blocks", "num_image_blocks"),
+        *("num_kv_blocks", "num_image_blocks", "attention_backend", "enforce_eager", "cuda_graph_sizes"),
     ),
 }
 _GROUP_OF_CLASS: dict[type, str] = {
@@ -134,13 +142,17 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="Hugging Face model directory, or `demo` (the default); also HYDRA_MODEL, or `model` in the file",
+        help="Hugging Face model directory, `demo` (the default), or with --load-format random one of "
+        f"{', '.join(SHAPES)}; also HYDRA_MODEL, or `model` in the file",
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset()) -> None:
-    """`skip`: fields whose flag means something else in this command."""
-    _add_options(parser, tuple(cls for cls in SECTIONS.values() if cls is not ServerConfig), skip)
+def add_engine_options(
+    parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()
+) -> None:
+    """`skip`: fields whose flag means something else in this command; `also`: fields of the server's."""
+    others = frozenset(option.field for option in _options_of(ServerConfig)) - also
+    _add_options(parser, tuple(SECTIONS.values()), skip | others)
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:

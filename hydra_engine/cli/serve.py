@@ -52,5 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             ready=announce,
             model_name=server.served_model_name,
             debug_endpoints=fault_points_enabled(),
+            log_level=config.log_level,
+            log_format=config.log_format,
         )
     )

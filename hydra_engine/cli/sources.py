@@ -48,7 +48,6 @@ _REFUSED = {
     "tensor-parallel-size": "a model runs on one device here; --topology puts its stages on several",
     "pipeline-parallel-size": "a model runs on one device here; --topology puts its stages on several",
     "data-parallel-size": "name several instances with --topology, for example 2EPD",
-    "gpu-memory-utilization": "give the cache a size with --kv-cache-gib",
     "kv-cache-memory-bytes": "give the cache a size with --kv-cache-gib",
     "quantization": "weights are taken as the checkpoint has them, in --dtype",
     "enable-lora": "adapters are not served; merge them into the checkpoint",

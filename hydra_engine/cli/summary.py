@@ -27,6 +27,8 @@ def summary_lines(summary: InstanceSummary) -> list[str]:
         f"  instance     {summary.name}, role {summary.role}, {summary.device}, {_how(summary)}",
         f"  memory       weights {size(summary.weights_bytes)}, KV cache {size(summary.kv_cache_bytes)} "
         f"({kv_tokens} tokens), image cache {size(summary.image_cache_bytes)} ({image_rows} rows)",
+        *_steps([summary]),
+        *_captured([summary]),
         f"  limits       {summary.max_model_len} tokens a request, {summary.token_budget} tokens a language step, "
         f"{summary.image_budget} patches a vision step",
         *limit_lines(summary.limits),
@@ -51,10 +53,12 @@ def topology_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
         f"  model        {_model(summaries)}",
         f"  topology     {topology}: {len(summaries)} instances, {_how(first)}",
         *_table(summaries),
+        *_steps(summaries),
         f"  limits       {min(s.max_model_len for s in serving)} tokens a request, "
         f"{min(s.token_budget for s in serving)} tokens a language step, "
         f"{min(s.image_budget for s in encoding)} patches a vision step",
         *limit_lines(decoding.limits),
+        *_captured(summaries),
         f"  loaded in    {max(s.load_s for s in summaries):.1f} s",
         *_slower(summaries),
     ]
@@ -69,6 +73,12 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
     return [
         indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def _captured(summaries: Sequence[InstanceSummary]) -> list[str]:
+    most = max(s.graph_bytes for s in summaries)
+    each = "" if len(summaries) == 1 else ", in each instance that decodes at most"
+    return [f"  graphs       {size(most)} for captured decode steps{each}"] if most else []
 
 
 def _model(summaries: Sequence[InstanceSummary]) -> str:
@@ -106,6 +116,18 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
         else:
             rows.append((s.name, *row))
     return columns(rows, "    ")
+
+
+def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
+    """What steps take of a device whose memory is filled, a line for each instance; what is free there was asked by the
+    last to come."""
+    lines = []
+    for s in summaries:
+        if s.activation_bytes:
+            whose = f"{s.name}: " if len(summaries) > 1 else ""
+            free = f"{size(s.free_bytes)} of {size(s.device_bytes)} free"
+            lines.append(f"{whose}activations {size(s.activation_bytes)}, {free}")
+    return [f"  {'steps' if not index else '':12} {line}" for index, line in enumerate(lines)]
 
 
 def _shared_notes(notes: Iterable[tuple[str, str]], num_instances: int) -> list[str]:

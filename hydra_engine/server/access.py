@@ -62,12 +62,12 @@ def route_of(request: web.Request) -> str:
     return resource.canonical if resource is not None else "unknown"
 
 
-def turn_on(form: str) -> None:
+def turn_on(form: str, instance: str = "front") -> None:
     """`form`: text or json, whatever the level of the rest of the log. JSON lines are whole lines of standard error,
     also where the rest is text."""
     logger.setLevel(logging.INFO)
     if form == "json":
-        log.write_json(logger)
+        log.write_json(logger, instance=instance)
 
 
 def write_line(request: web.Request, status: int, access: Access) -> None:

@@ -30,7 +30,32 @@ MAX_TRACE_S = 3600.0
 TRACE_S = 30.0
 TraceSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_TRACE_S)]
 
-SWITCHES = web.AppKey[set[asyncio.Task[None]]]("switches")  # a change that is under way, if any
+
+class TopologySwitch:
+    """One change at a time. One that has begun goes on when whoever asked for it leaves."""
+
+    def __init__(self, engine: EnginePort) -> None:
+        self._engine = engine
+        self._under_way: asyncio.Task[None] | None = None
+
+    async def carry_out(self, text: str) -> None:
+        """Raises Unavailable during another change, and ConfigError, with nothing changed, for a topology that cannot
+        be had."""
+        if self._under_way is not None:
+            raise Unavailable("the topology is being changed already; try again when that has ended", code="not_ready")
+        switch = self._under_way = asyncio.create_task(self._engine.aset_topology(text))
+        switch.add_done_callback(self._ended)
+        try:
+            await asyncio.shield(switch)
+        except asyncio.CancelledError:
+            switch.add_done_callback(_log_end)
+            raise
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._under_way = None
+
+
+SWITCH = web.AppKey("topology_switch", TopologySwitch)
 
 
 class TopologyRequest(msgspec.Struct, frozen=True):
@@ -47,21 +72,11 @@ async def show_topology(request: web.Request) -> web.Response:
 
 
 async def set_topology(request: web.Request) -> web.Response:
-    """Answers when the change is made. One that has begun goes on when the client leaves."""
+    """Answers when the change is made."""
     engine = loaded_engine(request)
     request.app[LIFECYCLE].check()
     asked = await read_request(request, TopologyRequest)
-    switches = request.app[SWITCHES]
-    if switches:
-        raise Unavailable("the topology is being changed already; try again when that has ended", code="not_ready")
-    switch = asyncio.create_task(engine.aset_topology(asked.topology))
-    switches.add(switch)
-    switch.add_done_callback(switches.discard)
-    try:
-        await asyncio.shield(switch)
-    except asyncio.CancelledError:
-        switch.add_done_callback(_log_end)
-        raise
+    await request.app[SWITCH].carry_out(asked.topology)
     answer = _answer(engine)
     logger.warning("the topology is now %s", answer.topology)
     return json_response(answer)

@@ -98,9 +98,6 @@ class ClientLimits:
             del self._clients[idle]
 
 
-CLIENT_LIMITS = web.AppKey("client_limits", ClientLimits)
-
-
 def client_of(request: web.Request) -> str:
     if tenant := request.get(TENANT, ""):
         return tenant

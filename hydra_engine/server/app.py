@@ -9,14 +9,13 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hydra_engine import __version__
 from hydra_engine.config import ServerConfig
-from hydra_engine.core.byte_budget import ByteBudget
-from hydra_engine.observe.metrics import Metrics
 from hydra_engine.server import (
     admin,
     chat,
@@ -33,9 +32,9 @@ from hydra_engine.server import (
     tracing,
 )
 from hydra_engine.server.access import ACCESS, Access, route_of, write_line
-from hydra_engine.server.admission import CLIENT_LIMITS, ClientLimits
-from hydra_engine.server.auth import KEYS, KeyRing, auth_middleware
-from hydra_engine.server.body import BODIES, body_middleware
+from hydra_engine.server.auth import KEYS, KeyRing, Keys, auth_middleware
+from hydra_engine.server.body import body_middleware
+from hydra_engine.server.commons import COMMONS, OWN, Commons, OwnCommons
 from hydra_engine.server.context import (
     CLIENT,
     CONFIG,
@@ -52,32 +51,68 @@ from hydra_engine.server.errors import error_middleware, has_anthropic_style
 from hydra_engine.server.isolation import SALT_SECRET
 from hydra_engine.server.loop_lag import LoopLag
 from hydra_engine.server.port import EnginePort
-from hydra_engine.server.running import RUNNING, RunningRequests
 
 logger = logging.getLogger(__name__)
 
 
-def build_app(
-    engine: EnginePort, config: ServerConfig, *, model_name: str | None = None, debug_endpoints: bool = False
-) -> web.Application:
-    """The engine may still be loading. Once it serves, give `app[METRICS].observe` to its `add_observer`."""
+@dataclass(frozen=True, slots=True)
+class House:
+    """What applications share that serve one port, in this process or in several."""
+
+    commons: Commons
+    keys: Keys
+    secret: bytes  # of cache salts
+    model_name: str
+    lifecycle: Lifecycle
+    debug_endpoints: bool = False
+
+
+def open_house(
+    engine: EnginePort,
+    config: ServerConfig,
+    *,
+    model_name: str | None = None,
+    debug_endpoints: bool = False,
+    keys: KeyRing | None = None,
+) -> tuple[House, OwnCommons, KeyRing]:
+    """Of the process with the engine, which may still be loading. Raises ConfigError where the keys are wrong."""
     secret = secrets.token_bytes(32)
-    keys = KeyRing.from_config(config, secret)
+    name = model_name or config.served_model_name or engine.model_name
+    keys, commons = keys or KeyRing.from_config(config, secret), OwnCommons(engine, config, name)
+    return House(commons, keys, secret, name, commons.lifecycle, debug_endpoints), commons, keys
+
+
+def build_app(
+    engine: EnginePort,
+    config: ServerConfig,
+    *,
+    model_name: str | None = None,
+    debug_endpoints: bool = False,
+    keys: KeyRing | None = None,
+) -> web.Application:
+    """The one of a server with one process. Once the engine serves, give `app[METRICS].observe` to its `add_observer`.
+    `keys`: instead of those that the configuration and the environment name."""
+    house, commons, _ = open_house(engine, config, model_name=model_name, debug_endpoints=debug_endpoints, keys=keys)
+    app = furnish(engine, config, house)
+    app[OWN] = commons
+    app[METRICS] = commons.metrics
+    return app
+
+
+def furnish(engine: EnginePort, config: ServerConfig, house: House) -> web.Application:
+    keys = house.keys
     cors = Cors(config.allow_origins, only_this_machine=is_loopback(config.host) and not keys.asks)
     middlewares = [request_middleware, error_middleware, cors.middleware, auth_middleware(keys), body_middleware]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[KEYS] = keys
-    app[SALT_SECRET] = secret
-    app[CLIENT_LIMITS] = ClientLimits(config.max_requests_per_client, config.requests_per_minute)
-    app[BODIES] = ByteBudget(config.max_inflight_body_bytes)
+    app[SALT_SECRET] = house.secret
+    app[COMMONS] = house.commons
     app[ENGINE] = engine
     app[CONFIG] = config
-    app[MODEL_NAME] = model_name or config.served_model_name or engine.model_name
-    app[METRICS] = Metrics(app[MODEL_NAME])
-    app[LIFECYCLE] = Lifecycle()
-    app[RUNNING] = RunningRequests()
-    app[admin.SWITCHES] = set()
-    app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=debug_endpoints))
+    app[MODEL_NAME] = house.model_name
+    app[LIFECYCLE] = house.lifecycle
+    app[admin.SWITCH] = admin.TopologySwitch(engine)
+    app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=house.debug_endpoints))
     app[openapi.KEYS] = openapi.Keys(api=keys.asks, admin=keys.has_admin_key)
     if config.ui:
         page.install(app)
@@ -99,7 +134,7 @@ def build_app(
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
-    lag = LoopLag(app[METRICS].lagged)
+    lag = LoopLag(app[COMMONS].lagged)
     lag.start()
     yield
     lag.stop()
@@ -157,12 +192,12 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 def _note(request: web.Request, status: int, access: Access) -> None:
     """A request has been answered, or was left by its client (499). The bytes of a whole answer are still to leave."""
-    config, metrics, route, client = request.app[CONFIG], request.app[METRICS], route_of(request), request.get(CLIENT)
+    config, commons, route, client = request.app[CONFIG], request.app[COMMONS], route_of(request), request.get(CLIENT)
     elapsed_s = access.ended_s - access.began_s
-    metrics.answered(route, status, client, method=request.method, seconds=elapsed_s)
+    commons.answered(route, status, client, method=request.method, seconds=elapsed_s)
     if access.results:
         answers = [result.usage.completion_tokens for result, _ in access.answers]
-        metrics.generated(len(answers), max(answers))
+        commons.generated(len(answers), max(answers))
     if config.enable_log_requests:
         line = "%s %s %s %d %.1f ms" + (" for %s" if client else "%s")
         logger.info(line, request[REQUEST_ID], request.method, route, status, elapsed_s * 1e3, client or "")

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -36,23 +36,58 @@ _NAME = re.compile(r"[A-Za-z0-9._\-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
+class Key:
     digest: bytes  # of the key; the key itself is not kept
     tenant: str  # a keyed digest that means nothing in another process
     name: str  # for logs and metrics; empty: none was given
 
 
-class KeyRing:
-    """The API keys that hold now. `secret` makes tenants unguessable from outside and different in every process."""
+class Keys:
+    """Those that hold now, as digests. What asks for them is decided once: `asks` and `has_admin_key` never change."""
+
+    def __init__(self, keys: Sequence[Key] = (), admin: Sequence[bytes] = ()) -> None:
+        self.keys = tuple(keys)
+        self.admin = tuple(admin)  # digests
+
+    @property
+    def asks(self) -> bool:
+        """Whether an API key is asked for."""
+        return bool(self.keys)
+
+    @property
+    def has_admin_key(self) -> bool:
+        return bool(self.admin)
+
+    def find(self, request: web.Request) -> Key | None:
+        """Every key is compared in full, so the time does not tell how close a guess was."""
+        found = None
+        for presented in _presented(request):
+            for key in self.keys:
+                if hmac.compare_digest(presented, key.digest):
+                    found = key
+        return found
+
+    def is_admin(self, request: web.Request) -> bool:
+        matches = [hmac.compare_digest(one, admin) for one in _presented(request) for admin in self.admin]
+        return any(matches)
+
+
+class KeyRing(Keys):
+    """Those of the configuration, the environment and the file, which is read again when asked to. `secret` makes
+    tenants unguessable from outside and different in every server."""
 
     def __init__(self, keys: Iterable[str], path: str | None, admin_key: str | None, secret: bytes) -> None:
         """Raises ConfigError."""
+        super().__init__(admin=[] if admin_key is None else [_digest(admin_key)])
         self._given = [(None, key.strip()) for key in keys if key.strip()]
         self._path = path
         self._secret = secret
-        self._admin = [] if admin_key is None else [_digest(admin_key)]
-        self._keys: tuple[_Key, ...] = ()
         self._read()
+
+    @classmethod
+    def empty(cls) -> KeyRing:
+        """Asks for no key and has no administrator."""
+        return cls((), None, None, b"")
 
     @classmethod
     def from_config(cls, config: ServerConfig, secret: bytes) -> KeyRing:
@@ -64,39 +99,17 @@ class KeyRing:
         )
 
     @property
-    def asks(self) -> bool:
-        """Whether an API key is asked for. That never changes: a file that lost all its keys is not read."""
-        return bool(self._keys)
-
-    @property
-    def has_admin_key(self) -> bool:
-        return bool(self._admin)
-
-    @property
     def has_file(self) -> bool:
         return self._path is not None
 
     def reload(self) -> None:
-        """Reads the file again. What is wrong with it is logged, and the keys stay what they were."""
+        """Reads the file again. What is wrong with it, no key in it too, is logged, and the keys stay as they were."""
         try:
             self._read()
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error.message)
         else:
-            logger.warning("API keys were read again: %d hold now", len(self._keys))
-
-    def find(self, request: web.Request) -> _Key | None:
-        """Every key is compared in full, so the time does not tell how close a guess was."""
-        found = None
-        for presented in _presented(request):
-            for key in self._keys:
-                if hmac.compare_digest(presented, key.digest):
-                    found = key
-        return found
-
-    def is_admin(self, request: web.Request) -> bool:
-        matches = [hmac.compare_digest(one, admin) for one in _presented(request) for admin in self._admin]
-        return any(matches)
+            logger.warning("API keys were read again: %d hold now", len(self.keys))
 
     def _read(self) -> None:
         named = [*self._given, *(_read_file(self._path) if self._path is not None else [])]
@@ -105,20 +118,20 @@ class KeyRing:
         if any(len(key) > MAX_KEY_CHARS for _, key in named):
             raise ConfigError(f"an API key may have at most {MAX_KEY_CHARS} characters", param="api_key")
         keys = tuple(self._key(name, _digest(key)) for name, key in named)
-        if {key.digest for key in keys} & set(self._admin):
+        if {key.digest for key in keys} & set(self.admin):
             raise ConfigError("admin_key must not be one of the API keys; choose another one", param="admin_key")
-        self._keys = keys
+        self.keys = keys
 
-    def _key(self, name: str | None, digest: bytes) -> _Key:
+    def _key(self, name: str | None, digest: bytes) -> Key:
         identity = b"name\0" + name.encode() if name is not None else b"key\0" + digest
         tenant = hmac.new(self._secret, b"tenant\0" + identity, hashlib.sha256).hexdigest()[:32]
-        return _Key(digest, tenant, name or "")
+        return Key(digest, tenant, name or "")
 
 
-KEYS = web.AppKey("keys", KeyRing)
+KEYS = web.AppKey("keys", Keys)
 
 
-def auth_middleware(keys: KeyRing) -> Middleware:
+def auth_middleware(keys: Keys) -> Middleware:
     """Default deny: without a key there are only the open paths, and without an admin key nobody gets to ADMIN_PATHS.
     Where there are no API keys everything else is open and nobody is a tenant."""
 

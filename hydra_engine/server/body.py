@@ -12,10 +12,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hydra_engine.core.byte_budget import ByteBudget, Lease
 from hydra_engine.errors import PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
 from hydra_engine.server.access import ACCESS
-from hydra_engine.server.admission import CLIENT_LIMITS, client_of
+from hydra_engine.server.admission import client_of
+from hydra_engine.server.commons import COMMONS, BodyLease
 from hydra_engine.server.context import CONFIG
 from hydra_engine.server.protocol.names import parse_request
 
@@ -25,14 +25,13 @@ _parser = ThreadPoolExecutor(1, "large-bodies")
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-BODIES = web.AppKey("bodies", ByteBudget)
-_LEASE = web.RequestKey("body_lease", Lease)
+_LEASE = web.RequestKey[BodyLease]("body_lease")
 
 
 @web.middleware
 async def body_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """What a body holds, as text and as what was made of it, is held until its answer has been made."""
-    with request.app[BODIES].lease() as lease:
+    with request.app[COMMONS].lease() as lease:
         request[_LEASE] = lease
         try:
             return await handler(request)
@@ -48,7 +47,7 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
         raise UnsupportedMediaType("compressed request bodies are not accepted; send plain JSON")
     if request.content_type != "application/json":
         raise UnsupportedMediaType("the request body must be JSON: send Content-Type: application/json")
-    request.app[CLIENT_LIMITS].count(client_of(request))
+    await request.app[COMMONS].count(client_of(request))
     try:
         async with asyncio.timeout(config.body_timeout_s):
             body = await _read(request, config.max_body_bytes)
@@ -61,17 +60,17 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
 
 async def _read(request: web.Request, most: int) -> bytearray:
     """Bytes count as they come, so that a length that was only announced takes nothing from others."""
-    budget, lease = request.app[BODIES], request[_LEASE]
+    lease = request[_LEASE]
     announced = request.content_length or 0
     if announced > most:
         raise _too_large(most)
-    if not budget.fits(announced):
+    if not await lease.fits(announced):
         raise _overloaded()
     body = bytearray()
     async for chunk in request.content.iter_any():
         if len(body) + len(chunk) > most:
             raise _too_large(most)
-        if not lease.take(len(chunk)):
+        if not await lease.take(len(chunk)):
             raise _overloaded()
         body += chunk
     return body

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
-from hydra_engine.core.request import SamplingParams
-from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.body import read_request
 from hydra_engine.server.chunks import TextEvents
 from hydra_engine.server.context import CONFIG, LIFECYCLE, loaded_engine
@@ -30,7 +26,7 @@ from hydra_engine.server.protocol.chat import (
 )
 from hydra_engine.server.protocol.common import FINGERPRINT, Metrics, Usage, metrics_of, prompt_logprobs, usage_of
 from hydra_engine.server.protocol.tools import CallDelta, Function, FunctionDelta, MessageCall
-from hydra_engine.server.sse import DONE, event
+from hydra_engine.server.sse import DONE, json_events
 from hydra_engine.server.tool_objects import CallArguments, CallStart, Content, Event
 from hydra_engine.server.tools import ToolUse, collect, dialect_of
 
@@ -44,7 +40,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     configured = request.app[CONFIG].tool_parser
     use.check(configured, engine.chat_template)
     dialect = dialect_of(configured, engine.chat_template)
-    sampling, template, pixels = _sampling(asked, use, dialect), asked.template(use), asked.pixels
+    sampling, template, pixels = use.sampling(asked.sampling(), dialect), asked.template(use), asked.pixels
     messages = plain_messages(asked.messages)
     return await respond(
         request,
@@ -61,18 +57,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         ChatAnswer(asked, identity, use, dialect),
         asked,
     )
-
-
-def _sampling(asked: ChatCompletionRequest, use: ToolUse, dialect: str) -> SamplingParams:
-    sampling, grammar = asked.sampling(), use.grammar()
-    if grammar is None:  # the marks of calls are special tokens of some models
-        return replace(sampling, skip_special_tokens=False) if use.reads_marks(dialect) else sampling
-    if sampling.grammar is not None:
-        raise InvalidRequest(
-            "a call that has to come and another form of the output contradict each other; leave out one of them",
-            param="tool_choice",
-        )
-    return replace(sampling, grammar=grammar)
 
 
 class _Choice:
@@ -146,7 +130,7 @@ class ChatAnswer:
         return DONE
 
     def events(self, piece: Piece) -> bytes:
-        return b"".join(event(msgspec.json.encode(chunk)) for chunk in self._chunks(piece))
+        return json_events(self._chunks(piece))
 
     def text_event(self, piece: Piece) -> bytes | None:
         choice = self._choices[piece.index]

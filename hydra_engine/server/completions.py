@@ -38,7 +38,7 @@ from hydra_engine.server.protocol.completions import (
     text_logprobs,
 )
 from hydra_engine.server.several import Several, usage_of_all
-from hydra_engine.server.sse import DONE, event
+from hydra_engine.server.sse import DONE, json_events
 
 Prompt = str | list[int]
 
@@ -165,7 +165,7 @@ class CompletionAnswer:
         return DONE
 
     def events(self, piece: Piece) -> bytes:
-        return b"".join(event(msgspec.json.encode(chunk)) for chunk in self._chunks(piece))
+        return json_events(self._chunks(piece))
 
     def text_event(self, piece: Piece) -> bytes | None:
         if not self._is_plain or piece.logprobs or piece.prompt_token_ids:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, Self
 
 from aiohttp import web
 
@@ -21,29 +23,51 @@ from hydra_engine.server.port import EnginePort
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
-@asynccontextmanager
-async def endable(error: HydraError) -> AsyncIterator[asyncio.Timeout]:
-    """A scope that others can end by rescheduling it: then `error` is raised inside, at whatever is waited for."""
-    scope = asyncio.timeout(None)
-    try:
-        async with scope:
-            yield scope
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise error from None
+class Endable(Protocol):
+    """A generation that runs, here or in another process."""
+
+    def end(self, error: HydraError) -> bool:
+        """`error` is what its client is told. False: it is ending already."""
+        ...
+
+
+class Scope:
+    """`async with`: what happens inside can be ended by others, at whatever is waited for."""
+
+    def __init__(self) -> None:
+        self._timeout = asyncio.timeout(None)
+        self._error: HydraError | None = None
+
+    def end(self, error: HydraError) -> bool:
+        if self._error is not None:
+            return False
+        self._error = error
+        self._timeout.reschedule(asyncio.get_running_loop().time())
+        return True
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, value, traceback)
+        except TimeoutError:  # a TimeoutError of what was inside does not come from there
+            assert self._error is not None
+            raise self._error from None
 
 
 class Lifecycle:
     """Counts the generations that run and ends them when a drain runs out of time.
 
-    Each one runs inside `admit()`. Draining refuses new ones; `expire()` turns the running ones, at whatever they
-    wait for, into the error that their clients are told.
+    Draining refuses new ones; `expire()` ends the running ones with the error that their clients are told.
     """
 
     def __init__(self) -> None:
         self.draining = False
-        self._scopes: set[asyncio.Timeout] = set()
+        self._scopes: set[Endable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -55,27 +79,26 @@ class Lifecycle:
         if self.draining:
             raise Unavailable("the server is shutting down and takes no new requests", code="draining", retry_after_s=5)
 
-    @asynccontextmanager
-    async def admit(self) -> AsyncIterator[None]:
+    @contextmanager
+    def running(self, scope: Endable) -> Iterator[None]:
+        """Raises Unavailable while it drains."""
         self.check()
-        late = Unavailable("the server shut down before this request could finish", code="draining", retry_after_s=5)
-        async with endable(late) as scope:
-            self._scopes.add(scope)
-            self._idle.clear()
-            try:
-                yield
-            finally:
-                self._scopes.discard(scope)
-                if not self._scopes:
-                    self._idle.set()
+        self._scopes.add(scope)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._scopes.discard(scope)
+            if not self._scopes:
+                self._idle.set()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
     def expire(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for scope in self._scopes:
-            scope.reschedule(now)
+        told = "the server shut down before this request could finish"
+        for scope in list(self._scopes):
+            scope.end(Unavailable(told, code="draining", retry_after_s=5))
 
 
 ENGINE = web.AppKey[EnginePort]("engine")

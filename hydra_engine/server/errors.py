@@ -28,7 +28,8 @@ from hydra_engine.errors import (
     UnsupportedMediaType,
 )
 from hydra_engine.server.access import ACCESS
-from hydra_engine.server.context import METRICS, REQUEST_ID
+from hydra_engine.server.commons import COMMONS
+from hydra_engine.server.context import REQUEST_ID
 from hydra_engine.server.sse import event
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     if ACCESS in request:
         request[ACCESS].error_code = error.code
     if error.status in _REFUSALS and request.method == "POST":
-        request.app[METRICS].rejected(error.code)
+        request.app[COMMONS].rejected(error.code)
     stream = request.get(STREAM)
     if stream is not None and stream.started:
         return await stream.fail(_last_event(request, error))

@@ -19,12 +19,12 @@ from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.observe import timeline
 from hydra_engine.server.access import ACCESS
+from hydra_engine.server.commons import admitted
 from hydra_engine.server.context import ANSWER_ID, CONFIG, MODEL_NAME, REQUEST_ID
 from hydra_engine.server.errors import STREAM
 from hydra_engine.server.port import Forwarding, Handle
 from hydra_engine.server.protocol.common import Usage, usage_of
 from hydra_engine.server.protocol.fields import GenerationFields, SamplingFields
-from hydra_engine.server.running import admitted
 from hydra_engine.server.sse import EventStream
 
 

@@ -15,7 +15,8 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.errors import Unavailable
-from hydra_engine.server.context import ENGINE, LIFECYCLE, METRICS
+from hydra_engine.server.commons import COMMONS
+from hydra_engine.server.context import ENGINE, LIFECYCLE
 from hydra_engine.server.errors import ErrorBody, error_body, error_response
 from hydra_engine.server.generate import json_response
 
@@ -87,9 +88,7 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    engine = request.app[ENGINE]
-    accept = request.headers.get("Accept", "")
-    text, kind = request.app[METRICS].page(accept, engine.stats(), engine.instances(), engine.statuses())
+    text, kind = await request.app[COMMONS].metrics_page(request.headers.get("Accept", ""))
     return web.Response(body=text, headers={"Content-Type": kind})
 
 

@@ -16,7 +16,8 @@ from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
-from hydra_engine.server.context import CONFIG, LIFECYCLE, MODEL_NAME, loaded_engine
+from hydra_engine.server.commons import COMMONS
+from hydra_engine.server.context import CONFIG, MODEL_NAME, loaded_engine
 from hydra_engine.server.generate import json_response
 
 
@@ -85,7 +86,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def load(request: web.Request) -> web.Response:
-    return json_response(Load(request.app[LIFECYCLE].num_running))
+    return json_response(Load(await request.app[COMMONS].num_running()))
 
 
 async def server_info(request: web.Request) -> web.Response:

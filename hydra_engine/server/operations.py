@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_engine.server import admin, health, info, models, requests, tokenize
-from hydra_engine.server.protocol import chat, completions, messages, responses
+from hydra_engine.server.protocol import chat, completions, messages, response_events, responses
 from hydra_engine.server.protocol import tokenize as token_requests
 
 TEXT = "text/plain"
@@ -48,6 +48,7 @@ _PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJg"
     "gg=="
 )
+_WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _HELLO = {"role": "user", "content": "Hello"}
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -93,7 +94,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "OpenAI's Responses, without a memory: nothing is stored",
         responses.Response,
         responses.ResponsesRequest,
-        responses.AnyResponseEvent,
+        response_events.AnyResponseEvent,
         errors=_MODEL,
         examples=(
             {"input": "Hello", "instructions": "Answer in one word."},
@@ -109,6 +110,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
                 ],
                 "max_output_tokens": 32,
                 "stream": True,
+            },
+            {
+                "input": "Is it raining in Rome?",
+                "tools": [{"type": "function", "name": "weather", "parameters": _WEATHER}],
+                "tool_choice": {"type": "function", "name": "weather"},
             },
         ),
     ),
@@ -141,6 +147,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
                 ],
                 "stop_sequences": ["###"],
                 "stream": True,
+            },
+            {
+                "max_tokens": 64,
+                "messages": [{"role": "user", "content": "Is it raining in Rome?"}],
+                "tools": [{"name": "weather", "input_schema": _WEATHER}],
+                "tool_choice": {"type": "tool", "name": "weather"},
             },
         ),
     ),

@@ -12,8 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,15 +23,15 @@ from hydra_engine import __version__
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, Status
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.errors import InvalidRequest, Unavailable
+from hydra_engine.errors import InvalidRequest
 from hydra_engine.observe.live import LiveRequest
 from hydra_engine.observe.request_metrics import Outcomes
-from hydra_engine.server.context import ENGINE, LIFECYCLE, METRICS, MODEL_NAME
+from hydra_engine.server.commons import COMMONS
+from hydra_engine.server.context import ENGINE, LIFECYCLE, MODEL_NAME
 from hydra_engine.server.errors import STREAM
 from hydra_engine.server.sse import EventStream, event
 
 PERIOD_S = 0.25
-MAX_VIEWERS = 8
 STALL_S = 5.0  # a viewer that reads nothing for this long is dropped
 MAX_REQUESTS = 100  # of each kind in one event
 MAX_SPANS = 200  # of one request
@@ -140,25 +139,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     running: Sequence[LiveRequest] = ()
 
 
-class Viewers:
-    """Counts those that watch, and sends them away when the server ends."""
+class Ticks:
+    """When viewers are told, until they are sent away."""
 
     def __init__(self) -> None:
-        self._num = 0
         self._closing = asyncio.Event()
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        if self._num >= MAX_VIEWERS:
-            told = f"{MAX_VIEWERS} pages are watching this server already; close one of them"
-            raise Unavailable(told, code="overloaded", retry_after_s=5)
-        self._num += 1
-        try:
-            yield
-        finally:
-            self._num -= 1
-
-    async def ticks(self) -> AsyncIterator[None]:
+    async def until_closed(self) -> AsyncIterator[None]:
         """One at once, then one each period until the server ends."""
         while not self._closing.is_set():
             yield
@@ -170,17 +157,16 @@ class Viewers:
 
 
 FILES = web.AppKey[dict[str, File]]("files")
-VIEWERS = web.AppKey("viewers", Viewers)
+TICKS = web.AppKey("ticks", Ticks)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
     since = _since(request.query.get("since", "0"))
-    viewers = request.app[VIEWERS]
-    with viewers.admit():
+    async with request.app[COMMONS].watching():
         async with EventStream(request, keepalive_s=0.0, stall_s=STALL_S) as stream:
             request[STREAM] = stream
-            async for _ in viewers.ticks():
-                snapshot = _snapshot(request, since)
+            async for _ in request.app[TICKS].until_closed():
+                snapshot = await _snapshot(request, since)
                 since = snapshot.number
                 await stream.send(event(msgspec.json.encode(snapshot)))
         return await stream.finish(b"")
@@ -192,7 +178,7 @@ def _since(text: str) -> int:
     return int(text)
 
 
-def _snapshot(request: web.Request, since: int) -> Snapshot:
+async def _snapshot(request: web.Request, since: int) -> Snapshot:
     engine = request.app[ENGINE]
     serving, reason = engine.health()
     state = "ok" if serving else reason
@@ -203,12 +189,12 @@ def _snapshot(request: web.Request, since: int) -> Snapshot:
         state=state,
         model=request.app[MODEL_NAME],
         version=__version__,
-        outcomes=request.app[METRICS].outcomes,
+        outcomes=await request.app[COMMONS].outcomes(),
         number=since,
     )
     if reason in ("loading", "closed"):
         return snapshot
-    activity = engine.activity(since, MAX_REQUESTS)
+    activity = await engine.aactivity(since, MAX_REQUESTS)
     summaries = {summary.name: summary for summary in engine.summaries}
     limits = [summary.limits for summary in summaries.values()]
     return msgspec.structs.replace(
@@ -248,7 +234,7 @@ def _spans(spans: Sequence[StageSpan]) -> list[Span]:
 
 def install(app: web.Application) -> None:
     app[FILES] = _read_files()
-    app[VIEWERS] = Viewers()
+    app[TICKS] = Ticks()
     app.add_routes(
         [
             web.get("/", index),
@@ -258,6 +244,6 @@ def install(app: web.Application) -> None:
     )
 
     async def close(app: web.Application) -> None:
-        app[VIEWERS].close()
+        app[TICKS].close()
 
     app.on_shutdown.append(close)

@@ -100,7 +100,7 @@ class EnginePort(Protocol):
         """The latest gauges, summed over instances; None before the first."""
         ...
 
-    def activity(self, since: int = 0, limit: int = 100) -> Activity:
+    async def aactivity(self, since: int = 0, limit: int = 100) -> Activity:
         """Where running requests are, the oldest `limit`, and the stages of those that have ended behind the first
         `since` ones, the latest `limit`."""
         ...
@@ -120,12 +120,7 @@ class EnginePort(Protocol):
 
     def health(self) -> tuple[bool, str]:
         """(every stage is served and makes progress, reason): ok, loading, draining, hung, instance_lost or closed.
-        What is lost may be started again; `lost` says when that is over."""
-        ...
-
-    @property
-    def lost(self) -> bool:
-        """Nothing can be served any more, and no instance that could will be started again. The server ends then."""
+        What is lost may be started again."""
         ...
 
     async def aledger(self) -> LedgerReport: ...
@@ -139,6 +134,10 @@ class EnginePort(Protocol):
         template: TemplateOptions | None = None,
     ) -> list[int]: ...
 
+    async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each."""
+        ...
+
     async def acount_tokens(
         self, messages: Sequence[dict[str, Any]], *, template: TemplateOptions | None = None
     ) -> int:
@@ -148,6 +147,15 @@ class EnginePort(Protocol):
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
+        ...
+
+
+class OwnEngine(EnginePort, Protocol):
+    """One that lives in this process."""
+
+    @property
+    def lost(self) -> bool:
+        """Nothing can be served any more, and no instance that could will be started again. The server ends then."""
         ...
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:

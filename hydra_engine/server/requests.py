@@ -6,9 +6,11 @@ import msgspec
 from aiohttp import web
 
 from hydra_engine.errors import NotFound
+from hydra_engine.server.commons import COMMONS
 from hydra_engine.server.context import TENANT
 from hydra_engine.server.generate import json_response
-from hydra_engine.server.running import RUNNING
+
+_MAX_ID_CHARS = 256  # more than any id that was given out
 
 
 class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +23,8 @@ class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
 
 async def end_requests(request: web.Request) -> web.Response:
     wanted = request.match_info["id"]
-    ended = request.app[RUNNING].end(request.get(TENANT, ""), wanted)
+    is_id = wanted.isascii() and len(wanted) <= _MAX_ID_CHARS
+    ended = await request.app[COMMONS].end(request.get(TENANT, ""), wanted) if is_id else 0
     if not ended:
         raise NotFound("no request with this id is running; ids are the `id` of an answer or its X-Request-Id header")
     return json_response(EndedRequests(id=wanted, ended=ended))

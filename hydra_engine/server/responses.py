@@ -1,4 +1,4 @@
-"""POST /v1/responses. Does not know how the engine answers or how events are written."""
+"""POST /v1/responses. Does not know how the engine answers, how events are written or how models call tools."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from aiohttp import web
 from msgspec import UNSET
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import HydraError
 from hydra_engine.server.body import read_request
-from hydra_engine.server.context import LIFECYCLE, loaded_engine
+from hydra_engine.server.context import CONFIG, LIFECYCLE, loaded_engine
 from hydra_engine.server.errors import FAILURE, error_body
 from hydra_engine.server.generate import Identity, identify, respond
 from hydra_engine.server.isolation import cache_salt
 from hydra_engine.server.port import Handle
+from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
 from hydra_engine.server.protocol.common import metrics_of
+from hydra_engine.server.protocol.response_events import AnyResponseEvent
 from hydra_engine.server.protocol.responses import (
-    AnyResponseEvent,
-    OutputMessage,
-    OutputText,
+    OutputItem,
     Response,
     ResponseFailure,
     ResponsesRequest,
     failure_code,
     response_usage,
     status_of,
-    token_logprobs,
 )
-from hydra_engine.server.sse import event
+from hydra_engine.server.response_items import OutputItems
+from hydra_engine.server.sse import json_events
+from hydra_engine.server.tool_parsers import PlainText
+from hydra_engine.server.tools import ToolUse, dialect_of
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -39,9 +42,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
     request.app[LIFECYCLE].check()
     asked = await read_request(request, ResponsesRequest)
     identity = identify(request, asked, "resp", separator="_")
-    sampling = asked.sampling()
+    use = asked.tool_use()
+    configured = request.app[CONFIG].tool_parser
+    use.check(configured, engine.chat_template)
+    dialect = dialect_of(configured, engine.chat_template)
+    sampling = use.sampling(asked.sampling(), dialect)
     messages = asked.messages()
-    answer = ResponseAnswer(asked, identity)
+    answer = ResponseAnswer(asked, identity, use, dialect)
     request[FAILURE] = answer.failure
     return await respond(
         request,
@@ -52,6 +59,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
             slo=asked.slo,
             cache_salt=cache_salt(request, asked.cache_salt),
             priority=asked.priority or 0,
+            template=TemplateOptions(use.shown),
         ),
         answer,
         asked,
@@ -59,13 +67,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 
 class ResponseAnswer:
-    """One message with one part of text."""
-
-    def __init__(self, asked: ResponsesRequest, identity: Identity) -> None:
+    def __init__(self, asked: ResponsesRequest, identity: Identity, use: ToolUse, dialect: str) -> None:
         self._asked = asked
         self._identity = identity
-        self._item_id = "msg_" + identity.id.removeprefix("resp_")
         self._numbers = itertools.count()
+        name = "msg_" + identity.id.removeprefix("resp_")
+        self._items = OutputItems(name, use.parser(dialect) or PlainText(), self._next)
         self._begun = False
 
     @property
@@ -81,62 +88,37 @@ class ResponseAnswer:
         return b""
 
     def whole(self, result: Result) -> Response:
-        return self._closed(result, streamed=False)
+        self._items.feed(result.text, result.logprobs)
+        self._items.finish(status_of(result.finish_reason))
+        return self._closed(result, self._items.closed, streamed=False)
 
     def events(self, piece: Piece) -> bytes:
         found: list[AnyResponseEvent] = []
         if not self._begun:
             self._begun = True
-            found += self._opening()
-        if piece.text or piece.logprobs:
-            found.append(
-                protocol.OutputTextDelta(
-                    sequence_number=self._next(),
-                    item_id=self._item_id,
-                    delta=piece.text,
-                    logprobs=token_logprobs(piece.logprobs),
-                )
-            )
-        if piece.result is not None:
-            found += self._closing(piece.result)
-        return b"".join(_written(one) for one in found)
+            response = self._open()
+            found.append(events.ResponseCreated(sequence_number=self._next(), response=response))
+            found.append(events.ResponseInProgress(sequence_number=self._next(), response=response))
+        found += self._items.feed(piece.text, piece.logprobs)
+        if (result := piece.result) is not None:
+            found += self._items.finish(status_of(result.finish_reason))
+            response = self._closed(result, self._items.closed, streamed=True)
+            ends = result.finish_reason is FinishReason.LENGTH
+            last = events.ResponseIncomplete if ends else events.ResponseCompleted
+            found.append(last(sequence_number=self._next(), response=response))
+        return json_events(found)
 
     def failure(self, error: HydraError) -> bytes:
         """The last event of a stream that cannot go on."""
         body = error_body(error)
         failure = ResponseFailure(failure_code(error.status), body.message, body.param, body.type)
         failed = msgspec.structs.replace(self._open(), status="failed", error=failure)
-        return _written(protocol.ResponseFailed(sequence_number=self._next(), response=failed))
+        return json_events([events.ResponseFailed(sequence_number=self._next(), response=failed)])
 
     # ---- inside
 
     def _next(self) -> int:
         return next(self._numbers)
-
-    def _opening(self) -> list[AnyResponseEvent]:
-        response = self._open()
-        message = OutputMessage(self._item_id, "in_progress", [])
-        return [
-            protocol.ResponseCreated(sequence_number=self._next(), response=response),
-            protocol.ResponseInProgress(sequence_number=self._next(), response=response),
-            protocol.OutputItemAdded(sequence_number=self._next(), item=message),
-            protocol.ContentPartAdded(sequence_number=self._next(), item_id=self._item_id, part=OutputText("")),
-        ]
-
-    def _closing(self, result: Result) -> list[AnyResponseEvent]:
-        response = self._closed(result, streamed=True)
-        [message] = response.output
-        [part] = message.content
-        ends = result.finish_reason is FinishReason.LENGTH
-        last = protocol.ResponseIncomplete if ends else protocol.ResponseCompleted
-        return [
-            protocol.OutputTextDone(
-                sequence_number=self._next(), item_id=self._item_id, text=part.text, logprobs=part.logprobs
-            ),
-            protocol.ContentPartDone(sequence_number=self._next(), item_id=self._item_id, part=part),
-            protocol.OutputItemDone(sequence_number=self._next(), item=message),
-            last(sequence_number=self._next(), response=response),
-        ]
 
     def _open(self) -> Response:
         asked = self._asked
@@ -147,28 +129,24 @@ class ResponseAnswer:
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             model=self._identity.model,
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
             temperature=1.0 if asked.temperature is None else asked.temperature,
             text=protocol.echoed(asked.text),
+            tool_choice=asked.tool_choice or "auto",
+            tools=asked.tools or [],
             top_logprobs=asked.top_logprobs or 0,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             metadata=asked.metadata or {},
         )
 
-    def _closed(self, result: Result, *, streamed: bool) -> Response:
+    def _closed(self, result: Result, output: list[OutputItem], *, streamed: bool) -> Response:
         status = status_of(result.finish_reason)
-        part = OutputText(result.text, logprobs=token_logprobs(result.logprobs))
         return msgspec.structs.replace(
             self._open(),
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
             incomplete_details=None if status == "completed" else protocol.IncompleteDetails("max_output_tokens"),
-            output=[OutputMessage(self._item_id, status, [part])],
+            output=output,
             usage=response_usage(result.usage),
             metrics=metrics_of(result, streamed=streamed) if self._asked.return_metrics else UNSET,
         )
-
-
-def _written(one: AnyResponseEvent) -> bytes:
-    name = one.__struct_config__.tag
-    assert isinstance(name, str)
-    return event(msgspec.json.encode(one), name)

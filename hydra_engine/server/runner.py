@@ -9,163 +9,52 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-
-from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from typing import Protocol
 
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.core.outputs import Result
-from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
-from hydra_engine.server import access, sse
-from hydra_engine.server.app import build_app
-from hydra_engine.server.auth import KEYS, KeyRing
-from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
+from hydra_engine.server import access, tracing
+from hydra_engine.server.app import furnish, open_house
+from hydra_engine.server.auth import KeyRing, Keys
+from hydra_engine.server.commons import OwnCommons
+from hydra_engine.server.context import Lifecycle
 from hydra_engine.server.cors import is_loopback
-from hydra_engine.server.errors import error_response
-from hydra_engine.server.port import EnginePort
+from hydra_engine.server.front_workers import FrontWorkers, Logging
+from hydra_engine.server.listening import CLOSE_S, SWITCH_S, bind, listen
+from hydra_engine.server.port import OwnEngine
 
 logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
 
-_IDLE_S = 75.0  # an idle connection is closed after this
-_HEADERS_S = 20.0  # one whose first or next headers do not come in full
-_SLOWEST_READER = 16 << 10  # bytes a second at which a whole answer must leave, besides STALL_S
-_READ_AHEAD_BYTES = 64 << 10  # of a body that nobody has asked for yet
-_LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
-_CLOSE_S = 2.0  # what the last answers get for leaving after a drain
-_MAX_HEADER_BYTES = 16 << 10
-_MAX_CONNECTIONS = 4096
-_BACKLOG = 1024
 _WATCH_S = 0.5
-_SWITCH_S = 0.001  # a thread that computes, such as one that parses a large body, lets the loop go on within this
 
 
-class Connection(RequestHandler):
-    """aiohttp's connection with our words for what is not HTTP, a cap on their number, and an end to those that do not
-    send their headers or do not read their answers. None of that holds a place in the engine."""
+class Door(Protocol):
+    """What takes connections: this process, or its front workers."""
 
-    __slots__ = ("_headers_timer",)
+    @property
+    def url(self) -> str: ...
 
-    _headers_timer: asyncio.TimerHandle | None
+    @property
+    def addresses(self) -> list[str]: ...
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._headers_timer = None
-        super().connection_made(transport)
-        self._expect_headers()
-        assert self._manager is not None
-        if len(self._manager.connections) > _MAX_CONNECTIONS:
-            logger.warning("closing a new connection: %d are open", _MAX_CONNECTIONS)
-            self.force_close()
+    async def wait_open(self) -> None:
+        """Until connections are taken. Raises ResourceError when there will be none."""
+        ...
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._waiter is None or self._waiter.done():
-            self._stop_timer()  # headers are here, or a request is being answered
-        elif self._headers_timer is None:
-            self._expect_headers()
+    @property
+    def lost(self) -> bool:
+        """No connection will ever be taken again."""
+        ...
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _expect_headers(self) -> None:
-        self._headers_timer = asyncio.get_running_loop().call_later(_HEADERS_S, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._headers_timer is not None:
-            self._headers_timer.cancel()
-            self._headers_timer = None
-
-    def _give_up(self) -> None:
-        self._headers_timer = None
-        if self._waiter is not None and not self._waiter.done():
-            self.force_close()
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """A stream has sent all by now (`sse.py` cuts slow readers off); a whole answer leaves here."""
-        limit_s = sse.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
-        try:
-            async with asyncio.timeout(limit_s):
-                return await super().finish_response(request, resp, start_time)
-        except TimeoutError:
-            logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
-            if self.transport is not None:
-                self.transport.abort()
-            return resp, True
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
-            raise ConnectionError("the client has gone") from exc
-        if status < 500:
-            response = error_response(InvalidRequest("the request is not valid HTTP or its headers are too large"))
-        else:
-            logger.error("an answer could not be sent", exc_info=exc)
-            response = error_response(RequestFailed("internal error"))
-        response.force_close()
-        return response
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """An application on a socket."""
-
-    runner: web.AppRunner
-    server: asyncio.Server
-    url: str
-
-    async def close(self) -> None:
-        """Ends idle connections at once and busy ones after a moment."""
-        self.server.close()
-        await self.runner.cleanup()
-
-
-async def listen(app: web.Application, host: str, port: int) -> Listening:
-    """Raises ResourceError when the address cannot be had."""
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
-    await runner.setup()
-    manager = runner.server
-    assert manager is not None
-    loop = asyncio.get_running_loop()
-
-    def connection() -> Connection:
-        return Connection(
-            manager,
-            loop=loop,
-            auto_decompress=False,  # a small compressed body must not become a large one
-            keepalive_timeout=_IDLE_S,
-            lingering_time=_LINGER_S,
-            read_bufsize=_READ_AHEAD_BYTES,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            logger=logger,
-            access_log=None,  # type: ignore[arg-type]  # None turns it off; the annotation forgets that
-        )
-
-    try:
-        server = await loop.create_server(connection, host, port, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        await runner.cleanup()
-        raise ResourceError(f"cannot listen on {host}:{port}: {_why(error)}", param="port") from error
-    bound_port = server.sockets[0].getsockname()[1]
-    return Listening(runner, server, f"http://{_url_host(host)}:{bound_port}")
+    async def close(self) -> None: ...
 
 
 async def serve(
-    engine: EnginePort,
+    engine: OwnEngine,
     config: ServerConfig,
     *,
     start: Callable[[], Awaitable[None]],
@@ -173,37 +62,48 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     model_name: str | None = None,
     debug_endpoints: bool = False,
+    log_level: str = "info",
+    log_format: str = "text",
 ) -> int:
     """Serves until a signal or the engine's end; the exit code of the process. Call it on the main thread.
 
     The port is bound first, so a wrong one fails in no time and health answers while `start` loads the model.
     `ready` gets the URL once requests are served; `stop` is called whatever ends the serving. The first SIGTERM or
     SIGINT drains, the second ends at once, a third one meets the system's default. SIGHUP reads the file of API keys
-    again, if there is one.
+    again, if there is one. What is said of the log is for front workers, which set it up themselves.
     """
-    if config.access_log != "off":
-        access.turn_on(config.access_log)
-    app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
-    listening = await listen(app, config.host, config.port)
+    house, commons, keys = open_house(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
+    door: Door
+    if config.front_workers:
+        if config.otlp_endpoint is not None:
+            tracing.check(config.otlp_endpoint)
+        bound = await bind(config.host, config.port)
+        door = workers = FrontWorkers(engine, config, house, commons, keys, bound, Logging(log_level, log_format))
+        workers.start()
+        reload = workers.reload_keys
+    else:
+        if config.access_log != "off":
+            access.turn_on(config.access_log)
+        door = await listen(furnish(engine, config, house), config.host, config.port)
+        reload = keys.reload
     signals = _Signals()
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     try:
-        _warn_of_exposure(listening, app[KEYS], config)
-        with signals.installed(), _reloading(app[KEYS]):
-            return await _run(engine, config, app, listening, signals, start, ready)
+        _warn_of_exposure(door, keys, config)
+        with signals.installed(), _reloading(keys, reload):
+            return await _run(engine, config, commons, door, signals, start, ready)
     finally:
         try:
-            await listening.close()
+            await door.close()
         finally:
             await stop()
 
 
-def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig) -> None:
-    addresses = [str(sock.getsockname()[0]) for sock in listening.server.sockets]
-    if not keys.asks and not all(is_loopback(address) for address in addresses):
+def _warn_of_exposure(door: Door, keys: Keys, config: ServerConfig) -> None:
+    if not keys.asks and not all(is_loopback(address) for address in door.addresses):
         logger.warning(
             "%s is reachable from other machines and asks for no API key; see --api-key-file, or --host 127.0.0.1",
-            listening.url,
+            door.url,
         )
     given = {*config.api_key, config.admin_key} - {*environment_api_keys(), environment_admin_key(), None}
     if given:
@@ -214,12 +114,12 @@ def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig)
 
 
 @contextlib.contextmanager
-def _reloading(keys: KeyRing) -> Iterator[None]:
+def _reloading(keys: KeyRing, reload: Callable[[], None]) -> Iterator[None]:
     if not keys.has_file:
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         yield
     finally:
@@ -227,30 +127,31 @@ def _reloading(keys: KeyRing) -> Iterator[None]:
 
 
 async def _run(
-    engine: EnginePort,
+    engine: OwnEngine,
     config: ServerConfig,
-    app: web.Application,
-    listening: Listening,
+    commons: OwnCommons,
+    door: Door,
     signals: _Signals,
     start: Callable[[], Awaitable[None]],
     ready: Callable[[str], None] | None,
 ) -> int:
-    if not await _load(start, signals):
+    if not await _load(start, door, signals):
         return 0
     gc.collect()
     gc.freeze()  # full collections pass over what has been loaded, which would take them a tenth of a second
-    engine.add_observer(app[METRICS].observe)
+    engine.add_observer(commons.metrics.observe)
     if config.enable_log_requests:
         request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest
         engine.add_observer(_log_request)
-    logger.info("ready on %s", listening.url)
+    logger.info("ready on %s", door.url)
     if ready is not None:
-        ready(listening.url)
-    if not await _until_signal_or_loss(engine, signals):
-        logger.error("the instances of a stage have ended for good; the server ends too")
-        await asyncio.sleep(_CLOSE_S)  # clients are told, and health says it once more
+        ready(door.url)
+    if not await _until_signal_or_loss(engine, door, signals):
+        what = "front workers" if door.lost else "instances of a stage"
+        logger.error("the %s have ended for good; the server ends too", what)
+        await asyncio.sleep(CLOSE_S)  # clients are told, and health says it once more
         return 1
-    return await _drain(app[LIFECYCLE], config.shutdown_timeout_s, signals)
+    return await _drain(commons.lifecycle, config.shutdown_timeout_s, signals)
 
 
 def _log_request(result: Result) -> None:
@@ -268,9 +169,14 @@ def _log_request(result: Result) -> None:
     )
 
 
-async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool:
+async def _load(start: Callable[[], Awaitable[None]], door: Door, signals: _Signals) -> bool:
     """False when a signal came first."""
-    loading = asyncio.ensure_future(start())
+
+    async def load() -> None:
+        await start()
+        await door.wait_open()
+
+    loading = asyncio.create_task(load())
     interrupted = asyncio.create_task(signals.first.wait())
     try:
         await asyncio.wait({loading, interrupted}, return_when=asyncio.FIRST_COMPLETED)
@@ -284,9 +190,9 @@ async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool
         await asyncio.gather(loading, interrupted, return_exceptions=True)
 
 
-async def _until_signal_or_loss(engine: EnginePort, signals: _Signals) -> bool:
+async def _until_signal_or_loss(engine: OwnEngine, door: Door, signals: _Signals) -> bool:
     """False when the engine can serve no more. One instance that ends is no reason: it is started again."""
-    while not engine.lost and engine.health()[1] != "closed":
+    while not (engine.lost or door.lost) and engine.health()[1] != "closed":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.first.wait(), _WATCH_S)
             return True
@@ -307,7 +213,7 @@ async def _drain(lifecycle: Lifecycle, timeout_s: float, signals: _Signals) -> i
             return 128 + (signals.number or 0)
         if not idle.done():
             logger.warning("%d requests did not finish in time", lifecycle.num_running)
-            await asyncio.wait({idle, again}, timeout=_CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({idle, again}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
         return 0
     finally:
         idle.cancel()
@@ -344,15 +250,3 @@ class _Signals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, socket.gaierror):
-        return "no such host"
-    if isinstance(error, OSError) and error.errno is not None:
-        return os.strerror(error.errno).lower()
-    return "not a port number"
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from aiohttp import web
 
 from hydra_engine.server.access import ACCESS
@@ -34,6 +35,16 @@ def event(data: bytes, name: str = "") -> bytes:
     """OpenAI's events have no name."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + data + b"\n\n"
+
+
+def json_events(data: Iterable[msgspec.Struct]) -> bytes:
+    """One event for each, named by the type of its data where that has one."""
+    return b"".join(map(_json_event, data))
+
+
+def _json_event(data: msgspec.Struct) -> bytes:
+    tag = data.__struct_config__.tag
+    return event(msgspec.json.encode(data), tag if isinstance(tag, str) else "")
 
 
 DONE = event(b"[DONE]")

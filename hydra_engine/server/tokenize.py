@@ -15,10 +15,12 @@ from hydra_engine.server.protocol.tools import plain_tool, template_options
 
 
 class Tokens(msgspec.Struct, frozen=True):
+    """`token_strs`: as the vocabulary spells them, where that was asked for."""
+
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: None = None
+    token_strs: list[str] | None = None
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -44,7 +46,8 @@ async def tokenize(request: web.Request) -> web.Response:
             asked.continue_final_message,
         ),
     )
-    return json_response(Tokens(len(tokens), engine.max_model_len, tokens))
+    spelled = await engine.atoken_strs(tokens) if asked.return_token_strs else None
+    return json_response(Tokens(len(tokens), engine.max_model_len, tokens, spelled))
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
 """Tool calls: what a request allows, the grammar that makes a model call, and calls as events.
 
-`/v1/chat/completions` shows the events in OpenAI's words; other endpoints have theirs. How calls are read out of a
+Each endpoint shows the events in its API's own words. How calls are read out of a
 model's text is `tool_parsers.py`. Does not know HTTP or the requests of any endpoint.
 """
 
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tool_objects import CallArguments, CallStart, Content, Event
 from hydra_engine.server.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
@@ -93,15 +94,28 @@ class ToolUse:
             return HermesParser(self._names, most)
         return JsonParser(self._names, most) if dialect == "json" else PlainText()
 
-    def reads_marks(self, dialect: str) -> bool:
+    def _reads_marks(self, dialect: str) -> bool:
         return self.mode == "auto" and bool(self.tools) and dialect == "hermes"
+
+    def sampling(self, asked: SamplingParams, dialect: str) -> SamplingParams:
+        """`asked`, made to give calls. Raises InvalidRequest."""
+        grammar = self.grammar()
+        if grammar is None:  # the marks of calls are special tokens of some models
+            return replace(asked, skip_special_tokens=False) if self._reads_marks(dialect) else asked
+        if asked.grammar is not None:
+            raise InvalidRequest(
+                "a call that has to come and another form of the output contradict each other; leave out one of them",
+                param="tool_choice",
+            )
+        return replace(asked, grammar=grammar)
 
     def check(self, configured: str, chat_template: str | None) -> None:
         """Raises InvalidRequest where a model would never hear of the tools that it may call."""
         unheard = configured == "auto" and chat_template is not None and "tools" not in chat_template
         if self.mode == "auto" and self.tools and unheard:
             raise InvalidRequest(
-                'the chat template of this model knows no tools; set tool_choice to "required", "none" or one function',
+                "the chat template of this model knows no tools, so the model cannot choose one; set tool_choice so "
+                "that a call has to come, or so that none may",
                 param="tools",
                 code="unsupported_parameter",
             )

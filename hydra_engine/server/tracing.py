@@ -33,6 +33,11 @@ def install(app: web.Application, endpoint: str) -> None:
     app.cleanup_ctx.append(closing)
 
 
+def check(endpoint: str) -> None:
+    """Raises ConfigError where `install` would."""
+    Tracer(endpoint).close()
+
+
 def trace(request: web.Request, status: int, access: Access) -> None:
     route = route_of(request)
     if route not in _OPERATIONS or request.method != "POST":

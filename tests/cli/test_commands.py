@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.__main__ import main
+from hydra_engine.backend.cuda_device import probe
 from hydra_engine.cli.commands import build_parser
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,24 @@ def test_doctor_lists_every_operation_with_a_reason(name: str) -> None:
     assert done.returncode == 0, done.stderr
     table = done.stdout.split("operations\n")[1].strip().splitlines()
     assert len(table) >= 12 and all(len(line.split(maxsplit=2)) == 3 for line in table)
+
+
+def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take() -> None:
+    found = probe()
+    lines = [line.strip() for line in hydra("doctor").stdout.splitlines()]
+    section = lines[lines.index("cuda") + 1 : lines.index("device")]
+    assert any(line.startswith("extension") and " ".join(found.codes) in line for line in section)
+    assert [line.split()[0] for line in section if line.startswith("cuda:")] == [
+        f"cuda:{d.index}" for d in found.devices
+    ]
+    if found.problem:
+        assert f"problem{' ' * 14}{found.problem}" in section
+        assert lines[lines.index("device") + 1] == f"taken{' ' * 16}cpu: {found.problem}"
+
+
+def test_doctor_says_why_a_device_cannot_be_had() -> None:
+    done = hydra("doctor", "--device", "cuda:63")
+    assert done.returncode == 0 and "device cuda:63 cannot be used: " in done.stdout.split("operations\n")[1]
 
 
 def test_bench_lists_its_benchmarks_and_refuses_others() -> None:

@@ -35,6 +35,7 @@ def test_the_demo_is_measured_saved_drawn_and_shown_again(tmp_path: Path) -> Non
     assert "saved profile" in again.stdout and "measured just now" not in again.stdout
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     for arguments, code, words in (
         (("no-such-folder",), 3, "no model directory"),

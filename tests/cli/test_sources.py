@@ -290,7 +290,7 @@ def test_secrets_are_known_as_such() -> None:
     [
         (["serve", "--max-num", "3"], "--max-num is not an option; the nearest one is --max-num-seqs"),
         (["serve", "--tensor-parallel-size=2"], "--tensor-parallel-size is not an option here: a model runs on one"),
-        (["serve", "--gpu-memory-utilization", "0.9"], "give the cache a size with --kv-cache-gib"),
+        (["serve", "--kv-cache-memory-bytes", "9"], "give the cache a size with --kv-cache-gib"),
         (["serve", "a", "b"], "'b' is one argument too many"),
         (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["srve"], "invalid choice: 'srve'"),

@@ -165,3 +165,15 @@ def test_one_instance_is_told_as_ever() -> None:
         "  instance     epd0, role EPD, cpu, 2 threads per lane, ops native-amx, deterministic",
         "  memory       weights 14.0 GiB, KV cache 512.0 MiB (8192 tokens), image cache 8.0 MiB (512 rows)",
     ]
+
+
+def test_on_a_gpu_it_says_what_steps_take() -> None:
+    gpu = {"device": "cuda:0", "activation_bytes": 3 * GIB, "free_bytes": 9 * GIB, "device_bytes": 80 * GIB}
+    one = instance("pd0", "PD", graph_bytes=GIB // 2, **gpu)
+    lines = summary_lines(one)
+    assert lines[4] == "  steps        activations 3.0 GiB, 9.0 GiB of 80.0 GiB free"
+    lines = start_lines([instance("e0", "E", **gpu), one])
+    assert lines[6:8] == [
+        "  steps        e0: activations 3.0 GiB, 9.0 GiB of 80.0 GiB free",
+        "               pd0: activations 3.0 GiB, 9.0 GiB of 80.0 GiB free",
+    ]

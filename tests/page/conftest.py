@@ -20,7 +20,7 @@ import pytest
 from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
 from hydra_engine.server.context import METRICS
-from hydra_engine.server.runner import listen
+from hydra_engine.server.listening import listen
 from tests.server.stub import StubEngine
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -14,9 +14,9 @@ from aiohttp import web
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.byte_budget import ByteBudget
 from hydra_engine.server.app import build_app
-from hydra_engine.server.body import BODIES
+from hydra_engine.server.commons import OWN
 from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
-from hydra_engine.server.runner import listen
+from hydra_engine.server.listening import listen
 from tests.server.stub import StubEngine
 
 
@@ -72,7 +72,7 @@ async def serve() -> AsyncIterator[Serve]:
         listening = await listen(app, "127.0.0.1", 0)
         http = aiohttp.ClientSession(auto_decompress=False)
         closers.extend((http.close, listening.close))
-        return Served(engine, listening.url, http, app[LIFECYCLE], app[BODIES], app, listening.close)
+        return Served(engine, listening.url, http, app[LIFECYCLE], app[OWN].bodies, app, listening.close)
 
     yield start
     for close in closers:

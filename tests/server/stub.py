@@ -196,6 +196,7 @@ class StubHandle:
             logprobs=logprobs,
             prompt_token_ids=self._prompt_ids(),
             prompt_logprobs=self._prompt_logprobs(),
+            max_tokens=self._submission.sampling.max_tokens or self._engine.max_model_len,
             stop_reason=self._engine.stop_reason if reason is FinishReason.STOP else None,
         )
 
@@ -301,7 +302,7 @@ class StubEngine:
     def statuses(self) -> dict[str, Status]:
         return self.reports
 
-    def activity(self, since: int = 0, limit: int = 100) -> Activity:
+    async def aactivity(self, since: int = 0, limit: int = 100) -> Activity:
         return Activity(*self.ring.since(since, limit), self.running[:limit])
 
     async def aset_topology(self, text: str) -> None:
@@ -342,6 +343,9 @@ class StubEngine:
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         self.traced_s.append(seconds)
         return self.trace
+
+    async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{chr(token)}>" for token in token_ids]
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         if any(token >= VOCABULARY for token in token_ids):

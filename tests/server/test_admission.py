@@ -25,13 +25,13 @@ from hydra_engine.core.request import (
     MAX_TOKENS_LIMIT,
 )
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
-from hydra_engine.server import admission, runner, sse
+from hydra_engine.server import admission, listening, sse
 from hydra_engine.server.admission import ClientLimits, client_of
 from hydra_engine.server.app import build_app
-from hydra_engine.server.body import BODIES
+from hydra_engine.server.commons import OWN
+from hydra_engine.server.listening import listen
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
 from hydra_engine.server.protocol.fields import MAX_NAME_CHARS, MAX_PROMPT_TOKENS, MAX_SALT_CHARS, MAX_TEXT_CHARS
-from hydra_engine.server.runner import listen
 from hydra_engine.server.strict_json import MAX_DEPTH, MAX_VALUES
 from tests.server.conftest import Serve, Served, chat_body, until
 from tests.server.stub import StubEngine
@@ -233,9 +233,9 @@ def head(length: int | None) -> bytes:
 async def test_all_bodies_together_are_bounded(narrow: Any) -> None:
     app, port = narrow
     announced = [await send(port, head(1000)) for _ in range(10)]  # and not sent: holds nothing
-    assert app[BODIES].held == 0
+    assert app[OWN].bodies.held == 0
     held = [await send(port, head(1000) + b'"' + b"x" * 800) for _ in range(2)]
-    await until(lambda: app[BODIES].held == 1602)
+    await until(lambda: app[OWN].bodies.held == 1602)
     for data in (head(900), head(None) + b"1f4\r\n" + b"x" * 500):  # known at once, and when it has come
         reader, writer = await send(port, data)
         answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
@@ -246,7 +246,7 @@ async def test_all_bodies_together_are_bounded(narrow: Any) -> None:
     writer.close()
     for _, writer in (*announced, *held):
         writer.close()
-    await until(lambda: app[BODIES].held == 0)
+    await until(lambda: app[OWN].bodies.held == 0)
 
 
 async def test_a_body_counts_until_it_is_answered(served: Served) -> None:
@@ -266,7 +266,7 @@ async def test_a_large_body_is_refused_while_it_comes(narrow: Any, length: int |
     reader, writer = await send(port, head(length) + body)
     assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 413 ")
     writer.close()
-    await until(lambda: app[BODIES].held == 0)
+    await until(lambda: app[OWN].bodies.held == 0)
 
 
 # ---- slow ones
@@ -274,7 +274,7 @@ async def test_a_large_body_is_refused_while_it_comes(narrow: Any, length: int |
 
 @pytest.mark.parametrize("data", [b"", b"\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: "], ids=range(3))
 async def test_headers_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(runner, "_HEADERS_S", 0.2)
+    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
     reader, writer = await connect(served, data)
     assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
@@ -282,7 +282,7 @@ async def test_headers_that_do_not_come(served: Served, monkeypatch: pytest.Monk
 
 
 async def test_headers_one_byte_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_HEADERS_S", 0.3)
+    monkeypatch.setattr(listening, "_HEADERS_S", 0.3)
     reader, writer = await connect(served, b"GET /livez HTTP/1.1\r\nHost: a\r\n")
     closed = asyncio.create_task(reader.read())
     for _ in range(100):
@@ -295,7 +295,7 @@ async def test_headers_one_byte_at_a_time(served: Served, monkeypatch: pytest.Mo
 
 
 async def test_a_connection_that_is_used_stays(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_HEADERS_S", 0.2)
+    monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
     served.engine.prefill_s = 0.4
     reader, writer = await connect(served, b"")
     for _ in range(2):
@@ -313,7 +313,7 @@ async def test_whoever_does_not_read_a_whole_answer_is_cut_off(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sse, "STALL_S", 0.3)
-    monkeypatch.setattr(runner, "_SLOWEST_READER", 1 << 30)
+    monkeypatch.setattr(listening, "_SLOWEST_READER", 1 << 30)
     served.engine.answer = "x" * 20_000_000
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -367,11 +367,11 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("one text", (MAX_TEXT_CHARS,)),
         ("`cache_salt`", (MAX_SALT_CHARS, MAX_NAME_CHARS)),
         ("JSON", (MAX_DEPTH, MAX_VALUES)),
-        ("headers |", (runner._MAX_HEADER_BYTES >> 10,)),
-        ("headers that", (int(runner._HEADERS_S),)),
-        ("connections", (runner._MAX_CONNECTIONS, int(runner._IDLE_S))),
+        ("headers |", (listening._MAX_HEADER_BYTES >> 10,)),
+        ("headers that", (int(listening._HEADERS_S),)),
+        ("connections", (listening._MAX_CONNECTIONS, int(listening._IDLE_S))),
         ("a stream", (int(sse.STALL_S),)),
-        ("a whole", (int(sse.STALL_S), runner._SLOWEST_READER >> 10)),
+        ("a whole", (int(sse.STALL_S), listening._SLOWEST_READER >> 10)),
     ],
 )
 def test_the_table_of_fixed_limits_is_the_code(row: str, numbers: tuple[int, ...]) -> None:

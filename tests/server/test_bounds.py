@@ -12,12 +12,16 @@ from msgspec import inspect
 
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
+from hydra_engine.server.protocol.messages import MessagesRequest
+from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import Served
 
 REQUESTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
+    "/v1/responses": (ResponsesRequest, {"input": "a"}),
+    "/v1/messages": (MessagesRequest, {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
@@ -98,7 +102,8 @@ async def test_every_field_at_and_beyond_its_limits(served: Served, path: str) -
         ) as response:
             assert response.status == 400, (name, str(value)[:80])
             error = (await response.json())["error"]
-        assert (error["param"] or "").startswith(name), (name, str(value)[:80], error)
+        # Anthropic's errors have no `param`; their messages begin with it.
+        assert (error.get("param") or error["message"]).startswith(name), (name, str(value)[:80], error)
         assert len(error["message"]) < 500
         num_refused[name] = num_refused.get(name, 0) + 1
     assert served.engine.submissions == []

@@ -228,7 +228,8 @@ async def test_one_bad_prompt_fails_the_request_before_it_streams(served: Served
     async with served.post("/v1/completions", body) as response:
         error = (await response.json())["error"]
     assert (response.status, error["param"]) == (400, "prompt")
-    assert served.engine.cancelled == [submission.request_id for submission in reversed(served.engine.submissions)]
+    submitted = [submission.request_id for submission in served.engine.submissions]
+    await until(lambda: served.engine.cancelled == submitted[::-1])
     assert len(served.engine.cancelled) == 2
 
 
@@ -240,7 +241,7 @@ async def test_a_failure_of_one_prompt_ends_the_others(served: Served, stream: b
         text = await response.text()
     assert response.status == (200 if stream else 500)
     assert "it broke" in text and "[DONE]" not in text
-    assert served.engine.cancelled == [served.engine.submissions[0].request_id]
+    await until(lambda: served.engine.cancelled == [served.engine.submissions[0].request_id])
     await until(lambda: not served.lifecycle.num_running)
 
 
@@ -289,6 +290,8 @@ async def test_tokenize_and_back(served: Served) -> None:
     async with served.post("/tokenize", {"model": "stub", "prompt": "abc"}) as response:
         tokens = await response.json()
     assert tokens == {"count": 3, "max_model_len": 4096, "tokens": [97, 98, 99], "token_strs": None}
+    async with served.post("/tokenize", {"prompt": "ab", "return_token_strs": True}) as response:
+        assert (await response.json())["token_strs"] == ["<a>", "<b>"]
     async with served.post("/detokenize", {"tokens": tokens["tokens"]}) as response:
         assert await response.json() == {"prompt": "abc"}
     async with served.post("/tokenize", {"messages": [{"role": "user", "content": "ab"}]}) as response:

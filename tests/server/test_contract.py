@@ -29,8 +29,8 @@ from schemathesis.specs.openapi.checks import (
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
+from hydra_engine.server.listening import listen
 from hydra_engine.server.operations import OPERATIONS
-from hydra_engine.server.runner import listen
 from tests.server.stub import StubEngine
 from tests.server.test_info import summary
 

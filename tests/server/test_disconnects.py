@@ -23,7 +23,7 @@ from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, ServerCo
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
 from hydra_engine.server.context import LIFECYCLE, Lifecycle
-from hydra_engine.server.runner import listen
+from hydra_engine.server.listening import listen
 from hydra_engine.worker.faults import MIGRATION_POINTS
 from tests.server.conftest import until
 from tests.server.test_cancel import leave

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import traceback
+import uuid
 from typing import Any
 
 import openai
@@ -51,7 +52,7 @@ BROKEN = {
     "lone surrogate": b'{"messages":[{"role":"user","content":"\\ud800"}]}',
     "lone surrogate key": MESSAGE + b',"\\ud800":1}',
     "lone surrogate in n": MESSAGE + b',"n":"\\ud800"}',
-    "nul": b'{"messages":[{"role":"user","content":"a\\u0000b"}]}',
+    "nul in a key": b'{"messages":[{"role":"user","content":"a","\\u0000":1}]}',
     "raw nul": b'{"messages":[{"role":"user","content":"a\0b"}]}',
     "control character": b'{"messages":[{"role":"user","content":"a\nb"}]}',
     "latin-1": b'{"messages":[{"role":"user","content":"\xe9"}]}',
@@ -201,12 +202,13 @@ async def test_defaults_and_ignored_fields_are_accepted(served: Served, name: st
 
 
 async def test_unknown_fields_are_logged_once_a_name(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    unknown = f"never_heard_of_{uuid.uuid4().hex[:8]}"  # nor has any test before in this process
     with caplog.at_level(logging.INFO, "hydra_engine.server.protocol.names"):
         for _ in range(3):
-            async with served.chat(never_heard_of=1, user="me") as response:
+            async with served.chat(**{unknown: 1}, user="me") as response:
                 assert response.status == 200
     lines = [record.getMessage() for record in caplog.records if record.name.endswith("names")]
-    assert lines == ["ignoring the request field 'never_heard_of'"]
+    assert lines == [f"ignoring the request field {unknown!r}"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hydra_engine import demo
 from hydra_engine.config import CacheConfig, EngineConfig, ServerConfig
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
-from hydra_engine.server.runner import Listening, listen
+from hydra_engine.server.listening import Listening, listen
 
 PICTURE = base64.b64encode(next(Path(demo.__path__[0]).rglob("*.png")).read_bytes()).decode()
 KEYS = ("first-key", "second-key")

@@ -88,7 +88,7 @@ async def test_large_bodies_are_parsed_in_a_thread(served: Served, monkeypatch: 
 @pytest.mark.parametrize("edge", [1, 2])
 def test_what_bodies_may_not_hold_is_found_between_slices_too(edge: int) -> None:
     head = b'{"messages":[{"role":"user","content":"'
-    for wrong, told in ((b"\\u0000", "NUL"), (b"\0", "NUL"), (b"\xe2\x82", "UTF-8")):
+    for wrong, told in ((b"\0", "NUL"), (b"\xe2\x82", "UTF-8")):
         for before in range(8):
             text = b"x" * (edge * strict_json._SLICE - len(head) - before) + wrong + b"x" * 1000
             with pytest.raises(InvalidRequest, match=told):

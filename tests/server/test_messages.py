@@ -167,9 +167,11 @@ async def test_tokens_are_counted(served: Served) -> None:
         )
     assert count.input_tokens == 17 and served.engine.submissions == []
     expected = [{"role": "system", "content": "s"}, {"role": "user", "content": "one two"}]
-    assert served.engine.counted == [(expected, None)]
+    assert served.engine.counted == [(expected, TemplateOptions())]
     status, answer = await ask(served, PATH + "/count_tokens", tools=[{"name": "f", "input_schema": {}}])
-    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert (status, answer["input_tokens"]) == (200, 17)
+    _, options = served.engine.counted[-1]
+    assert options is not None and [tool["function"]["name"] for tool in options.tools] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ async def test_tokens_are_counted(served: Served) -> None:
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
-            "messages[0].content[0]: tool_result blocks are not supported",
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
+            "messages[0].content[0]: tool_result blocks belong to turns of the user",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
@@ -201,8 +203,24 @@ async def test_tokens_are_counted(served: Served) -> None:
             },
             "media_type",
         ),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools is not supported"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+                ]
+            },
+            "a turn of the user with their tool_result must follow",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: tools of type 'web_search_2"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
+        (
+            {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
+            "not among the tools",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
         ({"stop": ["a"]}, "stop is not supported"),
         ({"n": 2}, "n is not supported"),

@@ -71,6 +71,7 @@ NAMES = [
     "vllm:request_prefill_kv_computed_tokens_bucket",
     "vllm:request_max_num_generation_tokens_bucket",
     "vllm:request_params_n_bucket",
+    "vllm:request_params_max_tokens_bucket",
     "http_requests_total",
     "http_request_duration_seconds_bucket",
     "hydra:stage_queue_seconds_bucket",
@@ -335,6 +336,7 @@ async def test_the_page_over_http(served: Served) -> None:
     assert value(page, "hydra:http_responses_total", route="/v1/chat/completions", status="200") == 2
     assert value(page, "hydra:http_responses_total", route="unknown", status="404") == 1
     assert value(page, "vllm:request_params_n_count") == 2
+    assert value(page, "vllm:request_params_max_tokens_sum") == 2 * served.engine.max_model_len
     assert value(page, "http_requests_total", handler="/v1/chat/completions", method="POST", status="5xx") == 1
     assert value(page, "http_request_duration_seconds_count", handler="/v1/chat/completions", method="POST") == 3
     assert b"7731" not in text and b"chatcmpl" not in text

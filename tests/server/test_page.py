@@ -21,8 +21,9 @@ from hydra_engine.observe.live import LiveRequest
 from hydra_engine.observe.trace import TraceRing
 from hydra_engine.server import page
 from hydra_engine.server.app import build_app
+from hydra_engine.server.commons import MAX_VIEWERS
 from hydra_engine.server.context import LIFECYCLE
-from hydra_engine.server.runner import listen
+from hydra_engine.server.listening import listen
 from tests.server.conftest import Serve, Served, until
 from tests.server.stub import StubEngine, example_status, instances_of
 
@@ -169,7 +170,7 @@ async def test_attainment_is_counted_by_limit(served: Served) -> None:
 
 
 async def test_eight_may_watch_and_who_leaves_makes_room(served: Served) -> None:
-    streams = [snapshots(served) for _ in range(page.MAX_VIEWERS)]
+    streams = [snapshots(served) for _ in range(MAX_VIEWERS)]
     for stream in streams:
         await anext(stream)
     async with served.get("/ui/events") as answer:

@@ -14,9 +14,9 @@ from aiohttp.typedefs import Handler
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
-from hydra_engine.server.body import BODIES
+from hydra_engine.server.commons import OWN
 from hydra_engine.server.context import LIFECYCLE, TENANT
-from hydra_engine.server.runner import listen
+from hydra_engine.server.listening import listen
 from tests.server.conftest import Served, chat_body, until
 from tests.server.stub import StubEngine
 
@@ -54,8 +54,8 @@ async def test_it_ends_at_whatever_it_waits_for(served: Served, name: str, phase
     if phase == "intake_s":
         assert served.engine.intakes_cancelled == 1 and served.engine.submissions == []
     else:
-        assert served.engine.cancelled == ["chatcmpl-mine"]
-    assert served.lifecycle.num_running == 0
+        await until(lambda: served.engine.cancelled == ["chatcmpl-mine"])
+    await until(lambda: served.lifecycle.num_running == 0)
     assert (await end(served, name))[0] == 404
 
 
@@ -122,7 +122,7 @@ async def tenants() -> AsyncIterator[Served]:
     app.middlewares.append(tell)
     listening = await listen(app, "127.0.0.1", 0)
     async with aiohttp.ClientSession() as http:
-        yield Served(engine, listening.url, http, app[LIFECYCLE], app[BODIES], app, listening.close)
+        yield Served(engine, listening.url, http, app[LIFECYCLE], app[OWN].bodies, app, listening.close)
     await listening.close()
 
 

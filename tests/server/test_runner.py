@@ -21,7 +21,7 @@ import pytest
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ResourceError
 from hydra_engine.server.app import build_app
-from hydra_engine.server.runner import listen
+from hydra_engine.server.listening import listen
 from tests.server.conftest import Served, chat_body, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import request_bytes
@@ -55,7 +55,11 @@ sys.exit(code)
 
 
 class ServerProcess:
-    def __init__(self, port: int, config: dict[str, object] | None = None, **options: object) -> None:
+    errors = ""  # what it said on standard error, where that is a pipe
+
+    def __init__(
+        self, port: int, config: dict[str, object] | None = None, stderr: int = subprocess.DEVNULL, **options: object
+    ) -> None:
         root = Path(__file__).parents[2]
         self.url = f"http://127.0.0.1:{port}"
         server = {"port": port, "shutdown_timeout_s": 5, **(config or {})}
@@ -65,7 +69,7 @@ class ServerProcess:
             cwd=root,
             env={**os.environ, "PYTHONPATH": str(root)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             text=True,
         )
 
@@ -82,11 +86,12 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             error.close()
             return error.code
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             return 0
 
     def end(self, limit_s: float = 10) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=limit_s)
+        output, errors = self.process.communicate(timeout=limit_s)
+        self.errors = errors or ""
         return self.process.returncode, output
 
 
@@ -169,8 +174,10 @@ def test_what_does_not_finish_in_time_is_told(port: int, processes: list[ServerP
     assert code == 0 and "cancelled 2" in output
 
 
-def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess]) -> None:
-    server = ServerProcess(port, engine={"prefill_s": 60}, config={"shutdown_timeout_s": 60})
+@pytest.mark.parametrize("front_workers", [0, 1])
+def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess], front_workers: int) -> None:
+    config = {"shutdown_timeout_s": 60, "front_workers": front_workers}
+    server = ServerProcess(port, engine={"prefill_s": 60}, config=config)
     processes.append(server)
     server.wait_until("/health", 200)
     with socket.create_connection(("127.0.0.1", port)) as client:

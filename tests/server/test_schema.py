@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import aiohttp
@@ -15,15 +16,15 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import CODES, InvalidRequest
-from hydra_engine.server import strict_json
+from hydra_engine.server import json_layout, strict_json
 from hydra_engine.server.app import build_app
+from hydra_engine.server.listening import listen
 from hydra_engine.server.protocol import names
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.messages import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from hydra_engine.server.runner import listen
 from tests.server.conftest import Serve
 from tests.server.stub import StubEngine
 
@@ -63,7 +64,7 @@ def _has_length(pattern: str | None) -> bool:
 
 # JSON that goes to a compiler or a template as it is. The code that takes it bounds its characters and its depth.
 JSON_FIELDS = re.compile(
-    r"\.(schema|response_format\.value|guided_json|structured_outputs\.json|parameters|arguments|chat_template_kwargs|mm_processor_kwargs)"
+    r"\.(schema|input_schema|content\[\]\.input|response_format\.value|guided_json|structured_outputs\.json|parameters|arguments|chat_template_kwargs|mm_processor_kwargs)"
     r"(\{key\}|\{\})?"
 )
 
@@ -89,6 +90,15 @@ async def test_json_for_compilers_and_templates_is_bounded(field: str, shape: st
     }
     async with served.chat(**{field: wrapped.get(field, value)}) as response:
         assert response.status == 400
+    if field == "tools":
+        tool = {"type": "function", "name": "f", "parameters": value}
+        async with served.post("/v1/responses", {"input": "a", "tools": [tool]}) as response:
+            assert response.status == 400
+        turn = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "input_schema": value}]}
+        for path, fields in (("/v1/messages", {"max_tokens": 9}), ("/v1/messages/count_tokens", {})):
+            async with served.post(path, turn | fields) as response:
+                assert response.status == 400
+    assert served.engine.submissions == [] and served.engine.counted == []
 
 
 def test_the_check_finds_an_unbounded_field() -> None:
@@ -136,19 +146,74 @@ json_values = st.recursive(
 @given(st.dictionaries(json_text, json_values, max_size=5), st.booleans())
 def test_structure_check_agrees_with_the_standard_parser(document: dict[str, Any], ascii: bool) -> None:
     body = json.dumps(document, ensure_ascii=ascii).encode("utf-8", "surrogatepass")
-    if "\\u0000" in body.decode("utf-8", "replace") and any(chr(0) in text for text in _texts(document)):
-        with pytest.raises(InvalidRequest):
+    if any("\0" in key for key in _keys(document)):
+        with pytest.raises(InvalidRequest, match="a key of the request body holds a NUL"):
             strict_json._check_structure(body)
         return
     assert strict_json._check_structure(body) == set(document)
 
 
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
+def _keys(value: Any) -> list[str]:
     if isinstance(value, dict):
-        return [text for item in (*value, *value.values()) for text in _texts(item)]
-    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
+        return [*value, *(key for item in value.values() for key in _keys(item))]
+    return [key for item in value for key in _keys(item)] if isinstance(value, list) else []
+
+
+def told(check: Callable[[bytes], set[str]], body: bytes) -> set[str] | str:
+    try:
+        return check(body)
+    except InvalidRequest as error:
+        return error.message
+
+
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(json_text, json_values, max_size=5),
+    st.sampled_from([None, 1]),
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([b'"', b"\\", b"{", b"[", b"}", b":", b" ", b'"a":']))),
+    st.integers(1, 9),
+)
+def test_large_and_small_bodies_are_checked_alike(
+    monkeypatch: pytest.MonkeyPatch,
+    document: dict[str, Any],
+    indent: int | None,
+    edits: list[tuple[int, bytes]],
+    slice_bytes: int,
+) -> None:
+    """By arrays, in slices of any size, and step by step; of what is no JSON, as long as the parser refuses it."""
+    monkeypatch.setattr(json_layout, "_SLICE", slice_bytes)
+    body = json.dumps(document, indent=indent, separators=(",", " :\n" if indent else ":")).encode()
+    for place, data in edits:
+        body = body[: place % len(body)] + data + body[place % len(body) :]
+    large, small = told(strict_json._survey, body), told(strict_json._walk, body)
+    if large != small:
+        with pytest.raises(msgspec.DecodeError):
+            msgspec.json.decode(body)
+
+
+def test_repeated_keys_and_values_are_found_in_large_bodies() -> None:
+    padding = '"pad":"' + "x" * strict_json.LARGE_BYTES + '",'
+    for inside, words in (
+        ('"a":1,"a":2', "'a' appears twice"),
+        ('"a":1,"\\u0061":2', "'a' appears twice"),
+        ('"x":[{"b":1},{"b":2,"c":{"b":3}}]', ""),
+        ('"x":[{"b":1},{"b":2,"b" \n:3}]', "'b' appears twice"),
+        ('"x":{"\\"":1,"\\u0022":2}', "appears twice"),
+        ('"x":"a\\\\","x":1', "'x' appears twice"),
+        ('"a\\u0000":1', "NUL"),
+        (",".join(f'"k{index}":1' for index in range(strict_json.MAX_FIELDS - 2)), ""),
+        (",".join(f'"k{index}":1' for index in range(strict_json.MAX_FIELDS)), "more than 1024 fields"),
+        ('"x":[' + ",".join(["{}"] * (strict_json.MAX_VALUES - 7)) + "]", ""),
+        ('"x":[' + ",".join(["{}"] * strict_json.MAX_VALUES) + "]", "more than 250000 values"),
+        ('"x":"' + '\\"[' * (2 * strict_json.MAX_VALUES) + '"', ""),
+    ):
+        for head in ("{" + padding, "{"):
+            body = (head + '"tokens":[],' + inside + "}").encode()
+            if words:
+                with pytest.raises(InvalidRequest, match=words):
+                    strict_json.parse(body, DetokenizeRequest)
+            else:
+                assert {"tokens"} < strict_json.parse(body, DetokenizeRequest)[1]
 
 
 # ---- fuzz over HTTP
@@ -236,7 +301,7 @@ def test_no_body_makes_the_server_fail() -> None:
         check()
         runner.run(http.close())
         runner.run(listening.close())
-    assert seen[200] > 20 and seen[400] > 200
+    assert seen[200] > 5 and seen[400] > 80
 
 
 async def _session() -> aiohttp.ClientSession:

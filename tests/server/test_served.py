@@ -163,6 +163,72 @@ def test_right_answers_of_the_other_endpoints(served: Served, client: openai.Ope
                 assert one.usage.input_tokens + (one.usage.cache_read_input_tokens or 0) == count
 
 
+def test_calls_through_all_endpoints(served: Served, client: openai.OpenAI) -> None:
+    """The demo was not trained to call anything, so calls that must come: the same arguments everywhere."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 3}},
+        "required": ["city", "days"],
+    }
+    question: Any = [{"role": "user", "content": "What is two plus three?"}]
+    function: Any = {"name": "weather", "parameters": schema}
+    chat = client.chat.completions.create(
+        model="demo",
+        messages=question,
+        temperature=0,
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    expected = json.loads((chat.choices[0].message.tool_calls or [])[0].function.arguments)
+    assert expected.keys() == {"city", "days"}
+    asked: Any = {"model": "demo", "input": question, "temperature": 0, "tools": [{"type": "function", **function}]}
+    named: Any = {"type": "function", "name": "weather"}
+    with client.responses.stream(**asked, tool_choice=named) as stream:
+        streamed = stream.get_final_response()
+    for response in (client.responses.create(**asked, tool_choice=named), streamed):
+        [call] = response.output
+        assert (call.name, json.loads(call.arguments), call.status) == ("weather", expected, "completed")
+    [call] = client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False).output
+    assert call.name == "weather" and json.loads(call.arguments).keys() == expected.keys()
+    turn: Any = {"model": "demo", "messages": question, "max_tokens": 400, "extra_body": {"temperature": 0}}
+    turn["tools"] = [{"name": "weather", "input_schema": schema}]
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as other:
+        for choice in ({"type": "tool", "name": "weather"}, {"type": "any", "disable_parallel_tool_use": True}):
+            with other.messages.stream(**turn, tool_choice=choice) as events:
+                last = events.get_final_message()
+            for message in (other.messages.create(**turn, tool_choice=choice), last):
+                [block] = message.content
+                assert (block.type, block.name, message.stop_reason) == ("tool_use", "weather", "tool_use")
+                assert block.input == expected or choice["type"] == "any"
+
+
+def test_tokens_as_the_vocabulary_spells_them(served: Served) -> None:
+    body = json.dumps({"prompt": "two plus", "return_token_strs": True}).encode()
+    request = urllib.request.Request(served.url + "/tokenize", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        found = json.loads(response.read())
+    vocabulary = json.loads((DEMO / "model" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    assert [vocabulary[text] for text in found["token_strs"]] == found["tokens"] and found["count"] > 1
+
+
+def test_texts_may_hold_a_nul_character(served: Served, client: openai.OpenAI) -> None:
+    """In prompts, stop strings and forms of the answer, whose texts may hold it too."""
+    answer = client.completions.create(model="demo", prompt="One\0 two", max_tokens=3, echo=True, temperature=0)
+    assert answer.choices[0].text.startswith("One\0 two")
+    messages: Any = [{"role": "user", "content": "What is\0 two\0 plus three?"}]
+    forced: Any = {"structured_outputs": {"choice": ["a\0b\0c"]}}
+    chat = client.chat.completions.create(model="demo", messages=messages, extra_body=forced)
+    assert chat.choices[0].message.content == "a\0b\0c"
+    chat = client.chat.completions.create(model="demo", messages=messages, stop=["b\0"], extra_body=forced)
+    assert chat.choices[0].message.content == "a\0"
+    with pytest.raises(openai.BadRequestError, match="NUL"):
+        client.completions.create(model="demo", prompt="a", extra_body={"cache_salt": "\0"})
+    url = "file:///a\0b"
+    pictures: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="demo", messages=pictures)
+
+
 def test_a_request_is_ended_by_its_id(served: Served, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="demo",
@@ -253,12 +319,12 @@ def test_the_quick_start_works_as_pasted(served: Served, tmp_path: Path) -> None
         done = subprocess.run(block, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-    asked, chatted, chosen, generated, memory, streamed, message = outputs
+    asked, chatted, chosen, generated, memory, planned, streamed, message = outputs
     assert json.loads(asked)["choices"][0]["message"]["content"] == "Two plus three is five."
     assert json.loads(chosen)["choices"][0]["message"]["content"] in ("five", "six")
     assert chatted.strip() == message.strip() == "Two plus three is five."
     assert generated.startswith("There is a blue triangle") and "prefill" in generated
-    assert streamed.strip() == "There are two red objects." and "epd0" in memory
+    assert streamed.strip() == "There are two red objects." and "epd0" in memory and "pd0" in planned
 
 
 def test_sigterm_lets_a_stream_finish_and_exits_zero() -> None:
@@ -312,7 +378,7 @@ def test_start_faults_are_one_sentence_and_an_exit_code(served: Served, tmp_path
     for arguments, code, words in (
         (["demo", "--port", port], 4, "cannot listen"),
         ([str(tmp_path), "--port", "0"], 3, "config.json"),
-        (["demo", "--port", "0", "--device", "cuda:0"], 5, "CUDA"),
+        (["demo", "--port", "0", "--device", "cuda:63"], 5, "cuda:63 cannot be used"),
         (["demo", "--port", "0", "--topology", "E+X"], 2, "topology"),
         (["demo", "--port", "0", "--num-kv-blocks", "1"], 4, "KV"),
     ):

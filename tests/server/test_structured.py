@@ -16,10 +16,10 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.app import build_app
+from hydra_engine.server.listening import listen
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.names import parse_request
-from hydra_engine.server.runner import listen
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

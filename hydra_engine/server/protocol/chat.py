@@ -31,6 +31,7 @@ from hydra_engine.server.protocol.tools import (
     plain_tool,
     template_options,
 )
+from hydra_engine.server.strict_json import NO_NUL
 from hydra_engine.server.tools import ToolUse
 
 MAX_MESSAGES = 4096
@@ -68,7 +69,7 @@ class Message(msgspec.Struct, frozen=True):
     content: Annotated[list[TextPart | ImagePart | VideoPart], Meta(max_length=MAX_PARTS)] | Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
-    name: Annotated[str, Meta(max_length=128)] | None = None
+    name: Annotated[str, Meta(max_length=128, pattern=NO_NUL)] | None = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]

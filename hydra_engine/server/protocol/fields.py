@@ -32,6 +32,7 @@ from hydra_engine.server.protocol.structured import (
     grammar_of,
     no_schema,
 )
+from hydra_engine.server.strict_json import NO_NUL
 
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SALT_CHARS = 256
@@ -39,7 +40,7 @@ MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1 << 24  # of one text; what a context has room for is less, and a whole body has a limit of its own
 MAX_URL_CHARS = 1 << 28  # data URLs; a picture's and a video's bytes are counted before they are decoded
 
-Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=NO_NUL)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 MediaUrl = Annotated[str, Meta(max_length=MAX_URL_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -81,7 +82,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     request_id: RequestName | None = None
     return_metrics: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS, pattern=NO_NUL)] | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)] | None = None

@@ -1,11 +1,11 @@
 """POST /v1/messages and /v1/messages/count_tokens: requests, answers and the events of a stream, as Anthropic has them.
 
-Tools are not built and are refused by name. Does not know how a request is run or when an event is sent.
+Tools that the server would run itself are refused by name. `message_history.py` makes messages for the engine of a
+request's turns. Does not know how a request is run or when an event is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from hydra_engine.core import outputs
 from hydra_engine.core.outputs import FinishReason, Result
-from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.prompting import MAX_TOOLS
 from hydra_engine.core.request import MAX_STOPS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
@@ -29,6 +29,16 @@ from hydra_engine.server.protocol.fields import (
 )
 from hydra_engine.server.protocol.names import log_once
 from hydra_engine.server.protocol.structured import schema_grammar
+from hydra_engine.server.protocol.tools import (
+    CalledName,
+    CallId,
+    Description,
+    Schema,
+    ToolName,
+    plain_function,
+    unsupported_tool,
+)
+from hydra_engine.server.tools import ToolUse
 
 # ---- the requests
 
@@ -51,11 +61,19 @@ class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """Refused by name."""
+    """A call in an earlier turn of the assistant."""
+
+    id: CallId
+    name: CalledName
+    input: Schema
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """Refused by name."""
+    """What came of it, in the turn of the user behind it."""
+
+    tool_use_id: CallId
+    content: Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_PARTS)] | Text | None = None
+    is_error: bool | None = None
 
 
 Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock
@@ -79,9 +97,29 @@ class OutputConfig(msgspec.Struct, frozen=True):
     effort: Annotated[str, Meta(max_length=64)] | None = None
 
 
-_TOOLS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+class InputTool(msgspec.Struct, frozen=True):
+    """With a type other than `custom` it is refused by name. `strict` is not told to models; where the output is
+    constrained, it is so in any case."""
+
+    name: ToolName
+    input_schema: Schema | None = None
+    description: Description | None = None
+    type: Annotated[str, Meta(max_length=64)] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`name` is that of a `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+InputTools = Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)]
+_MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
@@ -90,7 +128,7 @@ _TOOLS: dict[str, tuple[Any, ...]] = {
 
 class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **_TOOLS,
+        **_UNSUPPORTED,
         "n": (1,),
         "stop": (),  # as others name stop_sequences
         "max_completion_tokens": (),
@@ -99,6 +137,8 @@ class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
     messages: InputMessages
     max_tokens: TokenCount
     system: System | None = None
+    tools: InputTools | None = None
+    tool_choice: ToolChoice | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     output_config: OutputConfig | None = None
 
@@ -112,58 +152,30 @@ class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = _TOOLS
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
 
     model: Name | None = None
     messages: InputMessages
     system: System | None = None
+    tools: InputTools | None = None
+    tool_choice: ToolChoice | None = None
 
 
-def conversation(messages: list[InputMessage], system: System | None) -> list[dict[str, Any]]:
-    """As the engine takes it: the system prompt first, and turns of the same role that follow each other as one."""
-    found: list[dict[str, Any]] = []
-    if system:
-        found.append({"role": "system", "content": _plain_content(system, "system")})
-    for index, message in enumerate(messages):
-        content = _plain_content(message.content, f"messages[{index}].content")
-        if found and found[-1]["role"] == message.role:
-            found[-1]["content"] = _parts(found[-1]["content"]) + _parts(content)
-        else:
-            found.append({"role": message.role, "content": content})
-    return found
+def tool_use_of(asked: MessagesRequest | CountTokensRequest) -> ToolUse:
+    """Without tools, `auto` and `none` ask for nothing."""
+    tools = tuple(_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ()))
+    choice = asked.tool_choice or ToolChoice("auto")
+    if choice.type == "tool" and choice.name is None:
+        raise InvalidRequest("tool_choice.name is required", param="tool_choice.name")
+    return ToolUse(tools, _MODES[choice.type], choice.name or "", parallel=not choice.disable_parallel_tool_use)
 
 
-def template_of(messages: list[InputMessage]) -> TemplateOptions | None:
-    """An assistant's turn at the end is gone on with."""
-    if messages[-1].role != "assistant":
-        return None
-    return TemplateOptions(add_generation_prompt=False, continue_final_message=True)
-
-
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _plain_content(content: Sequence[Block] | str, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [_plain_block(block, f"{where}[{index}]") for index, block in enumerate(content)]
-
-
-def _plain_block(block: Block, where: str) -> dict[str, Any]:
-    match block:
-        case TextBlock(text=text):
-            return {"type": "text", "text": text}
-        case ImageBlock(source=UrlSource(url=url)):
-            return {"type": "image_url", "image_url": {"url": url}}
-        case ImageBlock(source=Base64Source(media_type=media_type, data=data)):
-            return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
-        case _:
-            raise InvalidRequest(
-                f"{where}: {block.__struct_config__.tag} blocks are not supported by this server; send text and images",
-                param=where,
-                code="unsupported_parameter",
-            )
+def _plain_tool(tool: InputTool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise unsupported_tool(where, tool.type or "")
+    if tool.input_schema is None:
+        raise InvalidRequest(f"{where}.input_schema is required", param=f"{where}.input_schema")
+    return plain_function(tool.name, tool.description, tool.input_schema)
 
 
 # ---- the answers
@@ -183,7 +195,14 @@ class MessageUsage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int = 0
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+class ToolUseOutput(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+AnyOutputBlock = OutputBlock | ToolUseOutput
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +210,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[OutputBlock] = []
+    content: list[AnyOutputBlock] = []
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -206,13 +225,13 @@ def message_usage(usage: outputs.Usage) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens, usage.cached_tokens)
 
 
-def stop_of(result: Result) -> tuple[StopReason, str | None]:
+def stop_of(result: Result, *, has_calls: bool = False) -> tuple[StopReason, str | None]:
     """(reason, which of the stop sequences it was)."""
     if result.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
     if isinstance(result.stop_reason, str):
         return "stop_sequence", result.stop_reason
-    return "end_turn", None
+    return "tool_use" if has_calls else "end_turn", None
 
 
 # ---- the events of a stream, in their order
@@ -223,8 +242,8 @@ class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_s
 
 
 class ContentBlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
-    content_block: OutputBlock
-    index: int = 0
+    content_block: AnyOutputBlock
+    index: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
@@ -235,13 +254,17 @@ class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta")
     text: str
 
 
+class InputJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
 class ContentBlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
-    delta: TextDelta
-    index: int = 0
+    delta: TextDelta | InputJsonDelta
+    index: int
 
 
 class ContentBlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
-    index: int = 0
+    index: int
 
 
 class StopDelta(msgspec.Struct, frozen=True):

@@ -1,13 +1,13 @@
-"""POST /v1/responses: its request, its answer and the events of its stream, as OpenAI has them, without a memory.
+"""POST /v1/responses: its request and its answer, as OpenAI has them, without a memory.
 
-Nothing is stored, so what refers to an earlier response is refused by name; tools are not built. Does not know how a
-request is run or when an event is sent.
+Nothing is stored, so what refers to an earlier response is refused by name, and so are tools that are no functions.
+`response_events.py` has the events of its stream. Does not know how a request is run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from hydra_engine.core import outputs
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.outputs import FinishReason, TextLogprob
+from hydra_engine.core.prompting import MAX_TOOLS
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, TokenLogprob, chat_logprobs
@@ -22,6 +23,20 @@ from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import GenerationFields, MediaUrl, StopStrings, Text, TokenCount, sampling_of
 from hydra_engine.server.protocol.names import log_once
 from hydra_engine.server.protocol.structured import schema_grammar
+from hydra_engine.server.protocol.tools import (
+    ArgumentsText,
+    CalledName,
+    CallId,
+    Description,
+    Schema,
+    ToolName,
+    plain_function,
+    plain_function_call,
+    unsupported_tool,
+)
+from hydra_engine.server.tools import ToolUse
+
+T = TypeVar("T")
 
 MAX_METADATA = 16
 MAX_INCLUDES = 32
@@ -49,12 +64,38 @@ class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_tex
     text: Text
 
 
+Parts = Annotated[list[InputText | InputImage | EarlierText], Meta(max_length=MAX_PARTS)]
+
+
 class InputItem(msgspec.Struct, frozen=True):
-    """A message. Other types of items are refused by name."""
+    """A message (role, content), a function_call that was made (call_id, name, arguments) or its function_call_output
+    (call_id, output). Other types of items are refused by name."""
 
     type: ShortText = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Annotated[list[InputText | InputImage | EarlierText], Meta(max_length=MAX_PARTS)] | Text | None = None
+    content: Parts | Text | None = None
+    call_id: CallId | None = None
+    name: CalledName | None = None
+    arguments: ArgumentsText | None = None
+    output: Parts | Text | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True):
+    """Other types of tools are refused by name. `strict` is not told to models; where the output is constrained, it is
+    so in any case."""
+
+    name: ToolName | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+    description: Description | None = None
+    type: ShortText = "function"
+
+
+class NamedFunction(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    name: ToolName
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | NamedFunction
 
 
 class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -92,8 +133,6 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         "previous_response_id": (),
         "prompt": (),
         "reasoning": ({},),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "truncation": ("disabled",),
         "n": (1,),
         "max_tokens": (),  # as others name max_output_tokens
@@ -110,6 +149,17 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     metadata: Metadata | None = None
     store: bool | None = None
     stream_options: ResponseStreamOptions | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def tool_use(self) -> ToolUse:
+        """Without tools, `auto` and `none` ask for nothing."""
+        tools = tuple(_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
+        choice = self.tool_choice or "auto"
+        name = choice.name if isinstance(choice, NamedFunction) else ""
+        mode = "named" if isinstance(choice, NamedFunction) else choice
+        return ToolUse(tools, mode, name, parallel=self.parallel_tool_calls is not False)
 
     def sampling(self) -> SamplingParams:
         for name in self.include or ():
@@ -130,7 +180,13 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
             found.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
-        return found + [_plain_message(item, f"input[{index}]") for index, item in enumerate(self.input)]
+        for index, item in enumerate(self.input):
+            message = _plain_item(item, f"input[{index}]")
+            if item.type == "function_call" and found and found[-1]["role"] == "assistant":
+                found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # one turn, as it was written
+            else:
+                found.append(message)
+        return found
 
 
 def _grammar_of(text: TextConfig) -> Grammar | None:
@@ -144,20 +200,46 @@ def _grammar_of(text: TextConfig) -> Grammar | None:
     return None
 
 
-def _plain_message(item: InputItem, where: str) -> dict[str, Any]:
-    if item.type != "message":
-        raise InvalidRequest(
-            f"{where}: items of type {item.type!r} are not supported by this server; send messages only",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    if item.role is None or item.content is None:
-        missing = "role" if item.role is None else "content"
-        raise InvalidRequest(f"{where}.{missing} is required", param=f"{where}.{missing}")
-    role = "system" if item.role == "developer" else item.role
-    if isinstance(item.content, str):
-        return {"role": role, "content": item.content}
-    return {"role": role, "content": [_plain_part(part) for part in item.content]}
+def _plain_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise unsupported_tool(where, tool.type)
+    return plain_function(_required(tool.name, f"{where}.name"), tool.description, tool.parameters)
+
+
+def _plain_item(item: InputItem, where: str) -> dict[str, Any]:
+    match item.type:
+        case "message":
+            role = _required(item.role, f"{where}.role")
+            content = _plain_content(item.content, f"{where}.content")
+            return {"role": "system" if role == "developer" else role, "content": content}
+        case "function_call":
+            name = _required(item.name, f"{where}.name")
+            call = plain_function_call(_required(item.call_id, f"{where}.call_id"), name, item.arguments)
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            call_id = _required(item.call_id, f"{where}.call_id")
+            output = _plain_content(item.output, f"{where}.output")
+            return {"role": "tool", "content": output, "tool_call_id": call_id}
+    raise InvalidRequest(
+        f"{where}: items of type {item.type!r} are not supported by this server; send messages, function_call and "
+        "function_call_output",
+        param=f"{where}.type",
+        code="unsupported_parameter",
+    )
+
+
+def _required(value: T | None, param: str) -> T:
+    if value is None:
+        raise InvalidRequest(f"{param} is required", param=param)
+    return value
+
+
+def _plain_content(
+    content: list[InputText | InputImage | EarlierText] | str | None, param: str
+) -> str | list[dict[str, Any]]:
+    if isinstance(content, list):
+        return [_plain_part(part) for part in content]
+    return _required(content, param)
 
 
 def _plain_part(part: InputText | InputImage | EarlierText) -> dict[str, Any]:
@@ -205,6 +287,19 @@ class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"
     role: Literal["assistant"] = "assistant"
 
 
+class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
+    """`arguments` as the model wrote them."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+OutputItem = OutputMessage | FunctionCall
+
+
 FailureCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 
 
@@ -233,15 +328,15 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[OutputMessage] = []
-    parallel_tool_calls: bool = True
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: None = None
     store: Literal[False] = False
     temperature: float
     text: TextConfig
-    tool_choice: Literal["auto"] = "auto"
-    tools: tuple[()] = ()
+    tool_choice: ResponseToolChoice
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -279,85 +374,3 @@ def status_of(reason: FinishReason) -> Status:
 
 def token_logprobs(entries: Sequence[TextLogprob] | None) -> list[TokenLogprob]:
     return chat_logprobs(entries).content if entries else []
-
-
-# ---- the events of a stream, in their order
-
-
-class ResponseEvent(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
-    sequence_number: int
-
-
-class ResponseCreated(ResponseEvent, frozen=True, tag="response.created", kw_only=True):
-    response: Response
-
-
-class ResponseInProgress(ResponseEvent, frozen=True, tag="response.in_progress", kw_only=True):
-    response: Response
-
-
-class OutputItemAdded(ResponseEvent, frozen=True, tag="response.output_item.added", kw_only=True):
-    output_index: int = 0
-    item: OutputMessage
-
-
-class ContentPartAdded(ResponseEvent, frozen=True, tag="response.content_part.added", kw_only=True):
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    part: OutputText
-
-
-class OutputTextDelta(ResponseEvent, frozen=True, tag="response.output_text.delta", kw_only=True):
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    delta: str
-    logprobs: list[TokenLogprob] = []
-
-
-class OutputTextDone(ResponseEvent, frozen=True, tag="response.output_text.done", kw_only=True):
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    text: str
-    logprobs: list[TokenLogprob] = []
-
-
-class ContentPartDone(ResponseEvent, frozen=True, tag="response.content_part.done", kw_only=True):
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    part: OutputText
-
-
-class OutputItemDone(ResponseEvent, frozen=True, tag="response.output_item.done", kw_only=True):
-    output_index: int = 0
-    item: OutputMessage
-
-
-class ResponseCompleted(ResponseEvent, frozen=True, tag="response.completed", kw_only=True):
-    response: Response
-
-
-class ResponseIncomplete(ResponseEvent, frozen=True, tag="response.incomplete", kw_only=True):
-    response: Response
-
-
-class ResponseFailed(ResponseEvent, frozen=True, tag="response.failed", kw_only=True):
-    response: Response
-
-
-AnyResponseEvent = (
-    ResponseCreated
-    | ResponseInProgress
-    | OutputItemAdded
-    | ContentPartAdded
-    | OutputTextDelta
-    | OutputTextDone
-    | ContentPartDone
-    | OutputItemDone
-    | ResponseCompleted
-    | ResponseIncomplete
-    | ResponseFailed
-)

@@ -18,6 +18,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: Variables | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""Tools in OpenAI's form, as chat requests and /tokenize take them, and what goes with them to the chat template.
+"""Tools as chat requests and /tokenize take them, what the tools of all endpoints become for the engine, and what goes
+with them to the chat template.
 
 Does not know how a model writes calls.
 """
@@ -12,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hydra_engine.core.prompting import (
+    MAX_ARGUMENT_CHARS,
     MAX_PIXELS,
     MAX_TOOL_CHARS,
     MAX_TOOLS,
@@ -21,13 +23,17 @@ from hydra_engine.core.prompting import (
     TemplateOptions,
 )
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.strict_json import NO_NUL
 
 MAX_CALL_ID_CHARS = 256
 
+CalledName = Annotated[str, Meta(min_length=1, max_length=128, pattern=NO_NUL)]  # of a call that was made
 ToolName = Annotated[str, Meta(pattern=rf"^{TOOL_NAME}\Z")]
 Schema = Annotated[dict[str, Any], Meta(max_length=1024)]
 Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
-CallId = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_ID_CHARS)]
+CallId = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_ID_CHARS, pattern=NO_NUL)]
+ArgumentsText = Annotated[str, Meta(max_length=MAX_ARGUMENT_CHARS)]
+Description = Annotated[str, Meta(max_length=MAX_TOOL_CHARS)]
 PixelCount = Annotated[int, Meta(ge=1, le=MAX_PIXELS)]
 
 
@@ -35,7 +41,7 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
     """`strict` is not told to models; where the output is constrained, it is so in any case."""
 
     name: ToolName
-    description: Annotated[str, Meta(max_length=MAX_TOOL_CHARS)] | None = None
+    description: Description | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
@@ -61,8 +67,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class PastFunction(msgspec.Struct, frozen=True):
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
-    arguments: Schema | Annotated[str, Meta(max_length=MAX_TOOL_CHARS)] | None = None
+    name: CalledName
+    arguments: Schema | ArgumentsText | None = None
 
 
 class PastCall(msgspec.Struct, frozen=True):
@@ -107,14 +113,30 @@ class CallDelta(msgspec.Struct, frozen=True):
 def plain_tool(tool: Tool) -> dict[str, Any]:
     """In the one form and order that chat templates were trained with, whatever order a client sends."""
     function = tool.function
-    described = {"description": function.description, "parameters": function.parameters}
-    known = {name: value for name, value in described.items() if value is not None}
-    return {"type": "function", "function": {"name": function.name, **known}}
+    return plain_function(function.name, function.description, function.parameters)
+
+
+def plain_function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    described = {"description": description, "parameters": parameters}
+    known = {key: value for key, value in described.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **known}}
 
 
 def plain_call(call: PastCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+    return plain_function_call(call.id, call.function.name, call.function.arguments)
+
+
+def plain_function_call(id: str | None, name: str, arguments: dict[str, Any] | str | None) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {**({} if id is None else {"id": id}), "type": "function", "function": function}
+
+
+def unsupported_tool(param: str, kind: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: tools of type {kind!r} are not supported by this server; offer functions only",
+        param=f"{param}.type",
+        code="unsupported_parameter",
+    )
 
 
 def template_options(

@@ -1,0 +1,187 @@
+"""`hydra-engine run-batch INPUT -o OUTPUT`: a file of requests, a file of answers, and a bar in between.
+
+What a line may hold and what becomes of it is `server/batch.py`. The exit code is 1 if a request was not answered well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hydra_engine import log
+from hydra_engine.cli.options import add_engine_options
+from hydra_engine.cli.sources import read_settings
+from hydra_engine.config import EngineConfig, ServerConfig
+from hydra_engine.errors import ConfigError, ResourceError
+
+_SERVER_OPTIONS = frozenset({"served_model_name", "tool_parser", "max_body_bytes"})
+_STANDARD = "-"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="FILE", help="requests, one JSON object a line; - is standard input")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="answers in the order in which they end; - is standard output",
+    )
+    parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory, or `demo` (the default)")
+    parser.add_argument(
+        "--max-concurrent",
+        metavar="N",
+        type=int,
+        help="most requests under way at once (default: twice --max-num-seqs, for all instances)",
+    )
+    add_engine_options(parser, also=_SERVER_OPTIONS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = read_settings(arguments)
+    config, server = settings.engine(), settings.server()
+    log.configure(config.log_level, log_format=config.log_format)
+    given = arguments.max_concurrent
+    concurrency = _default_concurrency(config) if given is None else given
+    if not 1 <= concurrency <= config.scheduler.max_queue:
+        raise ConfigError(f"--max-concurrent must be from 1 to {config.scheduler.max_queue} (--max-queue)")
+    with ExitStack() as files:
+        source = _opened(arguments.input, "rb", files)
+        if arguments.output != _STANDARD and _is_same(arguments.input, arguments.output):
+            raise ConfigError("the file of answers must not be that of the requests")
+        target = _opened(arguments.output, "wb", files)
+        return asyncio.run(_answer_all(config, server, source, target, concurrency))
+
+
+def _default_concurrency(config: EngineConfig) -> int:
+    """Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses."""
+    from hydra_engine.core.roles import Topology
+
+    num_instances = len(Topology.parse(config.topology).instances)
+    limits = config.scheduler
+    return max(1, min(2 * limits.max_num_seqs * num_instances, limits.max_queue // 2))
+
+
+async def _answer_all(
+    config: EngineConfig, server: ServerConfig, source: BinaryIO, target: BinaryIO, concurrency: int
+) -> int:
+    # Imported here: `--help` needs neither.
+    from hydra_engine.engine import Engine
+    from hydra_engine.server.app import build_app
+    from hydra_engine.server.auth import KeyRing
+    from hydra_engine.server.batch import serving
+
+    num_lines = await asyncio.to_thread(_count, source)
+    engine = Engine.unstarted(config)
+    await engine.astart()
+    try:
+        app = build_app(engine, server, keys=KeyRing.empty())
+        async with serving(app, server.max_body_bytes) as batch:
+            with _Progress(num_lines) as progress:
+                engine.add_observer(lambda result: progress.add_tokens(result.usage.completion_tokens))
+
+                def write(line: bytes) -> None:
+                    try:
+                        target.write(line + b"\n")
+                        target.flush()
+                    except OSError as error:
+                        raise ResourceError(f"the answers cannot be written: {_why(error)}") from error
+                    progress.add(batch.num_failed)
+
+                await batch.run(_lines(source, batch.most_line_bytes), write, concurrency)
+        sys.stderr.write(progress.summary(batch.num_done, batch.num_failed) + "\n")
+        return 1 if batch.num_failed else 0
+    finally:
+        await engine.aclose()
+
+
+async def _lines(source: BinaryIO, most_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+    """(number, line) of those that are not empty. Of one that is too long only the beginning."""
+    number = 0
+    while line := await asyncio.to_thread(source.readline, most_bytes + 2):
+        number += 1
+        rest = line
+        while len(rest) == most_bytes + 2 and not rest.endswith(b"\n"):
+            rest = await asyncio.to_thread(source.readline, most_bytes + 2)
+        if line.strip():
+            yield number, line.rstrip(b"\r\n")
+
+
+def _count(source: BinaryIO) -> int | None:
+    """Lines that are not empty; None where they can be read only once."""
+    if not source.seekable():
+        return None
+    count = sum(1 for line in source if line.strip())
+    source.seek(0)
+    return count
+
+
+@dataclass
+class _Progress:
+    """A bar on a terminal, nothing elsewhere."""
+
+    total: int | None
+    tokens: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    _bar: Any = None
+
+    def __enter__(self) -> _Progress:
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            total=self.total, unit="req", mininterval=0.2, disable=None
+        )  # None: where there is no terminal
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.close()
+
+    def add_tokens(self, count: int) -> None:
+        self.tokens += count
+
+    def add(self, num_failed: int) -> None:
+        failed = f", {num_failed} failed" if num_failed else ""
+        self._bar.set_postfix_str(f"{self.tokens / self._elapsed_s:.0f} tok/s{failed}", refresh=False)
+        self._bar.update(1)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return max(time.monotonic() - self.began_s, 1e-9)
+
+    def summary(self, num_done: int, num_failed: int) -> str:
+        return (
+            f"{num_done} requests in {self._elapsed_s:.1f} s, {num_failed} of them failed, {self.tokens} tokens out "
+            f"({self.tokens / self._elapsed_s:.0f} a second)"
+        )
+
+
+# ---- files
+
+
+def _opened(name: str, mode: str, files: ExitStack) -> BinaryIO:
+    if name == _STANDARD:
+        return sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+    try:
+        file: Any = open(name, mode)  # noqa: SIM115 - the stack closes it
+    except OSError as error:
+        what = "requests" if mode == "rb" else "answers"
+        raise ConfigError(f"the file of {what} cannot be opened: {_why(error)}") from None
+    files.enter_context(file)
+    opened: BinaryIO = file
+    return opened
+
+
+def _is_same(one: str, other: str) -> bool:
+    return Path(other).exists() and one != _STANDARD and os.path.samefile(one, other)
+
+
+def _why(error: OSError) -> str:
+    return (error.strerror or "no reason given").lower()
