@@ -334,6 +334,9 @@ class Engine:
         """Where running requests are, and the stages of those that have ended behind the first `since` ones."""
         return self.front.activity(since, limit)
 
+    async def aactivity(self, since: int = 0, limit: int = 100) -> Activity:
+        return self.activity(since, limit)
+
     def set_topology(self, text: str) -> None:
         """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.
         Raises ConfigError where an instance lacks the weights for its new role."""
@@ -388,6 +391,10 @@ class Engine:
                 prompt, messages=messages, add_special_tokens=add_special_tokens, template=template
             )
         )
+
+    async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each; empty for ids outside it."""
+        return await asyncio.to_thread(self.front.intake.tokenizer.tokens, token_ids)
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ NO_TEXT = "no text is in it"
 _MAX_REASON_CHARS = 200
 # White space between two JSON tokens: enough for indented objects, and a model cannot write it for ever.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
+_LITERALS = frozenset({"enum", "const", "default", "examples"})  # of a schema: values, which hold no expressions
 _INNER_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
 # What llguidance says when a limit of its own is reached, in its own terms.
 _LIMIT_WORDS = re.compile(r"fuel|limits\.|too many|too large|too complex|current row has|lexer error:", re.IGNORECASE)
@@ -134,8 +135,11 @@ def _source(grammar: Grammar) -> str:
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_OPTIONS)
         case "json_schema":
+            for pattern in _patterns(json.loads(grammar.source)):
+                _check_end(pattern)
             return LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_OPTIONS)
         case "regex":
+            _check_end(grammar.source)
             return LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
             choices = json.loads(grammar.source)
@@ -144,6 +148,27 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(_from_ebnf(grammar.source))
         case _:
             return LLMatcher.grammar_from_lark(grammar.source)
+
+
+def _check_end(expression: str) -> None:
+    """llguidance lets a backslash at the end escape what it writes behind the expression itself. Raises ValueError."""
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise ValueError("the regular expression ends in a single backslash, which escapes nothing; write two of them")
+
+
+def _patterns(schema: object) -> Iterator[str]:
+    """All regular expressions of a schema."""
+    stack = [schema]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, list):
+            stack += one
+        elif isinstance(one, dict):
+            if isinstance(pattern := one.get("pattern"), str):
+                yield pattern
+            if isinstance(by_pattern := one.get("patternProperties"), dict):
+                yield from by_pattern
+            stack += [value for name, value in one.items() if name not in _LITERALS]
 
 
 def _literal(text: str) -> str:

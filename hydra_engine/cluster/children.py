@@ -173,10 +173,14 @@ def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
 
 
 def _spawn(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
+    descriptors = [channel.fileno(), control.fileno()]
+    return spawn([*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])], descriptors)
+
+
+def spawn(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A Python of ours that inherits these descriptors and no secrets. Raises OSError."""
     package_parent = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
     environment.setdefault(*_OPENMP_IDLE)
-    descriptors = [channel.fileno(), control.fileno()]
-    numbers = ["--fd", str(descriptors[0]), "--control", str(descriptors[1])]
-    return subprocess.Popen([*command, *numbers], pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)

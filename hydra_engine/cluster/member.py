@@ -25,10 +25,11 @@ class Dying:
 
 class Member:
     def __init__(self, name: str, spec: InstanceSpec, config: EngineConfig, pace: Pace) -> None:
+        """`spec` says on which device."""
         self.name = name
         self.loaded = spec.role
         self.role = spec.role  # that it serves now
-        self.config = config if spec.device == "auto" else replace(config, device=spec.device)
+        self.config = replace(config, device=spec.device)
         self.condition = Condition.STARTING
         self.reason = ""
         self.incarnation = 0
@@ -47,7 +48,7 @@ class Member:
     def is_up(self) -> bool:
         return self.condition in (Condition.READY, Condition.SILENT)
 
-    def begin(self, incarnation: int, *, shares: int, has_peers: bool) -> wire.Start:
+    def begin(self, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> wire.Start:
         """A new life."""
         self.incarnation = incarnation
         self.condition = Condition.STARTING
@@ -55,7 +56,7 @@ class Member:
         self.dying = self.failure = self.summary = self.status = None
         self.silence = Silence(self.config.cluster.suspect_s, self.config.cluster.fence_s)
         letters = self.loaded.letters
-        return wire.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, shares, has_peers)
+        return wire.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, neighbours, has_peers)
 
     def become_ready(self, summary: InstanceSummary, now: float) -> None:
         self.summary = summary

@@ -13,7 +13,6 @@ import logging
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -65,9 +64,9 @@ class Supervisor:
         command: Sequence[str] = _COMMAND,
     ) -> None:
         topology = Topology.parse(config.topology)
-        members = zip(topology.names, topology.instances, strict=True)
+        placed = topology.on(topology.devices(config.device))
+        members = zip(topology.names, placed.instances, strict=True)
         self._members = {name: Member(name, spec, config, pace) for name, spec in members}
-        self._shares = Counter(member.config.device for member in self._members.values())
         self._has_peers = len(self._members) > 1
         self._processes = processes or self._has_peers
         self._strict = strict_channel
@@ -160,8 +159,9 @@ class Supervisor:
 
     async def _launch(self, member: Member) -> None:
         """Raises OSError."""
-        shares = self._shares[member.config.device]
-        start = member.begin(next(self._incarnations), shares=shares, has_peers=self._has_peers)
+        device = member.config.device
+        neighbours = tuple(other.loaded.letters for other in self._members.values() if other.config.device == device)
+        start = member.begin(next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers)
         child: Child
         if self._processes:
             child = await ProcessChild.launch(self._command, start)

@@ -33,12 +33,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     role: str
     config: EngineConfig  # of this instance: its own device
     incarnation: int = 0
-    shares: int = 1  # instances on the same device, which divide its memory among them
+    neighbours: tuple[str, ...] = ()  # roles of all instances on the same device, which divide its memory among them
     has_peers: bool = False  # caches lie in memory that other instances can map
 
     @property
     def place(self) -> Place:
-        return Place(Role.parse(self.role), self.incarnation, self.shares, self.has_peers)
+        neighbours = tuple(Role.parse(letters) for letters in self.neighbours)
+        return Place(Role.parse(self.role), self.incarnation, neighbours, self.has_peers)
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -61,9 +62,13 @@ _connect = msgspec.msgpack.Decoder(Connect)
 
 
 def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    return frames(map(_encoder.encode, messages), max_bytes)
+
+
+def frames(bodies: Iterable[bytes], max_bytes: int) -> bytes:
+    """Bodies that somebody else has encoded."""
     parts: list[bytes] = []
-    for message in messages:
-        body = _encoder.encode(message)
+    for body in bodies:
         _check_length(len(body), max_bytes)
         parts.append(_LENGTH.pack(len(body)))
         parts.append(body)

@@ -36,6 +36,12 @@ class Lease:
         self.held += num_bytes
         return True
 
+    def give_back(self, num_bytes: int) -> None:
+        """A part of what is held."""
+        assert 0 <= num_bytes <= self.held
+        self._budget.held -= num_bytes
+        self.held -= num_bytes
+
     def release(self) -> None:
         self._budget.held -= self.held
         self.held = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -139,6 +140,7 @@ class Result:
     error: Exception | None = None
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TextLogprob | None, ...] | None = None  # of every prompt token but the first, which has None
+    max_tokens: int | None = None  # how many it could have had: as asked for, or what the context had room for
     choices: tuple[
         Result, ...
     ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all
@@ -159,3 +161,31 @@ class Piece:
     index: int = 0
     prompt_token_ids: tuple[int, ...] = ()  # of an answer's first piece
     prompt_logprobs: tuple[TextLogprob | None, ...] | None = None  # the same, where they were asked for
+
+
+_FULL_CHARS = 1 << 12
+_FULL_TOKENS = 1 << 10
+
+
+def join_last(pieces: deque[Piece], piece: Piece) -> bool:
+    """Adds `piece` to the latest one of its answer. False: it is an end, or nothing of its answer waits, or so much of
+    it that copying it for each piece would cost more than another one."""
+    if piece.result is not None:
+        return False
+    for place in range(len(pieces) - 1, -1, -1):
+        latest = pieces[place]
+        if latest.index == piece.index:
+            if len(latest.text) >= _FULL_CHARS or len(latest.token_ids) >= _FULL_TOKENS:
+                return False
+            pieces[place] = _join(latest, piece)
+            return True
+    return False
+
+
+def _join(first: Piece, second: Piece) -> Piece:
+    return replace(
+        first,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+    )

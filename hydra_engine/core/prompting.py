@@ -15,6 +15,7 @@ from hydra_engine.errors import InvalidRequest
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARS = 32 << 10  # of all names and strings of one tool
+MAX_ARGUMENT_CHARS = 1 << 20  # of one call that was made
 MAX_VARIABLES = 64
 MAX_VARIABLE_CHARS = 32 << 10  # of all together
 MAX_JSON_VALUES = 10_000

@@ -83,6 +83,17 @@ class Topology:
             counts[letters] = counts.get(letters, 0) + 1
         return tuple(names)
 
+    def devices(self, default: str) -> tuple[str, ...]:
+        """Of each instance. Those on "auto" are on `default` or, where that is "auto" too, go along with the others."""
+        named = (default, *(spec.device for spec in self.instances))
+        others = next((device for device in named if device != "auto"), "auto")
+        return tuple(others if spec.device == "auto" else spec.device for spec in self.instances)
+
+    def on(self, devices: Sequence[str]) -> Topology:
+        """The same instances on these devices."""
+        placed = zip(self.instances, devices, strict=True)
+        return Topology(tuple(replace(spec, device=device) for spec, device in placed))
+
     @property
     def served(self) -> Role:
         """All stages that have an instance."""

@@ -178,6 +178,7 @@ class ActiveRequest:
             error=error,
             prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(),
+            max_tokens=request.max_new_tokens,
         )
 
     @property

@@ -107,7 +107,7 @@ class Front:
         self._on_progress: OnProgress | None = None
         self._progress = JointProgress()
         self._intake: Intake | None = None
-        self._placement = Placement()
+        self._placement = Placement(device=config.device)
         self._admitting = 0
         self._finish_times: deque[float] = deque(maxlen=32)
         self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
@@ -134,7 +134,7 @@ class Front:
         spec = await loop.run_in_executor(None, load_spec, self.config.model_path, self.config.spec_options)
         tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path)
         self._on_progress = on_progress
-        self._placement = Placement(spec.vision is not None, spec.language.has_states)
+        self._placement = Placement(spec.vision is not None, spec.language.has_states, self.config.device)
         if self._placement.keeps_states:
             self._lending.stop()
         try:

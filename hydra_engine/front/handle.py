@@ -10,11 +10,10 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
-from hydra_engine.core.outputs import Piece, Result, Usage
+from hydra_engine.core.outputs import Piece, Result, Usage, join_last
 from hydra_engine.errors import HydraError
 
 _JOIN_ABOVE = 64
@@ -49,7 +48,7 @@ class Handle:
     def show(self, piece: Piece, result: Result | None) -> None:
         """Adds text of one of several answers; `result` is that of all of them and ends the stream."""
         with self._lock:
-            if len(self._pieces) < _JOIN_ABOVE or not _join_last(self._pieces, piece):
+            if len(self._pieces) < _JOIN_ABOVE or not join_last(self._pieces, piece):
                 self._pieces.append(piece)
             if result is not None:
                 self._result = result
@@ -179,23 +178,3 @@ class _Waiting:
     def _resolve(self) -> None:
         if not self.woken.done():
             self.woken.set_result(None)
-
-
-def _join_last(pieces: deque[Piece], piece: Piece) -> bool:
-    """Adds `piece` to the latest one of its answer. False: it is an end, or nothing of its answer waits."""
-    if piece.result is not None:
-        return False
-    for place in range(len(pieces) - 1, -1, -1):
-        if pieces[place].index == piece.index:
-            pieces[place] = _join(pieces[place], piece)
-            return True
-    return False
-
-
-def _join(first: Piece, second: Piece) -> Piece:
-    return replace(
-        first,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-    )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hydra_engine.backend import devices
 from hydra_engine.cluster.fit import Demand, check_memory
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.roles import EPD, Role, Topology, check_devices, check_serves, check_states
-
-DEVICES = ("cpu",)  # that instances can be placed on
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,7 @@ class Placement:
 
     has_vision: bool = True
     keeps_states: bool = False  # its decoder has recurrent states
+    device: str = "auto"  # where instances are that name none
 
     @property
     def stages(self) -> Role:
@@ -26,10 +26,19 @@ class Placement:
     def check(self, text: str) -> None:
         """Raises ConfigError, with a topology that would do."""
         topology = Topology.parse(text)
-        check_devices(topology, DEVICES)
+        named = {spec.device for spec in topology.instances} - {"auto"}
+        check_devices(topology, _known(named))
+        # `device` itself is asked for by the instances, which say why they cannot have it.
+        placed = topology.devices(self.device)
+        check_devices(topology.on(placed), placed)
         check_serves(topology, self.has_vision)
         if self.keeps_states:
             check_states(topology)
+
+
+def _known(named: Iterable[str]) -> tuple[str, ...]:
+    """The devices of this machine. The driver is asked only where a GPU is named."""
+    return devices.names() if any(device != devices.CPU for device in named) else (devices.CPU,)
 
 
 def check_fits(summaries: Iterable[InstanceSummary]) -> None:

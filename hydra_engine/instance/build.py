@@ -104,7 +104,7 @@ def assemble(
         outbox=outbox,
         wake=wake,
         clock=parts.clock,
-        look_ahead=resolved.scheduler.look_ahead,
+        look_ahead=bool(resolved.scheduler.look_ahead),
         migration=None if connect is None else _migration(parts, scheduler, place, connect),
         arm_fault=parts.faults.arm if parts.faults.enabled else None,
     )
@@ -129,6 +129,7 @@ def _summary(
     name: str, place: Place, parts: Parts, limits: LimitSummary, notes: tuple[str, ...], load_s: float
 ) -> InstanceSummary:
     config, backend, model, plan = parts.config, parts.backend, parts.model, parts.plan
+    free_bytes, device_bytes = backend.device.memory()
     return InstanceSummary(
         name=name,
         role=place.role.letters,
@@ -136,7 +137,10 @@ def _summary(
         vision_weights_bytes=plan.vision_weights_bytes,
         language_weights_bytes=plan.language_weights_bytes,
         state_bytes=plan.state_bytes,
-        device_bytes=backend.device.memory()[1],
+        device_bytes=device_bytes,
+        activation_bytes=plan.working.activation_bytes,
+        graph_bytes=parts.worker.graph_bytes,
+        free_bytes=free_bytes,
         model=config.model_name,
         family=parts.spec.family,
         device=backend.device.name,

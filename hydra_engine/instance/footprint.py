@@ -1,24 +1,27 @@
 """What the instances of a topology would hold, from the model's JSON files and the configuration alone.
 
 The formulas are those that decide at start (`worker/memory.py`), so the figures are what an instance will take but for
-what lies around its tensors. Loads no weights and allocates nothing.
+what lies around its tensors; the working memory of steps on a GPU, which is measured at start, is an estimate. Loads no
+weights and allocates nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from hydra_engine.backend.select import create_backend, resolve_dtype
+from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import EPD, Role, Topology, check_serves, check_states
 from hydra_engine.errors import ResourceError
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.memory import plan_memory
+from hydra_engine.worker.device_share import own_part
+from hydra_engine.worker.memory import Filling, WorkingMemory, plan_memory
+from hydra_engine.worker.working_memory import estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Footprint:
     image_bytes: int
     image_rows: int
     state_bytes: int
+    working: WorkingMemory  # all 0 where it is not counted, in host memory
 
     @property
     def weights_bytes(self) -> int:
@@ -46,7 +50,7 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes
+        return self.weights_bytes + self.cache_bytes + self.working.total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +73,26 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
     check_serves(topology, spec.vision is not None)
     if spec.language.has_states:
         check_states(topology)
-    dtype, _ = resolve_dtype(config.dtype, spec.dtype, config.backend)
-    devices = _devices(topology, config.device)
+    devices = topology.devices(config.device)
+    if "auto" in devices:
+        devices = topology.devices(resolve_device("auto", config.backend).name)
+    dtype, _ = resolve_dtype(config.dtype, spec.dtype, config.backend, devices[0])
     memory = {
         device: _free_bytes(config, device, dtype) if memory_bytes is None else memory_bytes
         for device in dict.fromkeys(devices)
     }
-    shares = Counter(devices)
+    roles = [instance.role for instance in topology.instances]
     instances, wholes = [], []
-    for name, instance, device in zip(topology.names, topology.instances, devices, strict=True):
-        of = partial(_footprint, spec, config, dtype, memory[device] // shares[device], name, device)
+    for index, (name, role, device) in enumerate(zip(topology.names, roles, devices, strict=True)):
+        others = [roles[other] for other in range(len(roles)) if devices[other] == device and other != index]
+        of = partial(_footprint, spec, config, dtype, memory[device], name, device, others)
         try:
-            instances.append(of(instance.role))
+            instances.append(of(role))
         except ResourceError as error:
             raise ResourceError(f"{name} would not fit: {error.message}", param=error.param) from error
         wholes.append(_if_it_fits(partial(of, EPD)))
     name = str(dtype).removeprefix("torch.")
     return Footprints(spec.family, name, topology, tuple(instances), tuple(wholes), memory)
-
-
-def _devices(topology: Topology, default: str) -> list[str]:
-    """Of each instance; those on "auto" go along with the others."""
-    named = [default, *(instance.device for instance in topology.instances), "cpu"]
-    auto = next(device for device in named if device != "auto")
-    return [auto if instance.device == "auto" else instance.device for instance in topology.instances]
 
 
 def _if_it_fits(make: partial[Footprint]) -> Footprint | None:
@@ -109,9 +109,22 @@ def _free_bytes(config: EngineConfig, device: str, dtype: torch.dtype) -> int:
 
 
 def _footprint(
-    spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free_bytes: int, name: str, device: str, role: Role
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    name: str,
+    device: str,
+    others: Sequence[Role],
+    role: Role,
 ) -> Footprint:
-    plan = plan_memory(spec, role, config, dtype, free_bytes)
+    """`free_bytes` of the device, for this instance and `others` together."""
+    filling = None
+    if device != "cpu":
+        whole = {"total_bytes": free_bytes, "free_bytes": free_bytes}
+        own_bytes, _ = own_part(spec, role, config, dtype.itemsize, **whole, neighbours=(role, *others))
+        filling = Filling(own_bytes, estimate(spec, role, config, dtype.itemsize))
+    plan = plan_memory(spec, role, config, dtype, free_bytes // (1 + len(others)), filling=filling)
     has_tower = spec.vision is not None and role.needs_vision
     return Footprint(
         name=name,
@@ -124,4 +137,5 @@ def _footprint(
         image_bytes=plan.image_bytes,
         image_rows=plan.num_image_blocks * config.cache.image_block_size,
         state_bytes=plan.state_bytes,
+        working=plan.working,
     )

@@ -1,26 +1,31 @@
 """The computing half of one instance, assembled: model, caches and worker; and its step times, measured or saved.
 
 Turns "auto" into values, each decision with its reason in the notes. Loads in this order, so that a wrong setting is
-found before gigabytes are read: spec, dtype and backend, cache sizes, weights, caches, warm-up. Does not know the
-scheduler, nor who the instance talks to.
+found before gigabytes are read: spec, dtype and backend, cache sizes, weights, on a device that can tell what its steps
+take the largest of them and cache sizes again, caches, warm-up. Does not know the scheduler, nor who the instance talks
+to.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from hydra_engine.backend.attention_choice import resolve_attention
 from hydra_engine.backend.base import Backend, PagedCache
-from hydra_engine.backend.select import create_backend, resolve_dtype
+from hydra_engine.backend.device import Device
+from hydra_engine.backend.devices import Chosen
+from hydra_engine.backend.select import create_backend, resolve_deterministic, resolve_device, resolve_dtype
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, fault_points_enabled
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import ConfigError
+from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, Place
 from hydra_engine.models.registry import load_model
 from hydra_engine.models.vlm import VisionLanguageModel
@@ -28,14 +33,14 @@ from hydra_engine.planner.start import Found, Subject, surface_for
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.specs.registry import load_spec
 from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
+from hydra_engine.worker.device_share import own_part
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.memory import CachePlan, plan_memory
+from hydra_engine.worker.memory import CachePlan, Filling, plan_memory
 from hydra_engine.worker.worker import Worker
+from hydra_engine.worker.working_memory import image_budget, measure
 
 if TYPE_CHECKING:
     from hydra_engine.models.generic import GenericModel
-
-DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution come near it
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -60,40 +65,28 @@ class Parts:
 def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress, place: Place = ALONE) -> Parts:
     """Loads and warms up. To be called in inference mode; the caller closes the worker."""
     spec = load_spec(config.model_path, config.spec_options)
-    dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend)
-    backend = create_backend(
-        config.device,
-        dtype,
-        backend=config.backend,
-        deterministic=config.deterministic,
-        threads=config.threads,
-        lane_priority=config.lane_order,
-    )
-    free_bytes, _ = backend.device.memory()
-    plan = plan_memory(spec, place.role, config, dtype, free_bytes, shares=place.shares)
-    resolved = _resolve(config, spec, plan, place.role)
-    model = load_model(
-        config.model_path,
-        spec,
-        backend,
-        place.role,
-        partial(progress, "weights"),
-        random_weights=config.load_format == "random",
-    )
-    if config.deterministic and not model.deterministic:
-        raise ConfigError(
-            f"{spec.architecture} has matrix products of its own, whose results may depend on the batch; set "
-            "deterministic to false",
-            param="deterministic",
-        )
+    chosen = resolve_device(config.device, config.backend)
+    dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
+    deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
+    decided = replace(config, deterministic=deterministic)
+    backend, split_note = _backend(decided, spec, place.role, chosen, dtype)
+    resolved, plan, model = _load_and_size(decided, spec, backend, place, partial(progress, "weights"))
     faults = FaultPoints(enabled=fault_points_enabled())
     share = backend.device.share if place.has_peers else None
-    kv_cache = allocate_kv_cache(
-        spec, plan, resolved.cache.block_size, dtype, share=share if Role.P in place.role else None
-    )
-    image_cache = allocate_image_cache(
-        spec, plan, resolved.cache.image_block_size, dtype, share=share if place.role.needs_vision else None
-    )
+    on = backend.device.torch_device
+    with _memory_for("the caches"):
+        kv_cache = allocate_kv_cache(
+            spec, plan, resolved.cache.block_size, dtype, device=on, share=share if Role.P in place.role else None
+        )
+        image_cache = allocate_image_cache(
+            spec,
+            plan,
+            resolved.cache.image_block_size,
+            dtype,
+            device=on,
+            share=share if place.role.needs_vision else None,
+        )
+        states = allocate_states(spec, plan, dtype, device=on)
     clock = MonotonicClock()
     worker = Worker(
         model=model,
@@ -105,13 +98,93 @@ def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress
         clock=clock,
         wake=wake.set,
         faults=faults,
-        states=allocate_states(spec, plan, dtype),
+        states=states,
         role=place.role,
         shared=place.has_peers,
     )
     worker.warm_up(partial(progress, "warm-up"))
-    notes = (dtype_reason, *plan.reasons)
+    worker.capture_graphs(partial(progress, "capturing graphs"))
+    notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *backend.notes, *plan.reasons)
     return Parts(resolved, place, spec, backend, model, plan, kv_cache, worker, clock, faults, notes)
+
+
+def _load_and_size(
+    config: EngineConfig, spec: ModelSpec, backend: Backend, place: Place, progress: Callable[[int, int], None]
+) -> tuple[EngineConfig, CachePlan, VisionLanguageModel | GenericModel]:
+    """The weights, and how large caches are beside them; the configuration without "auto"."""
+    device, role = backend.device, place.role
+    free_bytes, total_bytes = device.memory()
+    fills = device.peak_bytes(_nothing) is not None
+    own_bytes, reasons = own_part(
+        spec,
+        role,
+        config,
+        backend.dtype.itemsize,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        neighbours=place.neighbours,
+    )
+    plan_of = partial(plan_memory, spec, role, config, backend.dtype, free_bytes, shares=place.shares)
+    plan = plan_of(filling=Filling(own_bytes) if fills else None)
+    resolved = _resolve(config, spec, plan, role, device)
+    with _memory_for("the weights"):
+        model = load_model(
+            config.model_path, spec, backend, role, progress, random_weights=config.load_format == "random"
+        )
+    if config.deterministic and not model.deterministic:
+        raise ConfigError(
+            f"{spec.architecture} has matrix products of its own, whose results may depend on the batch; set "
+            "deterministic to false",
+            param="deterministic",
+        )
+    if fills:
+        with _memory_for("its largest steps"):
+            working = measure(model, backend, spec, role, resolved, plan)
+        plan = plan_of(filling=Filling(own_bytes, working, model.weights_bytes, reasons))
+        resolved = _resolve(config, spec, plan, role, device)
+    return resolved, plan, model
+
+
+def _nothing() -> None:
+    """Asks a device whether it can tell what a job takes."""
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"the device has no memory for {what}; free memory there, lower --gpu-memory-utilization or the caches' "
+            "sizes, --token-budget, --max-num-seqs or --image-budget, or put fewer instances on it",
+            param="gpu_memory_utilization",
+        ) from error
+
+
+def _backend(
+    config: EngineConfig, spec: ModelSpec, role: Role, chosen: Chosen, dtype: torch.dtype
+) -> tuple[Backend, str | None]:
+    """And a note where the device is not divided although that was asked for."""
+    attention = resolve_attention(
+        config.attention_backend,
+        on_gpu=chosen.index is not None,
+        dtype=dtype,
+        head_dim=spec.language.head_dim,
+        block_size=config.cache.block_size,
+        deterministic=bool(config.deterministic),
+    )
+    both = role.needs_vision and role.needs_language and spec.vision is not None
+    backend = create_backend(
+        chosen.name,
+        dtype,
+        backend=config.backend,
+        deterministic=config.deterministic,
+        threads=config.threads,
+        lane_priority=config.lane_order,
+        sm_split=config.sm_counts if both else (),
+        attention=attention,
+    )
+    return backend, None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
 
 
 def step_times(
@@ -160,12 +233,13 @@ def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
         data[1:] = data[0]
 
 
-def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role) -> EngineConfig:
+def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role, device: Device) -> EngineConfig:
     """The configuration with every "auto" replaced by a value."""
     if role.needs_language and plan.num_kv_blocks * config.cache.block_size < 2:
         raise ConfigError("the KV cache holds no token; raise kv_cache_gib", param="kv_cache_gib")
-    image_budget = config.scheduler.image_budget
-    if image_budget <= 0 and spec.vision is not None:
-        image_budget = min(2 * spec.vision.max_patches_per_image, DEFAULT_IMAGE_BUDGET)
-    scheduler = replace(config.scheduler, image_budget=image_budget)
+    scheduler = config.scheduler
+    if spec.vision is not None:
+        scheduler = replace(scheduler, image_budget=image_budget(config, spec.vision))
+    if scheduler.look_ahead is None:
+        scheduler = replace(scheduler, look_ahead=device.asynchronous)
     return replace(config, scheduler=scheduler, max_model_len=plan.max_model_len)

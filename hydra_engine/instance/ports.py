@@ -21,13 +21,17 @@ from hydra_engine.transfer.messages import TransferMessage
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What an instance is among others. `shares`: instances on its device, which divide its memory. `has_peers`: others
-    can map its caches."""
+    """What an instance is among others. `neighbours`: roles of all instances on its device, its own among them, which
+    divide its memory; () where it is alone. `has_peers`: others can map its caches."""
 
     role: Role = EPD
     incarnation: int = 0
-    shares: int = 1
+    neighbours: tuple[Role, ...] = ()
     has_peers: bool = False
+
+    @property
+    def shares(self) -> int:
+        return max(len(self.neighbours), 1)
 
 
 ALONE = Place()

@@ -48,7 +48,9 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
 
 
 class Tokenizer:
-    """`vocab_size` counts added tokens; the model's logits may be wider (padded), such ids decode to nothing."""
+    """`vocab_size` counts added tokens; the model's logits may be wider (padded), such ids decode to nothing. So do ids
+    below it that have no name, unless tokenizer_config.json has an `unnamed_text` for them, as those of the models
+    that ship without weights do: of them every token is seen."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None, file: Path | None = None
@@ -59,7 +61,9 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        named = self._backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(named, *(id + 1 for id in added)) if added else named
+        self._unnamed = str(tokenizer.init_kwargs.get("unnamed_text", "")).encode()
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.chat_template = chat_template
@@ -131,7 +135,7 @@ class Tokenizer:
     def _spell(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
-            return b""
+            return self._unnamed
         if self.is_byte_level:
             return bytes_of(token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback of SentencePiece

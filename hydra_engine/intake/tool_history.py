@@ -10,12 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra_engine.core.prompting import MAX_TOOLS, json_problem
+from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOLS, json_problem
 from hydra_engine.errors import InvalidRequest
 
 MAX_ID_CHARS = 256
 MAX_NAME_CHARS = 128
-MAX_ARGUMENT_CHARS = 1 << 20  # of one call
 
 
 def parse_tool_calls(message: Mapping[str, Any], role: str, path: str) -> list[dict[str, Any]]:

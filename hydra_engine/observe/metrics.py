@@ -7,7 +7,8 @@ a client sent. Does not know HTTP or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
@@ -29,6 +30,15 @@ _OPENMETRICS = "application/openmetrics-text"
 _WITH_COLONS = f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8"  # other escapings lose those of our names
 
 
+@dataclass(frozen=True, slots=True)
+class FrontWorkersReport:
+    """Processes that serve HTTP for this one. `cpu_s` of all, those that have ended included."""
+
+    num_up: int
+    restarts: int
+    cpu_s: float
+
+
 class Metrics(Collector):
     """One per server."""
 
@@ -37,6 +47,7 @@ class Metrics(Collector):
         self._requests = FinishedRequests()
         self._traffic = HttpTraffic()
         self._busy = BusyShares()
+        self.front_workers: Callable[[], FrontWorkersReport] | None = None  # set where there are any
         self._status: Status | None = None
         self._instances: Sequence[InstanceState] = ()
         self._statuses: Mapping[str, Status] = {}
@@ -106,6 +117,11 @@ class Metrics(Collector):
         yield make.info("hydra:build_info", "Which version serves.", {"version": __version__})
         yield from self._requests.families(make)
         yield from self._traffic.families(make)
+        if self.front_workers is not None:
+            report = self.front_workers()
+            yield make.gauge("hydra:front_workers_up", "Front workers that take connections.", report.num_up)
+            yield make.counter("hydra:front_worker_restarts", "How often one was started again.", report.restarts)
+            yield make.counter("hydra:front_worker_cpu_seconds", "CPU seconds of all front workers.", report.cpu_s)
         if self._status is not None:
             yield from status_families(make, self._status, self._busy, self._requests.cached_tokens)
         yield from instance_families(LABELS, make.labels, self._instances, self._statuses)

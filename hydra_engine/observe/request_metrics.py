@@ -44,6 +44,7 @@ _PLAIN: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS),
     ("vllm:request_prefill_kv_computed_tokens", "Prompt tokens per request that no cache had.", _TOKENS),
     ("vllm:request_max_num_generation_tokens", "Generated tokens of a request's longest answer.", _TOKENS),
+    ("vllm:request_params_max_tokens", "Most tokens that an answer could have.", _TOKENS),
     ("vllm:request_params_n", "Answers per request.", _CHOICES),
     ("hydra:request_encode_time_seconds", "Time in encoder steps, requests with images.", _SECONDS),
     ("hydra:request_migrate_time_seconds", "Time that moves between instances added, requests that moved.", _SECONDS),
@@ -119,6 +120,8 @@ class FinishedRequests:
         usage, metrics = result.usage, result.metrics
         self._observe("vllm:request_prompt_tokens", usage.prompt_tokens)
         self._observe("vllm:request_generation_tokens", usage.completion_tokens)
+        if result.max_tokens is not None:
+            self._observe("vllm:request_params_max_tokens", result.max_tokens)
         self._observe("vllm:request_prefill_kv_computed_tokens", usage.prompt_tokens - usage.cached_tokens)
         self._observe("vllm:e2e_request_latency_seconds", metrics.e2e_s)
         self._observe("vllm:request_queue_time_seconds", metrics.queue_s)

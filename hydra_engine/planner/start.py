@@ -175,7 +175,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         lane_priority=config.lane_order,
         dtype=subject.dtype,
         backend=subject.backend,
-        deterministic=config.deterministic,
+        deterministic=bool(config.deterministic),
         sliced=config.scheduler.slices_layers,
         block_size=config.cache.block_size,
         engine=__version__,

@@ -32,7 +32,7 @@ class Mode:
     def __init__(self, config: SchedulerConfig, role: Role = EPD) -> None:
         self.whole_requests = config.schedule == "request"
         self._lanes = config.lanes
-        self._look_ahead = config.look_ahead
+        self._look_ahead = bool(config.look_ahead)
         self._last_was_vision = True
         self._language_ended_s = 0.0
         self._patience_s = STEAL_PATIENCE_S if config.tpot_slo is None else min(STEAL_PATIENCE_S, config.tpot_slo / 2)

@@ -67,10 +67,12 @@ def test_no_channel_takes_what_belongs_to_another() -> None:
 
 
 def test_the_start_says_what_the_instance_is_among_others() -> None:
-    start = wire.Start(2, "ed0", "ED", EngineConfig(device="cuda:1"), incarnation=7, shares=2, has_peers=True)
+    start = wire.Start(
+        2, "ed0", "ED", EngineConfig(device="cuda:1"), incarnation=7, neighbours=("E", "ED"), has_peers=True
+    )
     again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
     assert again == start
-    assert start.place == Place(Role.E | Role.D, 7, 2, True)
+    assert start.place == Place(Role.E | Role.D, 7, (Role.E, Role.E | Role.D), True)
 
 
 def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:

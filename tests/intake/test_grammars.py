@@ -34,6 +34,12 @@ GOOD = [
     Grammar("regex", "(a+)+b"),  # no backtracking here
     Grammar("choice", json.dumps(["yes", "no", "", '"\\\n\x01'])),
     Grammar("choice", json.dumps([f"word {i}" for i in range(4000)])),
+    Grammar("regex", "a\0b"),
+    Grammar("regex", r"[a-z]+\\"),
+    Grammar("choice", json.dumps(["\0", "a"])),
+    Grammar("json_schema", json.dumps({"const": "a\0b"})),
+    Grammar("json_schema", json.dumps({"properties": {"pattern": {"type": "string", "pattern": r"\\\\"}}})),
+    Grammar("json_schema", json.dumps({"enum": [{"pattern": "\\"}]})),
     Grammar("lark", 'start: "a" start | NAME\nNAME: /[a-z]+/'),
     Grammar("ebnf", 'root ::= "a" | b "c"{2,3}\nb ::= [0-9]+ root'),
 ]
@@ -48,6 +54,10 @@ WRONG = [
     (Grammar("json_schema", "[" * 60_000), "must be valid JSON"),
     (Grammar("json_schema", '{"const": "\ud800"}'), "lone surrogates"),
     (Grammar("regex", "["), "unclosed character class"),
+    (Grammar("regex", "\\"), "ends in a single backslash"),
+    (Grammar("regex", r"a\\" + "\\"), "ends in a single backslash"),
+    (Grammar("json_schema", json.dumps({"items": [{"pattern": "a\\"}]})), "ends in a single backslash"),
+    (Grammar("json_schema", json.dumps({"patternProperties": {"\\": {}}})), "ends in a single backslash"),
     (Grammar("regex", "(?=a)b"), "look-around"),
     (Grammar("regex", ""), "the grammar is empty"),
     (Grammar("regex", r"[a&&b]"), "no text is in it"),

@@ -59,6 +59,11 @@ def test_one_tokenizer_serves_many_threads(tokenizer: Tokenizer) -> None:
     assert not failures
 
 
+def test_texts_may_hold_any_character_of_the_vocabulary(tokenizer: Tokenizer) -> None:
+    text = "a\0b\x01\x7f\0\0"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
     for text in ("a\ud800b", "\udfff" * 3000):
         with pytest.raises(InvalidRequest, match="Unicode"):

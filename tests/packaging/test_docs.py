@@ -15,7 +15,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 # Flags of other programs that the documents name.
 FOREIGN = {
     "docs/benchmarks.md": {"task", "weight-format"},  # optimum-cli
-    "docs/cli.md": {"tensor-parallel-size", "gpu-memory-utilization", "quantization"},  # vLLM's, refused here
+    "docs/cli.md": {"tensor-parallel-size", "quantization"},  # vLLM's, refused here
     "docs/quickstart.md": {"index-url"},  # pip
     "docs/troubleshooting.md": {"cpuset-cpus"},  # docker
     "kernels/README.md": {"no-deps", "target"},  # pip

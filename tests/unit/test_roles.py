@@ -188,3 +188,22 @@ def test_decodes_are_never_lent_in_a_circle() -> None:
             if lends_decodes(source, target):
                 assert Role.D in source and Role.D in target
                 assert not any(lends_decodes(target, other) for other in ROLES), "who borrows does not lend"
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "devices"),
+    [
+        ("E+PD", "auto", "auto auto"),
+        ("E+PD", "cuda:2", "cuda:2 cuda:2"),
+        ("E@cuda:1+PD", "auto", "cuda:1 cuda:1"),
+        ("E+P@cuda:1+D@cuda:0", "auto", "cuda:1 cuda:1 cuda:0"),
+        ("E@cuda:1+PD", "cuda:0", "cuda:1 cuda:0"),
+        ("E@cpu+PD", "auto", "cpu cpu"),
+    ],
+)
+def test_instances_that_name_no_device_go_along_with_the_others(text: str, default: str, devices: str) -> None:
+    topology = Topology.parse(text)
+    placed = topology.devices(default)
+    assert placed == tuple(devices.split())
+    moved = topology.on(placed)
+    assert tuple(spec.device for spec in moved.instances) == placed and moved.names == topology.names

@@ -145,4 +145,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

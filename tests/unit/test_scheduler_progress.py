@@ -49,7 +49,7 @@ def minimum_pools(work) -> tuple[int, int]:
     return kv, images
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     workloads(),
     st.integers(1, 5),
@@ -78,7 +78,7 @@ def test_with_pools_of_the_minimum_legal_size_everything_finishes_with_the_right
     sim.assert_all_right()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(workloads(), st.data())
 def test_under_random_aborts_and_errors_every_request_ends_exactly_once_and_the_ledger_balances(work, data):
     kv_blocks, image_blocks = minimum_pools(work)

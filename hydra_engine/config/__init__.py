@@ -1,0 +1,53 @@
+"""The frozen configuration tree. The command line, the config file and the embedded API are generated from it.
+
+`instance/parts.py`, where the model is known, turns "auto" into values in a new object; nothing mutates one. Field
+metadata: `help`, `flag` (name on the command line, in the environment and in a file, default the field name with
+dashes), `aliases` (the same, as others call it), `choices`, `kind` ("seconds": takes 40ms, 1.5s or 2m too; "file" and
+"folder": paths), `secret` (never shown).
+"""
+
+from hydra_engine.config.engine import (
+    DEMO_MODEL,
+    MAX_PRIORITY,
+    SHAPES,
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    MediaConfig,
+    SchedulerConfig,
+    config_from_options,
+)
+from hydra_engine.config.environment import (
+    SECRET_VARIABLES,
+    environment_admin_key,
+    environment_api_key_file,
+    environment_api_keys,
+    environment_settings,
+    fault_points_enabled,
+    state_folder,
+)
+from hydra_engine.config.fields import MAX_LIMIT_S, parse_seconds
+from hydra_engine.config.server import MAX_FRONT_WORKERS, ServerConfig
+
+__all__ = [
+    "CacheConfig",
+    "ClusterConfig",
+    "DEMO_MODEL",
+    "EngineConfig",
+    "MAX_FRONT_WORKERS",
+    "MAX_LIMIT_S",
+    "MAX_PRIORITY",
+    "MediaConfig",
+    "SECRET_VARIABLES",
+    "SHAPES",
+    "SchedulerConfig",
+    "ServerConfig",
+    "config_from_options",
+    "environment_admin_key",
+    "environment_api_key_file",
+    "environment_api_keys",
+    "environment_settings",
+    "fault_points_enabled",
+    "parse_seconds",
+    "state_folder",
+]

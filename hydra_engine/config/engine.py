@@ -1,0 +1,340 @@
+"""The configuration of the engine, by what its parts decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.config.environment import user_folder
+from hydra_engine.config.fields import (
+    LOG_FORMATS,
+    choices_of,
+    opt,
+    parse_graph_sizes,
+    parse_seconds,
+    parse_sm_split,
+    positive,
+)
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.roles import Topology
+from hydra_engine.errors import ConfigError
+
+DEMO_MODEL = "demo"
+SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
+MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the stage batcher. With a TPOT limit, what a step may hold follows from measured step times and the
+    budgets given here are upper bounds; without one they are taken as they are."""
+
+    tpot_slo: float | None = opt(
+        None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
+    )
+    ttft_slo: float | None = opt(None, "limit for the time to the first token, for example 1s", kind="seconds")
+    token_budget: int = opt(
+        512,
+        "most tokens of one language step (decodes and prefill chunks together)",
+        aliases=("max-num-batched-tokens",),
+    )
+    image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
+    max_num_seqs: int = opt(64, "most requests that hold KV blocks at once")
+    max_queue: int = opt(512, "most requests accepted and not finished; beyond it 503")
+    encode_patience_ms: int = opt(
+        2000, "an image that has waited this long is encoded next even when cheaper work would go first"
+    )
+    max_bypass: int = opt(16, "how many later requests may overtake a waiting one before room is saved for it")
+    schedule: str = opt(
+        "stage",
+        "stage: encodes, prefill chunks and decodes are scheduled separately; request: whole requests, first all "
+        "their encodes, then their whole prompt, while others wait (to compare with)",
+        choices=("stage", "request"),
+    )
+    lanes: bool = opt(True, "run both models side by side; off: one step at a time (to compare with)")
+    vision_slicing: bool = opt(
+        True, "pause the vision model between layers where a language step would be late (to compare with off)"
+    )
+    look_ahead: bool | None = opt(
+        None,
+        "plan the next language step while one runs; without a word on a GPU only, for on a CPU it gains little and "
+        "costs goodput under mixed load",
+    )
+
+    @property
+    def slices_layers(self) -> bool:
+        """Encodes can pause inside layers and not only between them, which costs something."""
+        return self.vision_slicing and self.tpot_slo is not None
+
+    def __post_init__(self) -> None:
+        """Durations may come as text; here they become seconds."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata.get("kind") == "seconds" and value is not None:
+                name = f"{f.name} (--{f.name.replace('_', '-')})"
+                object.__setattr__(self, f.name, parse_seconds(value, name, param=f.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Sizes hold for each instance that has such a cache."""
+
+    kv_cache_gib: float | None = opt(
+        None,
+        "memory of each instance's KV cache in GiB; default: room for max_num_seqs, bounded; on a GPU what is left",
+    )
+    image_cache_gib: float | None = opt(
+        None, "memory of each instance's image cache in GiB; default: room for 16 large images"
+    )
+    block_size: int = opt(16, "tokens per KV block")
+    image_block_size: int = opt(64, "feature rows per image-cache block")
+    gpu_memory_utilization: float = opt(
+        0.9, "share of a GPU's memory that the instances on it take together: weights, working memory and caches"
+    )
+    num_kv_blocks: int | None = opt(
+        None, "number of KV blocks, instead of kv_cache_gib (tests)", aliases=("num-gpu-blocks-override",)
+    )
+    num_image_blocks: int | None = opt(None, "number of image blocks, instead of image_cache_gib (tests)")
+    prefix_caching: bool = opt(
+        True,
+        "reuse KV of equal beginnings of prompts, and features of equal pictures",
+        aliases=("enable-prefix-caching",),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Limits that hold before bytes or pixels exist."""
+
+    max_images: int = opt(16, "most images of one request")
+    max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
+    max_image_pixels: int = opt(40_000_000, "most pixels of one image, known from its header")
+    max_aspect_ratio: float = opt(200.0, "longest side over shortest side of an image")
+    max_videos: int = opt(1, "most videos of one request; 0: none")
+    max_video_bytes: int = opt(64 << 20, "most bytes of one encoded video")
+    max_video_frames: int = opt(7200, "most frames of one video, all those that its file has")
+    max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
+    fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
+    max_fetched_bytes: int = opt(
+        1 << 30, "most bytes of images and videos that were fetched and are not decoded yet; beyond it 503"
+    )
+    allow_private_media: bool = opt(False, "fetch images from private network addresses too")
+    allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
+    allowed_media_path: str | None = opt(
+        None,
+        "folder below which file:// images may be read by the server",
+        aliases=("allowed-local-media-path",),
+        kind="folder",
+    )
+    local_files: bool = opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
+    decode_workers: int = opt(2, "threads that decode and resize images")
+    pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: none")
+    min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
+    max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """How several instances work together and what happens when one of them fails. Seconds."""
+
+    router: str = opt(
+        "least-loaded",
+        "least-loaded: where the least work is; affinity: where a prompt or picture was before, unless that is much "
+        "busier; round-robin",
+        choices=("least-loaded", "affinity", "round-robin"),
+    )
+    lease_s: float = opt(10.0, "blocks offered to another instance are taken back when it is silent for this long")
+    suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests go elsewhere")
+    fence_s: float = opt(10.0, "an instance that is silent for this long is killed and started again")
+    recovery_s: float = opt(5.0, "how long a request waits for an instance that can go on with it, then it fails")
+    max_attempts: int = opt(3, "a request is tried again when its instance dies, at most so often in all")
+    steal_decodes: bool = opt(
+        True, "instances that encode and decode take decodes over from busy ones while they have nothing to encode"
+    )
+    check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that makes an engine. `model` is a Hugging Face directory, the word `demo` or one of SHAPES."""
+
+    model: str = opt(
+        DEMO_MODEL,
+        "Hugging Face model directory, or `demo` for the model that ships with the engine; with --load-format random "
+        f"also {', '.join(SHAPES)}, which ship without weights",
+    )
+    device: str = opt("auto", "auto, cpu or cuda:N; auto: cuda:0 where there is a GPU that can be used, else cpu")
+    dtype: str = opt("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    topology: str = opt(
+        "EPD",
+        "instances and the stages that each serves: EPD is one for all; EP+D keeps decodes apart; 1E3P4D is one that "
+        "encodes, three that prefill and four that decode; E@cuda:0+PD@cuda:1 says on which device",
+    )
+    max_model_len: int | None = opt(None, "longest prompt plus output; default: what the model allows")
+    threads: int | None = opt(None, "CPU threads per lane; default: all cores that this process may use")
+    lane_priority: str = opt(
+        "auto",
+        "which lane goes first where both compete for cores: throughput lets encodes finish and decodes batch up, "
+        "latency keeps tokens flowing beside encodes, balanced shares evenly; auto: balanced with a TPOT limit, whose "
+        "budgets say how long encodes run beside tokens, else throughput",
+        choices=("auto", "throughput", "balanced", "latency"),
+    )
+    sm_split: str = opt(
+        "off",
+        "multiprocessors of a GPU that tokens have to themselves while pictures are encoded beside them: off, a number "
+        "such as 32, or several such as 32,64, of which the first is taken; rounded up to what the device divides by",
+    )
+    attention_backend: str = opt(
+        "auto",
+        "attention kernels on a GPU: auto, which is triton; flashinfer needs the package of that name and leaves "
+        "decodes that are captured as graphs to triton",
+        choices=("auto", "triton", "flashinfer"),
+    )
+    deterministic: bool | None = opt(
+        None,
+        "batch-invariant ops: a request's tokens do not depend on its neighbours; default: on a CPU, where it costs "
+        "nothing, and not on a GPU",
+    )
+    model_impl: str = opt(
+        "auto",
+        "auto or native: the engine's own models; transformers: its modules inside our stages (slower, any "
+        "image-text-to-text model that it can load)",
+        choices=("auto", "native", "transformers"),
+    )
+    load_format: str = opt(
+        "auto",
+        "auto: the directory's safetensors files; random: weights drawn from a seed, to measure a model's shape",
+        choices=("auto", "random"),
+    )
+    trust_remote_code: bool = opt(
+        False, "with --model-impl transformers: run the Python code that comes with the model"
+    )
+    backend: str = opt(
+        "auto", "which CPU implementation of the ops to take", choices=("auto", "native", "torch", "reference")
+    )
+    enforce_eager: bool = opt(
+        False, "launch every op of every step; off: where a GPU computes, steps of decodes alone replay captured graphs"
+    )
+    cuda_graph_sizes: tuple[int, ...] = opt(
+        (),
+        "numbers of requests for which a decode step is captured; steps of fewer are padded. Default: 1, 2, 4, 8, 16, "
+        "24 and so on up to --max-num-seqs",
+        aliases=("cudagraph-capture-sizes",),
+    )
+    seed: int = opt(0, "seeds the draws of requests that bring no seed of their own")
+    chat_template: str | None = opt(None, "file with a chat template that replaces the model's", kind="file")
+    profile_dir: str | None = opt(
+        None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder", kind="folder"
+    )
+    log_level: str = opt("warning", "least serious lines to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = opt(
+        "text", "text: lines for people; json: an object a line, the lines at start too", choices=LOG_FORMATS
+    )
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        Topology.parse(self.topology)
+        object.__setattr__(self, "cuda_graph_sizes", parse_graph_sizes(self.cuda_graph_sizes))
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be {' or '.join(LOG_FORMATS)}", param="log_format")
+        if self.scheduler.schedule not in (schedules := choices_of(SchedulerConfig, "schedule")):
+            raise ConfigError(f"schedule must be {' or '.join(schedules)}", param="schedule")
+        positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
+        positive(self.cache, "block_size", "image_block_size")
+        if not 0 < self.cache.gpu_memory_utilization <= 1:
+            raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", param="gpu_memory_utilization")
+        positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
+        positive(self.media, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
+        if self.media.max_fetched_bytes < max(self.media.max_image_bytes, self.media.max_video_bytes):
+            raise ConfigError(
+                "max_fetched_bytes must have room for max_image_bytes and max_video_bytes", param="max_fetched_bytes"
+            )
+        if self.media.allowed_media_path is not None and not self.media.allowed_media_path.strip():
+            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
+        positive(self.cluster, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
+        if self.cluster.router not in (routers := choices_of(ClusterConfig, "router")):
+            raise ConfigError(f"router must be {', '.join(routers)}", param="router")
+        low, high = self.media.min_pixels, self.media.max_pixels
+        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
+            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
+        if self.trust_remote_code and self.model_impl != "transformers":
+            raise ConfigError(
+                "trust_remote_code needs model_impl transformers; the native models run no code of a checkpoint",
+                param="trust_remote_code",
+            )
+        parse_sm_split(self.sm_split)
+        if self.attention_backend not in (kernels := choices_of(EngineConfig, "attention_backend")):
+            raise ConfigError(f"attention_backend must be {', '.join(kernels)}", param="attention_backend")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise ConfigError("threads must be between 1 and 1024", param="threads")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len must be at least 2", param="max_model_len")
+
+    @property
+    def model_path(self) -> Path:
+        if self.model == DEMO_MODEL:
+            return Path(__file__).parents[1] / "demo" / "model"
+        if self.model in SHAPES:
+            return Path(__file__).parents[1] / "models" / "shapes" / self.model
+        return Path(self.model)
+
+    @property
+    def spec_options(self) -> SpecOptions:
+        return SpecOptions(
+            model_impl=self.model_impl,
+            trust_remote_code=self.trust_remote_code,
+            min_pixels=self.media.min_pixels,
+            max_pixels=self.media.max_pixels,
+        )
+
+    @property
+    def profile_folder(self) -> Path:
+        """Where measured step times are kept. Raises ConfigError where the user has no folder for such things."""
+        if self.profile_dir is not None:
+            return Path(self.profile_dir)
+        folder = user_folder("XDG_CACHE_HOME", "~/.cache")
+        if folder is None:
+            raise ConfigError("this user has no home directory; set profile_dir", param="profile_dir")
+        return folder / "profiles"
+
+    @property
+    def lane_order(self) -> str:
+        """`lane_priority` without "auto"."""
+        if self.lane_priority != "auto":
+            return self.lane_priority
+        return "balanced" if self.scheduler.tpot_slo is not None else "throughput"
+
+    @property
+    def sm_counts(self) -> tuple[int, ...]:
+        """Of `sm_split`; none: off."""
+        return parse_sm_split(self.sm_split)
+
+    @property
+    def model_name(self) -> str:
+        """What the API calls the model unless --served-model-name says otherwise."""
+        return self.model if self.model == DEMO_MODEL else self.model.rstrip("/")
+
+
+def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig for the embedded engine from flat options: fields of the config itself and of its parts. Local
+    pictures may be opened, for they are the caller's own. Raises ConfigError naming an option that does not exist."""
+    left = dict(options)
+    config = EngineConfig(
+        model=model,
+        scheduler=left.pop("scheduler", SchedulerConfig()),
+        cache=left.pop("cache", CacheConfig()),
+        media=left.pop("media", MediaConfig(local_files=True)),
+        cluster=left.pop("cluster", ClusterConfig()),
+    )
+    for part in ("", "scheduler", "cache", "media", "cluster"):
+        target = getattr(config, part) if part else config
+        chosen = {f.name: left.pop(f.name) for f in fields(target) if f.name in left}
+        if chosen:
+            config = replace(config, **({part: replace(target, **chosen)} if part else chosen))
+    if left:
+        raise ConfigError(f"unknown option {next(iter(left))!r}; see `hydra-engine serve --help`")
+    return config

@@ -1,0 +1,43 @@
+"""Environment variables. They are read here and nowhere else: HYDRA_* (HYDRA_FAULTS, HYDRA_API_KEY and
+HYDRA_ADMIN_KEY wherever an engine runs; the others only for the command line), XDG_CACHE_HOME and XDG_STATE_HOME."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # which only the front process needs
+
+
+def environment_settings() -> dict[str, str]:
+    """All HYDRA_* variables that have a value, by their whole names."""
+    return {name: value for name, value in os.environ.items() if name.startswith("HYDRA_") and value}
+
+
+def state_folder() -> Path | None:
+    """Where the command line remembers what was typed; None where the user has no home directory."""
+    return user_folder("XDG_STATE_HOME", "~/.local/state")
+
+
+def user_folder(variable: str, default: str) -> Path | None:
+    folder = Path(os.environ.get(variable, ""))
+    if not folder.is_absolute():
+        folder = Path(os.path.expanduser(default))
+    return folder / "hydra-engine" if folder.is_absolute() else None
+
+
+def environment_api_keys() -> tuple[str, ...]:
+    return tuple(key for key in os.environ.get("HYDRA_API_KEY", "").split(",") if key)
+
+
+def environment_api_key_file() -> str | None:
+    return os.environ.get("HYDRA_API_KEY_FILE") or None
+
+
+def environment_admin_key() -> str | None:
+    return os.environ.get("HYDRA_ADMIN_KEY") or None
+
+
+def fault_points_enabled() -> bool:
+    """Fault points answer only where a test has asked for them before start."""
+    return os.environ.get("HYDRA_FAULTS", "") == "1"

@@ -1,0 +1,78 @@
+"""How options are declared and their words read: what every group of the configuration shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import field, fields
+from typing import Any
+
+from hydra_engine.errors import ConfigError
+
+MAX_LIMIT_S = 3600.0  # of a latency limit
+LOG_FORMATS = ("text", "json")
+MAX_GRAPHS = 256  # sizes for which decode steps are captured
+MAX_GRAPH_SIZE = 4096  # rows
+MAX_SM_SPLITS = 4  # each has its own set of captured decode steps
+
+_SM_COUNT = re.compile(r"[1-9][0-9]{0,3}")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?(ms|s|m|)")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
+
+
+def opt(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> Any:
+    return field(default=default, repr=not secret, metadata={"help": help, "secret": secret, **metadata})
+
+
+def choices_of(cls: type, name: str) -> tuple[str, ...]:
+    return next(f.metadata["choices"] for f in fields(cls) if f.name == name)
+
+
+def positive(group: object, *names: str) -> None:
+    for name in names:
+        if getattr(group, name) <= 0:
+            raise ConfigError(f"{name} must be positive", param=name)
+
+
+def parse_seconds(value: object, name: str, *, param: str | None = None) -> float:
+    """A latency limit in seconds from what a flag, a file or a caller gives: a number of seconds, or text with a unit
+    (40ms, 1.5s, 2m). Raises ConfigError, in which `name` is what the user wrote, unless it is more than 0 and less
+    than an hour."""
+    if isinstance(value, str):
+        found = _DURATION.fullmatch(value.strip())
+        seconds = float(found[1]) * _UNITS[found[2]] if found else None
+    else:
+        seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if seconds is None:
+        raise ConfigError(f"{name} must be a time such as 40ms, 1.5s or 2m, not {str(value)[:40]!r}", param=param)
+    if not 0 < seconds < MAX_LIMIT_S:
+        raise ConfigError(f"{name} must be more than 0 seconds and less than an hour", param=param)
+    return float(seconds)
+
+
+def parse_sm_split(text: str) -> tuple[int, ...]:
+    """Counts of multiprocessors; none for "off"."""
+    if text.strip().lower() == "off":
+        return ()
+    counts = [part.strip() for part in text.split(",", MAX_SM_SPLITS)]
+    if len(counts) > MAX_SM_SPLITS or not all(_SM_COUNT.fullmatch(count) for count in counts):
+        raise ConfigError(
+            f"sm_split must be off or at most {MAX_SM_SPLITS} numbers of multiprocessors with commas, such as 32,64",
+            param="sm_split",
+        )
+    return tuple(map(int, counts))
+
+
+def parse_graph_sizes(given: Iterable[object]) -> tuple[int, ...]:
+    """Ascending. They may come as text, several with commas."""
+    words = [word for item in given for word in str(item).split(",")]
+    try:
+        sizes = sorted({int(word) for word in words})
+    except ValueError:
+        sizes = [0]
+    if len(words) > MAX_GRAPHS or any(not 1 <= size <= MAX_GRAPH_SIZE for size in sizes):
+        raise ConfigError(
+            f"cuda_graph_sizes must be at most {MAX_GRAPHS} numbers between 1 and {MAX_GRAPH_SIZE}",
+            param="cuda_graph_sizes",
+        )
+    return tuple(sizes)

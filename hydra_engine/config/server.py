@@ -1,0 +1,117 @@
+"""The configuration of the HTTP server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from hydra_engine.config.fields import LOG_FORMATS, opt, positive
+from hydra_engine.errors import ConfigError
+
+MAX_FRONT_WORKERS = 64
+ACCESS_LOGS = ("off", *LOG_FORMATS)
+TOOL_PARSERS = ("auto", "hermes", "json", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = opt("127.0.0.1", "address to listen on; anything but loopback is reachable by others")
+    port: int = opt(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = opt(None, "model name that the API shows and accepts; default: MODEL")
+    api_key: tuple[str, ...] = opt(
+        (),
+        "accepted API keys (also HYDRA_API_KEY, several with commas); none here nor in a file: no key is asked for. "
+        "Others on this machine can read a command line",
+        secret=True,
+    )
+    api_key_file: str | None = opt(
+        None,
+        "file of API keys, KEY or NAME:KEY a line, # for comments; read again on SIGHUP (also HYDRA_API_KEY_FILE)",
+        kind="file",
+    )
+    admin_key: str | None = opt(
+        None,
+        "the key that opens /admin (also HYDRA_ADMIN_KEY), which an API key does not; none: no /admin",
+        secret=True,
+    )
+    share_caches: bool = opt(
+        False, "let requests of different API keys find each other's prompts and pictures in the caches"
+    )
+    max_requests_per_client: int = opt(
+        0, "most answers that one API key (without keys: one address) may wait for at once, beyond it 429; 0: no limit"
+    )
+    requests_per_minute: int = opt(
+        0, "most requests that one API key (without keys: one address) may send a minute, beyond it 429; 0: no limit"
+    )
+    shutdown_timeout_s: float = opt(30.0, "how long SIGTERM lets running requests finish", flag="shutdown-timeout")
+    max_body_bytes: int = opt(64 << 20, "largest request body")
+    max_inflight_body_bytes: int = opt(
+        1 << 30, "most bytes of all request bodies that are read or being answered; beyond it 503"
+    )
+    body_timeout_s: float = opt(30.0, "how long a request body may take to arrive")
+    keepalive_s: float = opt(
+        15.0,
+        "a comment line keeps idle streams open this often",
+        flag="sse-keep-alive",
+        aliases=("sse-keep-alive-interval",),
+    )
+    allow_origins: tuple[str, ...] = opt((), "CORS origins; none by default", aliases=("allowed-origins",))
+    enable_log_requests: bool = opt(False, "one log line per request")
+    access_log: str = opt(
+        "off",
+        "one line per HTTP request with sizes, times, counts and who asked, never what: text or json, at any log level",
+        choices=ACCESS_LOGS,
+    )
+    otlp_endpoint: str | None = opt(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318): a trace per request with a "
+        "span per stage; needs hydra-engine[otel]",
+    )
+    server_timing: bool = opt(
+        False, "a Server-Timing header on every whole answer, asked for or not; tells clients how busy the server is"
+    )
+    tool_parser: str = opt(
+        "auto",
+        "how the model writes tool calls: hermes (<tool_call>), json (a bare object), none; auto: hermes if the chat "
+        "template has <tool_call>, else none",
+        choices=TOOL_PARSERS,
+    )
+    front_workers: int = opt(
+        0,
+        "processes that serve HTTP beside the one with the engine, which then only prepares requests and hands on "
+        "tokens; 0: none, HTTP is served there too",
+    )
+    ui: bool = opt(True, "the web page at /: chat, timelines and a live view of the instances")
+
+    def __post_init__(self) -> None:
+        if self.tool_parser not in TOOL_PARSERS:
+            raise ConfigError(f"tool_parser must be {', '.join(TOOL_PARSERS)}", param="tool_parser")
+        if self.access_log not in ACCESS_LOGS:
+            raise ConfigError(f"access_log must be {', '.join(ACCESS_LOGS)}", param="access_log")
+        if not 0 <= self.front_workers <= MAX_FRONT_WORKERS:
+            raise ConfigError(f"front_workers must be 0 to {MAX_FRONT_WORKERS}", param="front_workers")
+        if self.otlp_endpoint is not None:
+            _check_endpoint(self.otlp_endpoint)
+        positive(self, "max_body_bytes", "body_timeout_s")
+        for name in ("max_requests_per_client", "requests_per_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                "max_inflight_body_bytes must have room for one body of max_body_bytes",
+                param="max_inflight_body_bytes",
+            )
+
+
+def _check_endpoint(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # an odd port or address
+        known = False
+    if not known:
+        raise ConfigError("otlp_endpoint must be a URL such as http://127.0.0.1:4318", param="otlp_endpoint")
+    if "@" in parts.netloc:
+        raise ConfigError(
+            "otlp_endpoint must not hold a password; OTEL_EXPORTER_OTLP_HEADERS is the place", param="otlp_endpoint"
+        )
