@@ -171,11 +171,12 @@ def test_no_wake_up_is_lost_and_every_second_counts_once(allowance: float, eager
     at one moment, so it lies inside a step or outside, and the sums must be equal to the last second."""
     clock, moment = VirtualClock(), threading.Lock()
     gate, num_pieces, longest = LaneGate(clock), 10_000, 4
-    inside, expected, finished = False, 0.0, threading.Event()
+    inside, expected, first_step, finished = False, 0.0, threading.Event(), threading.Event()
 
     def vision() -> None:
         nonlocal expected
         done = 0
+        first_step.wait(PATIENCE_S)  # or all pieces are over before it
         while done < num_pieces:
             gate.enter()
             for _ in range(1 + done % 7):
@@ -203,6 +204,7 @@ def test_no_wake_up_is_lost_and_every_second_counts_once(allowance: float, eager
         assert used <= allowance + longest
         consumed += used
         steps += 1
+        first_step.set()
         assert time.monotonic() < deadline, "a wake-up was lost"
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
