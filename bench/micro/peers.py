@@ -6,7 +6,6 @@ from the same seed and names. So results can be compared before times are. Does 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from bench.micro.subject import Encode, Step, Subject
-from hydra_engine.models.random_weights import randomise
+from hydra_engine.models.random_weights import NamedDraws
 from hydra_engine.models.registry import FAMILIES
 from hydra_engine.models.weights import canonical_name
 from hydra_engine.specs.qwen2_vl import Qwen2VisionSpec
@@ -165,8 +164,7 @@ def _patches(picture: Tensor, patch: int, merge: int) -> Tensor:
 def _draw(model: Any, subject: Subject) -> None:
     """The weights that `models/random_weights.py` draws for these names."""
     renames = FAMILIES[subject.spec.family].renames
-    generator = torch.Generator(subject.device)
+    # Of our own names: a tower's last layers may have none.
+    draws = NamedDraws((name for name, slot in subject.model.slots.items() if not slot.optional), subject.device)
     for name, parameter in model.named_parameters():
-        canonical = canonical_name(name, renames)
-        generator.manual_seed(zlib.crc32(f"0 {canonical}".encode()))
-        randomise(canonical, parameter.data, generator)
+        draws.fill(canonical_name(name, renames), parameter.data)

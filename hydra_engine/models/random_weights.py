@@ -40,6 +40,22 @@ def randomise(name: str, tensor: Tensor, generator: torch.Generator | None = Non
     tensor.normal_(mean, deviation, generator=generator)
 
 
+class NamedDraws:
+    """Weights that depend on the seed, their name and how deep its stack is among `names`."""
+
+    def __init__(self, names: Iterable[str], device: torch.device, seed: int = 0) -> None:
+        self._depths = _depths(names)
+        self._generator = torch.Generator(device)
+        self._seed = seed
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """In place, on the device of the generator."""
+        self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))  # the CPU takes 32 bits
+        randomise(name, tensor, self._generator)
+        if name.endswith(_ADDED_WEIGHTS) and (layer := _LAYER.match(name)):
+            tensor.mul_((2 * self._depths[layer[1]]) ** -0.5)
+
+
 def fill_random(
     model: VisionLanguageModel,
     *,
@@ -53,14 +69,10 @@ def fill_random(
     slots = {name: slot for name, slot in model.slots.items() if not slot.optional}
     sizes = {name: torch.Size(slot.shape).numel() * (slot.dtype or dtype).itemsize for name, slot in slots.items()}
     total, done = sum(sizes.values()), 0
-    depths = _depths(slots)
-    generator = torch.Generator(device)
+    draws = NamedDraws(slots, device, seed)
     for name, slot in slots.items():
-        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # the CPU takes 32 bits
         tensor = torch.empty(slot.shape, dtype=slot.dtype or dtype, device=device)
-        randomise(name, tensor, generator)
-        if name.endswith(_ADDED_WEIGHTS) and (layer := _LAYER.match(name)):
-            tensor.mul_((2 * depths[layer[1]]) ** -0.5)
+        draws.fill(name, tensor)
         slot.fill(tensor)
         del tensor  # before the next one is made
         done += sizes[name]
