@@ -276,8 +276,9 @@ class Ops(Protocol):
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         """The plan of a step of one token a row, from tensors on the device: num_context [B], block_tables [B, W]
-        int32, whose contents may change until each use, with `max_context` W * S. A launch that uses the plan can be
-        captured. Raises ValueError where the implementation plans from contents."""
+        int32, whose contents may change until each use. Its `max_context` is 0, for only the cache knows S: a context
+        may be as long as W blocks. A launch that uses the plan can be captured. Raises ValueError where the
+        implementation plans from contents."""
         ...
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:

@@ -92,7 +92,7 @@ class CudaOps:
         chosen = _CHOICES | _DETERMINISTIC if self.deterministic else _CHOICES
         if isinstance(self._attention, FlashInferAttention):
             chosen = chosen | FLASHINFER_CHOICES
-        return tuple(OpChoice(op, *chosen[op]) for op in dict.fromkeys((*ALL_OPS, "sample")))
+        return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
 
     # ---- linear algebra
 

@@ -98,7 +98,8 @@ class Device(Protocol):
         ...
 
     def trim(self) -> None:
-        """Gives host memory that was freed back to the system; called while weights are loaded."""
+        """Gives freed memory back to the system, of the host and of the device: while weights are loaded, and after
+        a step that found none."""
         ...
 
     def share(self, num_bytes: int) -> SharedMemory:

@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,23 +138,11 @@ def test_bfloat16_agrees_with_float32_as_often_as_transformers_does(
     assert ours >= 0.5 * theirs, f"{ours} tokens agree, of transformers' {theirs}"
 
 
-def without_graphs() -> dict[str, bool]:
-    """The switch, by the names that it goes by."""
-    parts = [config.EngineConfig(), *(v for f in fields(config.EngineConfig) if is_dataclass(v := f.default_factory))]
-    names = {field.name for part in parts for field in fields(part)}
-    if "enforce_eager" in names:
-        return {"enforce_eager": True}
-    for name in sorted(names):
-        if "graph" in name:
-            return {name: False}
-    pytest.skip("there is no switch for graphs")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_token(cuda: torch.device, checkpoints: Callable[[str], Path], dtype: str) -> None:
     """With batch-invariant ops: a graph has more rows than requests."""
     model, found = checkpoints("llava"), []
-    for options in ({}, without_graphs()):
+    for options in ({}, {"enforce_eager": True}):
         with engine_of(model, dtype=dtype, deterministic=True, **options) as engine:
             greedy = [asked(engine, case).result(120).token_ids for case in range(len(CASES))]
             drawn = [asked(engine, case, temperature=1.0, seed=case, top_p=0.9).result(120) for case in (0, 3)]
