@@ -91,12 +91,6 @@ def layer_parameters(language: LanguageSpec) -> int:
     return attention + 3 * c * language.intermediate_size
 
 
-def decode_weight_bytes(language: LanguageSpec, width: int) -> int:
-    """What every decode step reads: all layers and the head. Of an embedding table that is not the head, rows."""
-    head = language.vocab_size * language.hidden_size
-    return width * (language.num_layers * layer_parameters(language) + head)
-
-
 def decode_work(language: LanguageSpec, rows: int, context: int, width: int) -> list[Work]:
     """One step of `rows` requests that each see `context` tokens; numbers of `width` bytes."""
     linear = language.num_layers * layer_parameters(language)
@@ -128,11 +122,6 @@ def attention_work(heads: int, kv_heads: int, dim: int, rows: int, context: int,
 
 
 # ---- caches
-
-
-def write_work(kv_heads: int, dim: int, tokens: int, width: int) -> Work:
-    """Keys and values of one layer, read and written."""
-    return Work("write", moved_bytes=2.0 * 2 * kv_heads * dim * tokens * width)
 
 
 def rope_write_work(heads: int, kv_heads: int, dim: int, tokens: int, width: int) -> Work:

@@ -96,10 +96,9 @@ def test_sizes(
 ) -> None:
     language = specs[name].language
     assert language.num_layers * floors.layer_parameters(language) == pytest.approx(layer_parameters, rel=1e-3)
-    assert floors.decode_weight_bytes(language, 2) == pytest.approx(step_bytes, rel=1e-3)
     assert language.kv_bytes_per_token(2) == kv_bytes
     weights = sum(part.read_bytes for part in floors.decode_work(language, 1, 0, 2))
-    assert weights == floors.decode_weight_bytes(language, 2)
+    assert weights == pytest.approx(step_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +150,14 @@ def test_a_decode_step(specs: dict[str, ModelSpec], name: str, rows: int, serial
 def test_cache_writes(specs: dict[str, ModelSpec]) -> None:
     llava, qwen = specs["llava"].language, specs["qwen2"].language
     for language, microseconds in ((llava, 7.8), (qwen, 0.98)):
-        work = floors.write_work(language.num_kv_heads, language.head_dim, 1024, 2)
+        work = floors.rope_write_work(0, language.num_kv_heads, language.head_dim, 1024, 2)  # keys and values alone
         assert work.moved_bytes == 8 * language.num_kv_heads * language.head_dim * 1024
         assert floors.serial_s([work], RATES) * 1e6 == pytest.approx(microseconds, rel=1e-2)
     image = floors.image_write_work(4096, 576, 2)
     assert image.moved_bytes / 2 == pytest.approx(4.72e6, rel=1e-3)
     assert floors.serial_s([image], RATES) * 1e6 == pytest.approx(2.2, rel=1e-2)
     fused = floors.rope_write_work(llava.num_heads, llava.num_kv_heads, llava.head_dim, 1024, 2)
-    assert fused.moved_bytes == 1.5 * floors.write_work(llava.num_kv_heads, llava.head_dim, 1024, 2).moved_bytes
+    assert fused.moved_bytes == 1.5 * floors.rope_write_work(0, llava.num_kv_heads, llava.head_dim, 1024, 2).moved_bytes
 
 
 @pytest.mark.parametrize(
