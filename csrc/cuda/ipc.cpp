@@ -79,7 +79,7 @@ std::uintptr_t open_memory(const std::string& bytes, int64_t nbytes, int device)
   try {
     check_mapped_size(address, nbytes);
   } catch (...) {
-    cudaIpcCloseMemHandle(address);
+    if (cudaIpcCloseMemHandle(address) != cudaSuccess) cudaGetLastError();
     throw;
   }
   return reinterpret_cast<std::uintptr_t>(address);
@@ -136,7 +136,7 @@ bool event_is_done(std::uintptr_t event, int device) {
     cudaGetLastError();
     return false;
   }
-  HYDRA_CUDA(state);
+  check_call(state, "cudaEventQuery", __FILE__, __LINE__);
   return true;
 }
 

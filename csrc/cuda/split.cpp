@@ -43,13 +43,21 @@ struct Driver {
       green<decltype(create_stream)>("cuGreenCtxStreamCreate", 12050);
 };
 
-// Neither the context nor the stream is ever destroyed: kernels may be in flight until the process ends.
+// What is left after a split may be less than the least part that a device makes.
+void check_part(CUresult result, const char* name, const CUdevResource& part) {
+  HYDRA_CHECK(result != CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, "counts: the device makes no part of ",
+              part.sm.smCount, " multiprocessors");
+  check_driver(result, name);
+}
+
+// Neither the context nor the stream is ever destroyed: kernels may be in flight until the process ends. Threads keep
+// the primary context current: the stream alone says where kernels run, and its events are those of the primary context.
 std::uintptr_t stream_on(const Driver& driver, CUdevice device, CUdevResource& part, int priority) {
   CUdevResourceDesc description = nullptr;
   CUgreenCtx context = nullptr;
   CUstream stream = nullptr;
-  check_driver(driver.describe(&description, &part, 1), "cuDevResourceGenerateDesc");
-  check_driver(driver.create(&context, description, device, CU_GREEN_CTX_DEFAULT_STREAM), "cuGreenCtxCreate");
+  check_part(driver.describe(&description, &part, 1), "cuDevResourceGenerateDesc", part);
+  check_part(driver.create(&context, description, device, CU_GREEN_CTX_DEFAULT_STREAM), "cuGreenCtxCreate", part);
   check_driver(driver.create_stream(&stream, context, CU_STREAM_NON_BLOCKING, priority), "cuGreenCtxStreamCreate");
   return reinterpret_cast<std::uintptr_t>(stream);
 }
@@ -63,7 +71,7 @@ std::vector<Split> split_streams(int device, const std::vector<int>& counts, int
   HYDRA_CUDA(cudaFree(nullptr));  // makes the primary context, whose memory the parts use
   const Driver driver;
   CUdevice handle = 0;
-  CUdevResource whole;
+  CUdevResource whole{};  // newer drivers know more fields than older headers, which are zero then
   check_driver(driver.get_device(&handle, device), "cuDeviceGet");
   check_driver(driver.get_resource(handle, &whole, CU_DEV_RESOURCE_TYPE_SM), "cuDeviceGetDevResource");
   const int num_sms = static_cast<int>(whole.sm.smCount);
@@ -71,7 +79,7 @@ std::vector<Split> split_streams(int device, const std::vector<int>& counts, int
   for (const int count : counts) {
     HYDRA_CHECK(count > 0 && count < num_sms, "counts: expected 1 to ", num_sms - 1, " of the device's ", num_sms,
                 " multiprocessors, got ", count);
-    CUdevResource part, rest;
+    CUdevResource part{}, rest{};
     unsigned int num_parts = 1;
     const CUresult result = driver.split(&part, &num_parts, &whole, &rest, 0, static_cast<unsigned int>(count));
     HYDRA_CHECK(result != CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION && result != CUDA_ERROR_INVALID_VALUE,

@@ -7,7 +7,8 @@
 
 namespace hydra::cuda {
 
-// Two streams whose kernels share no multiprocessor, and how many each has.
+// Two streams whose kernels share no multiprocessor, and how many each has. Under MPS with a share of threads, and on
+// compute capability 9.x once a module with dynamic parallelism was loaded (2 more for all), CUDA lends them others.
 struct Split {
   std::uintptr_t language = 0, vision = 0;
   int language_sms = 0, vision_sms = 0;

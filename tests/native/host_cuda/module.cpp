@@ -1,0 +1,27 @@
+// The entry points of csrc/api/cuda_cache.cpp, which end in kernels on the host, and what tests ask of both. One file
+// with them: most of the time of compiling either goes into pybind11.
+#include "api/cuda_cache.cpp"
+
+#include <pybind11/stl.h>
+
+#include "executor.h"
+#include "rules.h"
+#include "runtime.h"
+
+PYBIND11_MODULE(host_cuda, m) {
+  namespace py = pybind11;
+  hydra::register_cuda_cache(m);
+  m.def("take_launches", [] {
+    py::list launches;
+    for (const host_cuda::Seen& seen : host_cuda::take_launches()) {
+      launches.append(py::make_tuple(seen.kernel, seen.grid, seen.threads, seen.device, seen.stream, seen.widest));
+    }
+    return launches;
+  });
+  m.def("make_fail", &host_cuda::make_fail);
+  m.def("new_stream", &host_cuda::new_stream);
+  m.def("end_stream", &host_cuda::end_stream);
+  m.def("current_device", &host_cuda::current_device);
+  m.def("try_launch", &host_cuda::try_launch);
+  m.def("run_rule", &host_cuda::run_rule);
+}
