@@ -39,9 +39,10 @@ def _split_bounds(
 
 # Numbers that change from step to step: a kernel for each kind of them would be compiled while serving.
 _VARYING = ["num_splits", "stride_table"]
+_ANYWHERE = ["block_tables", "num_context"]  # parts of what was sent: at any multiple of 4 bytes
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def _decode_mha_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -111,7 +112,7 @@ def _decode_mha_kernel(
     store_parts(out, one + place * D, part0, part1, kept, D, D0, D1)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def _decode_gqa_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -169,7 +170,7 @@ def _decode_gqa_kernel(
     store_parts(out, places * D, acc0 / divisor[:, None], acc1 / divisor[:, None], kept, D, D0, D1)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["num_context"])
 def _merge_kernel(
     partial: tl.tensor,
     log_totals: tl.tensor,
@@ -243,7 +244,7 @@ def decode_attention(
     if batch == 0:
         return out
     single = num_splits == 1
-    partial, log_totals = out, num_context  # neither is read when there is nothing to merge
+    partial = log_totals = out  # the second is not touched when there is nothing to merge
     if not single:
         partial = torch.empty((batch, num_heads, num_splits, dim), dtype=torch.float32, device=q.device)
         log_totals = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)

@@ -17,7 +17,7 @@ from hydra_kernels._common import row_launch
 from hydra_kernels.activation import activate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # changes from step to step: nothing is compiled while serving
 def _rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -60,7 +60,7 @@ def _rms_norm_kernel(
     tl.store(out + row * COLUMNS + column, result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _layer_norm_kernel(
     x: tl.tensor,
     weight: tl.tensor,

@@ -16,6 +16,7 @@ from hydra_kernels._checks import check_heads, check_scale, check_vector, descri
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim
 
 _LONG = 1 << 30  # rows: longer than any window
+_MAX_SEARCHED = 1024  # segments that every program goes through
 
 
 @triton.jit
@@ -25,6 +26,7 @@ def _packed_kernel(
     v: tl.tensor,
     out: tl.tensor,
     cu_seqlens: tl.tensor,
+    num_segments: tl.tensor,
     scale: tl.tensor,
     stride_q: tl.tensor,
     stride_k: tl.tensor,
@@ -40,12 +42,26 @@ def _packed_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
+    SEARCH: tl.constexpr,
 ) -> None:
-    """Grid (tiles of the longest segment, H, segments)."""
-    head, segment = tl.program_id(1), tl.program_id(2)
+    """Grid (tiles of the longest segment, H, segments). With SEARCH, a power of two of at least `num_segments`, it
+    is (tiles of all segments at most, H), and a program looks up which segment its tile belongs to."""
+    head = tl.program_id(1)
+    if SEARCH > 0:
+        index = tl.arange(0, SEARCH)
+        begins = tl.load(cu_seqlens + index, mask=index < num_segments, other=0)
+        ends = tl.load(cu_seqlens + index + 1, mask=index < num_segments, other=0)
+        tiles = (ends - begins + ROWS - 1) // ROWS
+        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # the segments whose tiles all come before this one
+        segment = tl.sum(before.to(tl.int32), 0)
+        if segment >= num_segments:
+            return
+        first_row = (tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)) * ROWS
+    else:
+        segment = tl.program_id(2)
+        first_row = tl.program_id(0) * ROWS
     begin = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - begin
-    first_row = tl.program_id(0) * ROWS
     if first_row >= length:
         return
     row = first_row + tl.arange(0, ROWS)
@@ -87,12 +103,15 @@ def packed_attention(
     *,
     max_length: int,
     one_tile: bool = False,
+    search: bool = False,
 ) -> Tensor:
     """softmax(scale * q K^T) V within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> new contiguous [P, H, D].
 
     q, k, v [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens [segments + 1] int32
     rising from 0 to P, no segment longer than `max_length`; empty segments are legal. With `one_tile` a segment's
-    result does not depend on how long the others are. Nothing is read back from the device.
+    result does not depend on how long the others are. `search` is for a `max_length` that most segments stay far below,
+    as where only the device knows them: then programs are launched for as many tiles as P rows can have, and not for
+    the longest segment as often as there are segments. Nothing is read back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -112,12 +131,17 @@ def packed_attention(
         return out
     launch = packed_launch(dim, _LONG if one_tile else max_length, q.dtype)
     first, rest = split_head_dim(dim)
-    _packed_kernel[(triton.cdiv(max_length, launch.rows), num_heads, segments)](
+    tiles = triton.cdiv(max_length, launch.rows)
+    most_tiles = num_rows // launch.rows + segments  # each segment has at most one that is not full
+    search = search and segments <= _MAX_SEARCHED and most_tiles < segments * tiles
+    grid = (most_tiles, num_heads) if search else (tiles, num_heads, segments)
+    _packed_kernel[grid](
         q,
         k,
         v,
         out,
         cu_seqlens,
+        segments,
         scale * LOG2_E,
         q.stride(0),
         k.stride(0),
@@ -133,6 +157,7 @@ def packed_attention(
         KEYS=launch.keys,
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
+        SEARCH=triton.next_power_of_2(segments) if search else 0,
         num_warps=launch.warps,
     )
     return out

@@ -20,7 +20,8 @@ from hydra_kernels._checks import check_paged, check_scale, check_vector, output
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim
 
 
-@triton.jit(do_not_specialize=["stride_table"])  # changes from step to step: nothing is compiled while serving
+# Changes from step to step, and lies anywhere, being what follows the decodes: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_tables", "cu_q", "num_context"])
 def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -29,6 +29,8 @@ _MAX_PARTS = 32
 _MAX_WIDTH = 32752  # of a part: places in it are int16
 _GROUPS = 64  # of a step of a part's columns; the maximum of each bounds the k-th largest logit from below
 _BOUND_STEPS = 20  # of the bisection for that bound, which need not be exact
+# A number a row each, read one at a time. As columns of a captured step they lie at any multiple of 4 bytes.
+_ANYWHERE = ["temperatures", "top_k", "top_p", "min_p", "numbers"]
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def _best(
     return best, place, bad
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _scan_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -108,7 +110,7 @@ def _scan_kernel(
         tl.store(sums + index, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _narrow_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -157,7 +159,7 @@ def _narrow_kernel(
     tl.store(counts + row * PARTS + part, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _draw_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,

@@ -28,7 +28,7 @@ _POINTERS = {
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.bool: "*i1",
+    torch.bool: "*u1",
 }
 _ALIGNMENT = 16  # what Triton's launcher looks for in addresses and integers
 SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes per program
@@ -79,7 +79,8 @@ def record(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[
     return launches
 
 
-def compile_for(launch: Launch, capability: int) -> Compiled:
+def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
+    """What Triton compiles a kernel for: types, constants and attributes. Launches that agree share machine code."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -98,8 +99,14 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
             signature[name], number = ("i32" if abs(value) < 2**31 else "i64"), value
         else:
             signature[name], number = "fp32", 1
-        if number % _ALIGNMENT == 0 and not parameter.do_not_specialize:
+        free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if number % _ALIGNMENT == 0 and not free:
             attributes[(index,)] = [["tt.divisibility", _ALIGNMENT]]
+    return signature, constants, attributes
+
+
+def compile_for(launch: Launch, capability: int) -> Compiled:
+    signature, constants, attributes = specialised(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = _resources(compiled.asm["cubin"])

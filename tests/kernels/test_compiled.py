@@ -8,13 +8,16 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
+from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
+from hydra_kernels.delta_rule import delta_rule
 from hydra_kernels.epilogue import finish
 from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -22,7 +25,7 @@ from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
 from hydra_kernels.rotary import rotate
 from hydra_kernels.sampling import greedy, sample
-from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record, specialised
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels; unset TRITON_INTERPRET"
@@ -55,9 +58,11 @@ def prefill(heads: int, kv_heads: int, dim: int) -> object:
     return prefill_attention(q, cache[:, 1, 0], cache[:, 1, 1], tables, INDICES, INDICES[:4], 0.1, max_q=300)
 
 
-def packed(dim: int, max_length: int) -> object:
+def packed(dim: int, max_length: int, *, segments: int = 0) -> object:
+    """`segments`: more of them than the rows have tiles, which programs then go through."""
     q, k, v = torch.zeros(600, 3, 16, dim, dtype=BF16).unbind(1)
-    return packed_attention(q, k, v, INDICES, 0.1, max_length=max_length)
+    cu_seqlens = torch.zeros(segments + 1, dtype=torch.int32) if segments else INDICES
+    return packed_attention(q, k, v, cu_seqlens, 0.1, max_length=max_length, search=segments > 0)
 
 
 def linear(
@@ -81,6 +86,25 @@ def draws(vocabulary: int) -> object:
     return sample(torch.zeros(4, vocabulary), field, field.int(), field, field, field)
 
 
+PLACES = torch.zeros(5, dtype=torch.int64)
+TILES = torch.zeros(4, 2, dtype=torch.int32)
+
+
+def convolution(tokens: int) -> object:
+    """Over the queries, keys and values of a fused projection of MiniCPM-V 4.6."""
+    states = torch.zeros(2, 3, 3, 6144, dtype=BF16)[:, 1]
+    x, taps = rows(6144 + 2048 + 32)[:, :6144], torch.zeros(6144, 4, dtype=BF16)
+    return causal_conv(x, taps, states, TILES, PLACES, PLACES[:4], PLACES[:4], PLACES[:4], tokens=tokens)
+
+
+def recurrence(dim: int) -> object:
+    """Of the convolution's results; gates are parts of a fused projection."""
+    q, k, v = rows(3 * 16 * dim).view(8, 3, 16, dim).unbind(1)
+    a, b = rows(4 * 16 * dim + 32)[:, -32:].split(16, dim=1)
+    states, scales = torch.zeros(2, 3, 16, dim, dim)[:, 1], torch.zeros(2, 16)
+    return delta_rule(q, k, v, a, b, *scales, states, PLACES, PLACES[:4], PLACES[:4], PLACES[:4])
+
+
 CASES: dict[str, Callable[[], object]] = {
     "rms_norm-4096": lambda: rms_norm(rows(4096), rows(4096)[0], 1e-5),
     "rms_norm-heads": lambda: rms_norm(torch.zeros(8, 36, 128, dtype=BF16)[:, :28], rows(128)[0], 1e-5),
@@ -94,6 +118,12 @@ CASES: dict[str, Callable[[], object]] = {
     "finish-quick_gelu": lambda: finish(rows(4096), None, None, "quick_gelu"),
     "finish-all": lambda: finish(rows(3584, torch.float32), rows(3584)[0], rows(3584), "gelu", BF16),
     "rotate-80": lambda: rotate(torch.zeros(8, 48, 80, dtype=BF16)[:, :32], *torch.zeros(2, 8, 40)),
+    "causal_conv-one": lambda: convolution(1),
+    "causal_conv-tile": lambda: convolution(TILE),
+    "delta_rule-64": lambda: recurrence(64),
+    "delta_rule-96": lambda: recurrence(96),
+    "delta_rule-128": lambda: recurrence(128),
+    "delta_rule-256": lambda: recurrence(256),
     "greedy": lambda: greedy(rows(32064, torch.float32)),
     "sample-32064": lambda: draws(32064),
     "sample-152064": lambda: draws(152064),
@@ -116,16 +146,32 @@ CASES: dict[str, Callable[[], object]] = {
     "packed-64": lambda: packed(64, 577),
     "packed-80": lambda: packed(80, 577),
     "packed-72-windows": lambda: packed(72, 64),
+    "packed-80-searched": lambda: packed(80, 600, segments=66),
 }
 # Matrix products of bf16 in tiles of 64 rows or more.
 WGMMA = [name for name in CASES if name.startswith(("prefill", "packed", "linear-tiled"))]
 # Kernels whose tiles go through shared memory, and those that read into registers.
 PIPELINED = [name for name in CASES if name.startswith(("decode", "prefill", "packed", "linear-few", "linear-tiled"))]
 DIRECT = [name for name in CASES if name not in PIPELINED]
-# One number of a row or a few of them are all that a program stores.
-REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "linear-vector"))]
+# One number of a row or a few of them are all that a program stores, or stores of every token.
+REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "linear-vector", "delta_rule"))]
 # Reads what it was given a list of, in any order.
 GATHERING = "_draw_kernel"
+
+
+# Further shapes of a kernel that another case has for sm_80 too.
+FURTHER = {"rms_norm-heads", "rms_norm-4096-float32", "act_and_mul-gelu", "sample-152064", "linear-vector-4096"}
+FURTHER |= {"linear-vector-head", "linear-few-22016", "linear-few-512", "linear-tiled-37888", "linear-tiled-head"}
+FURTHER |= {"decode-mha-80", "decode-gqa-64", "prefill-mha-64", "packed-80", "packed-72-windows"}
+
+
+def targets(names: list[str]) -> list[Any]:
+    """Each for both, of which one that is further for sm_80 is slow."""
+    return [
+        pytest.param(name, capability, marks=pytest.mark.slow if capability == 80 and name in FURTHER else ())
+        for name in names
+        for capability in (80, 90)
+    ]
 
 
 @cache
@@ -137,8 +183,7 @@ def compiled(name: str, capability: int) -> dict[str, Compiled]:
     return {launch.name: compile_for(launch, capability) for launch in launches}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "capability"), targets(list(CASES)))
 def test_compiles_and_fits(name: str, capability: int) -> None:
     for kernel, result in compiled(name, capability).items():
         assert result.shared <= SHARED_LIMIT[capability], kernel
@@ -147,11 +192,13 @@ def test_compiles_and_fits(name: str, capability: int) -> None:
         assert result.stack <= (0 if capability == 90 else 128), f"{kernel} keeps {result.stack} bytes on the stack"
 
 
-@pytest.mark.parametrize("name", WGMMA)
-def test_tensor_cores(name: str) -> None:
-    (on_hopper,), (on_ampere,) = compiled(name, 90).values(), compiled(name, 80).values()
-    assert on_hopper.count(r"wgmma\.mma_async") > 0 and on_hopper.count(r"mma\.sync") == 0
-    assert on_ampere.count(r"mma\.sync") > 0
+@pytest.mark.parametrize(("name", "capability"), targets(WGMMA))
+def test_tensor_cores(name: str, capability: int) -> None:
+    (result,) = compiled(name, capability).values()
+    if capability == 90:
+        assert result.count(r"wgmma\.mma_async") > 0 and result.count(r"mma\.sync") == 0
+    else:
+        assert result.count(r"mma\.sync") > 0
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -180,13 +227,59 @@ def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name:
     assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("linear")])
+@pytest.mark.parametrize(("name", "capability"), targets([name for name in CASES if name.startswith("linear")]))
 def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(name: str, capability: int) -> None:
     result = next(iter(compiled(name, capability).values()))
     copies = result.count(r"cp\.async\.c[ag]\.shared\.global")
     assert copies == result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10")
     assert copies > 0 or result.count(r"ld\.global[.\w:]*\.v4") >= 4
+
+
+def of_step(tokens: int, first: int) -> object:
+    """What every kernel whose arguments follow from a step is given in one of `tokens` rows, if they begin at row
+    `first` of what was sent."""
+    rest = slice(first, first + tokens)
+    x, wide, hidden = (torch.zeros(64, size, dtype=BF16)[rest] for size in (4096, 2 * 4096, 6144))
+    context, cu_q = torch.zeros(65, dtype=torch.int32)[rest], torch.zeros(66, dtype=torch.int32)[first:][: tokens + 1]
+    tables, cache = torch.zeros(64, 37, dtype=torch.int32)[rest], torch.zeros(4, 2, 2, 16, 4, 64, dtype=BF16)
+    k_cache, v_cache, q = cache[:, 1, 0], cache[:, 1, 1], torch.zeros(64, 28, 64, dtype=BF16)[rest]
+    places, tiles = torch.zeros(65, dtype=torch.int64)[first:], torch.zeros(64, 2, dtype=torch.int32)[rest]
+    vectors = places[: tokens + 1], *(places[:tokens],) * 3
+    fields = torch.zeros(5, 64)[:, rest]
+    conv, state = torch.zeros(2, 3, 6144, dtype=BF16), torch.zeros(2, 16, 128, 128)
+    parts = hidden.view(tokens, 3, 16, 128).unbind(1)
+    taps, scales = torch.zeros(6144, 4, dtype=BF16), torch.zeros(2, 16)
+    return (
+        rms_norm(x, x[0], 1e-5),
+        rms_norm(parts[0], x[0, :128], 1e-5),
+        add_rms_norm(x, x, x[0], 1e-5),
+        gated_rms_norm(parts[0], x[0, :128], parts[1], 1e-5),
+        layer_norm(x, x[0], x[0], 1e-5),
+        act_and_mul(wide, "silu"),
+        sigmoid_mul(parts[0], parts[1]),
+        rotate(parts[0], *torch.zeros(2, tokens, 64)),
+        finish(x, None, x, "gelu"),
+        *((small_linear(x, x.new_zeros(512, 4096)),) if 1 < tokens <= 16 else ()),
+        invariant_linear(x, x.new_zeros(512, 4096)),
+        prefill_attention(q, k_cache, v_cache, tables, cu_q, context, 0.1, max_q=tokens),
+        *(decode_attention(q, k_cache, v_cache, tables, context, 0.1, num_splits=splits) for splits in (3, 1)),
+        sample(torch.zeros(tokens, 32064), fields[0], fields[1].int(), *fields[2:]),
+        causal_conv(hidden, taps, conv, tiles, *vectors, tokens=TILE),
+        delta_rule(*parts, x[:, :16], x[:, 16:32], *scales, state, *vectors),
+    )
+
+
+def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled anew for an integer that is 1 or a multiple of 16, or an address that is, where it has not
+    been told to look away. While serving that costs a second, and inside a captured step it cannot be."""
+    seen: dict[str, set[str]] = {}
+    for tokens, first in ((16, 0), (3, 0), (2, 1), (16, 3), (1, 5), (33, 2), (7, 16)):
+        for launch in record(monkeypatch, lambda t=tokens, f=first: of_step(t, f)):
+            compiled_for = repr((specialised(launch), launch.options))
+            seen.setdefault(launch.name, set()).add(compiled_for)
+    kinds = {name: len(kinds) for name, kinds in seen.items()}
+    several = {"_rms_norm_kernel": 4, "_decode_gqa_kernel": 2}  # forms of the wrappers above
+    assert kinds == {name: several.get(name, 1) for name in kinds}
 
 
 def test_every_kernel_is_compiled_here() -> None:

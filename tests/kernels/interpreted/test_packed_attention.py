@@ -43,6 +43,19 @@ def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
     assert_attention_close(attention(q, k, v, [0, 66, 70], 0.1), reference(q, k, v, [0, 66, 70], 0.1))
 
 
+@pytest.mark.parametrize("bounds", [SEGMENTS, [0, 0, 105], [*range(0, 106, 15)]], ids=["pictures", "one", "equal"])
+@pytest.mark.parametrize("empty", [0, 40])
+def test_segments_that_only_the_device_knows(bounds: list[int], empty: int) -> None:
+    """Bit for bit, however many empty ones stand behind; a program of every tile finds its segment."""
+    q, k, v = projection(bounds[-1], 1, 64, torch.float32)
+    cu = torch.tensor(bounds + [bounds[-1]] * empty, dtype=torch.int32)
+    for one_tile in (False, True):
+        longest = {"max_length": bounds[-1], "one_tile": one_tile}
+        expected = packed_attention(q, k, v, cu, 0.1, **longest)
+        assert torch.equal(packed_attention(q, k, v, cu, 0.1, search=True, **longest), expected)
+    assert_attention_close(expected, reference(q, k, v, bounds, 0.1))
+
+
 def test_a_segment_sees_no_other() -> None:
     q, k, v = projection(60, 2, 72, torch.float32)
     alone = attention(q[20:45], k[20:45], v[20:45], [0, 25], 0.1)
