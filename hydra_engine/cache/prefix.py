@@ -12,8 +12,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-import numpy as np
-
 from hydra_engine.core.ids import BlockHash, FeatureKey, ImageDigest
 from hydra_engine.core.media import ImageItem
 
@@ -59,8 +57,7 @@ def extend_chain(
     assert block_size > 0, "a block has at least one token"
     first = len(chain) * block_size
     parent = chain[-1] if chain else chain_seed(block_size, cache_salt)
-    # One conversion for all blocks: numpy's overhead would be most of a block's cost.
-    tokens = np.asarray(token_ids, dtype="<i8").tobytes()
+    tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     text_block = _TEXT_RUN.pack(_TEXT, block_size)
     spans = [image for image in images if image.end > first]
     for start in range(first, first + len(token_ids) - block_size + 1, block_size):

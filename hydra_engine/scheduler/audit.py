@@ -118,21 +118,20 @@ def check_in_flight(
     book: RequestBook, vision: Iterable[VisionPlan], language: Iterable[LanguagePlan], pulls: Iterable[PullPlan]
 ) -> None:
     plans: dict[RequestId, int] = {}
-    rows = [0] * book.seats.num_seats
+    steps = list(language)
     for encode in vision:
         for request_id in {item.request_id for item in encode.items}:
             plans[request_id] = plans.get(request_id, 0) + 1
     for pull in pulls:
         plans[pull.request_id] = plans.get(pull.request_id, 0) + 1
         _check_pull(book, pull)
-    for step in language:
+    for step in steps:
         for chunk in step.chunks:
             plans[chunk.request_id] = plans.get(chunk.request_id, 0) + 1
         pairs = zip(step.decodes.request_ids.tolist(), step.decodes.seats.tolist(), strict=True)
         for request_id, seat in pairs:
-            rows[seat] += 1
             assert book.seats.held.get(request_id) == seat, f"request {request_id} has lost its seat in a plan"
-    assert rows == book.decodes.in_flight.tolist(), "decode rows in flight"
+    book.decodes.check_in_flight([step.decodes for step in steps if len(step.decodes)])
     for request_id, state in book.states.items():
         assert state.plans_in_flight == plans.pop(request_id, 0), f"request {request_id}: plans in flight"
         assert state.ending is None or book.in_use(state), f"request {request_id} has ended and is still here"

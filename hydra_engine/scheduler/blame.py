@@ -120,15 +120,14 @@ class TypicalSteps:
 
     def __init__(self) -> None:
         self._decodes: dict[int, deque[float]] = {}  # seconds by the bit length of the number of rows
-        self._medians: dict[int, float] = {}
         self._per_token: deque[float] = deque(maxlen=_RECENT)
 
     def learn(self, load: LanguageLoad, duration_s: float) -> None:
         if not load.prefill_tokens:
             size = load.num_decodes.bit_length()
-            durations = self._decodes.setdefault(size, deque(maxlen=_RECENT))
-            durations.append(duration_s)
-            self._medians[size] = median(durations)
+            if size not in self._decodes:
+                self._decodes[size] = deque(maxlen=_RECENT)
+            self._decodes[size].append(duration_s)
             return
         decode_s = self.decode_s(load.num_decodes) if load.num_decodes else 0.0
         if decode_s is not None:
@@ -137,8 +136,8 @@ class TypicalSteps:
     def decode_s(self, num_decodes: int) -> float | None:
         """A step of about so many decodes and nothing else; None if no such step has been seen."""
         size = num_decodes.bit_length()
-        nearest = min(self._medians, key=lambda other: abs(other - size), default=None)
-        return None if nearest is None else self._medians[nearest]
+        nearest = min(self._decodes, key=lambda other: abs(other - size), default=None)
+        return None if nearest is None else median(self._decodes[nearest])
 
     def per_token_s(self) -> float | None:
         """What a token of a chunk adds to a step."""

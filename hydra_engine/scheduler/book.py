@@ -170,7 +170,7 @@ class RequestBook:
     def in_use(self, state: RequestState) -> bool:
         """Some plan in flight names the request."""
         seat = self.seats.held.get(state.request.id)
-        return state.plans_in_flight > 0 or (seat is not None and self.decodes.in_flight[seat] > 0)
+        return state.plans_in_flight > 0 or (seat is not None and self.decodes.num_in_flight(seat) > 0)
 
     def forget(self, state: RequestState) -> None:
         """Frees everything. Only when no plan in flight names the request."""
@@ -235,7 +235,7 @@ class RequestBook:
         if state.arrival is not None and state.arrival.copies is not None:
             state.arrival.gives_way = True
             return False
-        computes = state.num_scheduled or self.decodes.in_flight[self.seats.of(request_id)]
+        computes = state.num_scheduled or self.decodes.num_in_flight(self.seats.of(request_id))
         assert not computes, "a request is preempted while a step computes it"
         self._give_back(state)
         state.num_preemptions += 1

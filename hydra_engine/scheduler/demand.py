@@ -8,30 +8,30 @@ from __future__ import annotations
 import math
 from itertools import islice
 
-from hydra_engine.core.plans import Ints
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.budget import Demand, stretch
+from hydra_engine.scheduler.decodes import Ready
 
 MAX_SEEN = 16
 
 
-def demand_of(book: RequestBook, seats: Ints, patches_in_flight: int, *, can_start: bool, now: float) -> Demand:
-    """`seats`: of the decodes that are in the step. `can_start`: a waiting request may find a seat."""
+def demand_of(book: RequestBook, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float) -> Demand:
+    """`ready`: the decodes that are in the step. `can_start`: a waiting request may find a seat."""
     prefills = [state for state in islice(book.prefilling, MAX_SEEN) if _computable(state)]
     if can_start:
         prefills += islice(book.waiting.by_urgency(), MAX_SEEN)
     table = book.decodes
     limit_s = stretch_s = math.inf
-    if table.has_limits and len(seats):
-        limits = table.limits(seats)
-        limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(seats))
+    if table.times.has_limits and ready.num_rows:
+        limits = table.times.limits(ready.places)
+        limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
     due = book.next_due(now)
     due_tokens, due_patches = _before_due(book, due) if due is not None else (0, 0)
     return Demand(
         now=now,
-        num_decodes=len(seats),
-        decode_context=table.num_keys(seats),
+        num_decodes=ready.num_rows,
+        decode_context=ready.num_keys,
         decode_limit_s=limit_s,
         stretch_s=stretch_s,
         prefill_tokens=sum(map(_computable, prefills)),

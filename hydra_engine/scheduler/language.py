@@ -14,18 +14,17 @@ import numpy as np
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId, StepId
-from hydra_engine.core.plans import ChunkRow, DecodeRows, ImageSlice, Ints, LanguagePlan
+from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.arrivals import ArrivalStarter
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.budget import Budgets, StepBudget
+from hydra_engine.scheduler.decodes import NOBODY_READY, Ready
 from hydra_engine.scheduler.demand import demand_of
 from hydra_engine.scheduler.draft import Draft, NeedsResult
 from hydra_engine.scheduler.starts import PrefillStarter
-
-_NO_SEATS: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,30 +54,30 @@ class LanguagePlanner:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
         draft = Draft(self._book, now, ahead=ahead, whole=self._whole)
         try:
-            seats = _NO_SEATS if self._whole else self._ready_decodes(draft)
+            ready = NOBODY_READY if self._whole else self._ready_decodes(draft)
             can_start = not self._starter.is_full
-            demand = demand_of(self._book, seats, patches_in_flight, can_start=can_start, now=now)
+            demand = demand_of(self._book, ready, patches_in_flight, can_start=can_start, now=now)
             budget = self._budgets.language(demand)
-            draft.left = budget.tokens if len(seats) else max(1, budget.tokens)
+            draft.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
             self.arrivals.start(now, draft)
             short = self._continue_prefills(draft)
             self._starter.start(draft, short)
             if self._whole and not draft.chunks:
-                seats = self._ready_decodes(draft)
-                if not len(seats):  # the decodes gave way, which may have made room for a prefill
+                ready = self._ready_decodes(draft)
+                if not ready.num_rows:  # the decodes gave way, which may have made room for a prefill
                     self._continue_prefills(draft)
         except NeedsResult:
             return None
-        if not len(seats) and not draft.chunks:
+        if not ready.num_rows and not draft.chunks:
             return None
-        decodes = self._book.decodes.take_rows(seats, ahead=ahead)
-        return self._step(step_id, decodes, draft, budget)
+        return self._step(step_id, ready, draft, budget, ahead=ahead)
 
-    def _step(self, step_id: StepId, decodes: DecodeRows, draft: Draft, budget: StepBudget) -> LanguageStep:
+    def _step(self, step_id: StepId, ready: Ready, draft: Draft, budget: StepBudget, *, ahead: bool) -> LanguageStep:
+        decodes = self._book.decodes.take_rows(ready, ahead=ahead)
         chunks = tuple(self._chunk_row(state, chunk) for state, chunk in draft.chunks)
         load = LanguageLoad(
             num_decodes=len(decodes),
-            decode_context=int(decodes.starts.sum()) + len(decodes),
+            decode_context=ready.num_keys,
             prefill_tokens=sum(chunk for _, chunk in draft.chunks),
             prefill_pairs=sum(row.num_pairs for row in chunks),
             num_chunks=len(chunks),
@@ -88,33 +87,32 @@ class LanguagePlanner:
 
     # ---- decodes
 
-    def _ready_decodes(self, draft: Draft) -> Ints:
-        """Seats of the decodes that have a block for their next token. Where blocks lack, the youngest running request
-        gives way, be it the decode itself; alone it waits, for then blocks of an ending request, or of one that is
-        handed over, are about to come back.
+    def _ready_decodes(self, draft: Draft) -> Ready:
+        """The decodes that have a block for their next token. Where blocks lack, the youngest running request gives
+        way, be it the decode itself; alone it waits, for then blocks of an ending request, or of one that is handed
+        over, are about to come back.
         """
         table = self._book.decodes
-        seats = table.ready()
-        lacking = table.lacking(seats)
+        ready = table.ready()
+        lacking = table.blocks.lacking(ready.places, ready.starts)
         if not len(lacking):
-            return seats
+            return ready
         if blocks := self._kv.extend(table.owners(lacking)):
-            table.grant(lacking, blocks)
-            return seats
-        self._grow_by_age(lacking, draft)
-        seats = table.ready()
-        return seats[~np.isin(seats, table.lacking(seats))]
+            table.blocks.show(lacking, blocks)
+            return ready
+        self._grow_by_age([table.states[place] for place in lacking.tolist()], draft)
+        ready = table.ready()
+        return table.without(ready, table.blocks.lacking(ready.places, ready.starts))
 
-    def _grow_by_age(self, lacking: Ints, draft: Draft) -> None:
-        table = self._book.decodes
-        pairs = [(state, seat) for seat in lacking.tolist() if (state := table.states[seat]) is not None]
-        for state, seat in sorted(pairs, key=lambda pair: pair[0].order):
+    def _grow_by_age(self, lacking: list[RequestState], draft: Draft) -> None:
+        book, table = self._book, self._book.decodes
+        for state in sorted(lacking, key=lambda state: state.order):
             request_id = state.request.id
             while request_id in self._kv.tables:
                 if blocks := self._kv.extend([request_id]):
-                    table.grant(np.array([seat]), blocks)
+                    table.blocks.show(np.array([table.place(book.seats.of(request_id))]), blocks)
                     break
-                victim = self._book.youngest_running()
+                victim = book.youngest_running()
                 if victim is None or (victim is state and self._runs_alone()) or not draft.preempt(victim):
                     break
 

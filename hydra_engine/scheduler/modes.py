@@ -42,6 +42,7 @@ class Mode:
         may_borrow = Role.E in role and Role.D in role
         self._borrows = may_borrow and self._lanes and not self.whole_requests
         self._prefills = Role.P in role
+        self._has_language_lane = role.needs_language
 
     @property
     def vision_first(self) -> bool:
@@ -54,7 +55,7 @@ class Mode:
         """`vision_runs` and `language_runs`: a plan of that lane is in flight; with one of language the next step is
         planned ahead. `images_wait`: images of requests that are served next still need an encode; those that could be
         encoded now are in a plan already, for vision goes first where this matters."""
-        if vision_runs and (self.whole_requests or not self._lanes):
+        if not self._has_language_lane or (vision_runs and (self.whole_requests or not self._lanes)):
             return False
         if language_runs:
             return self._look_ahead and self._lanes and not (self.whole_requests and images_wait)

@@ -27,6 +27,8 @@ class Outside:
         self._needs.pop(request_id, None)
 
     def take(self) -> list[OutsideEvent]:
+        if not self._events and not self._needs:
+            return []
         events = self._events
         events += (NeedEvent(request_id, tuple(sorted(indices))) for request_id, indices in self._needs.items())
         self._events, self._needs = [], {}

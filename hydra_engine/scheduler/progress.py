@@ -168,38 +168,33 @@ class Progress:
         if not len(rows):
             return []
         for row, error in failures.items():
-            if row < len(rows) and (state := table.states[int(rows.seats[row])]) is not None:
+            if row < len(rows) and table.is_member(int(rows.seats[row])):
+                state = self._book.states[RequestId(int(rows.request_ids[row]))]
                 self._book.end(state, Ending(FinishReason.ERROR, error=error))
         token_ids, batch = result.token_ids[: len(rows)], plan.num_rows
         back = table.take_back(rows, token_ids, ended_s=result.ended_s, batch=batch, gap_s=self._times.gap_s)
         self.generation_tokens += len(back.token_ids)
         if back.late:
             self._explain(back, result.ended_s)
-        for seat in back.filled:
-            self._book.prefixes.owe(self._state_in(seat))
+        self._book.prefixes.owe_all(back.filled)
         self._tell_all(back, tokens, events, logprobs)
-        ended = [self._state_in(seat) for seat, _ in back.ended]
-        for state, (_, stop_token_id) in zip(ended, back.ended, strict=True):
+        for state, stop_token_id in back.ended:
             reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
             self._book.end(state, Ending(reason, stop_token_id=stop_token_id))
+        ended = [state for state, _ in back.ended]
         if back.live is not None:
             ended += [self._book.states[RequestId(number)] for number in rows.request_ids[~back.live].tolist()]
         return ended
 
-    def _state_in(self, seat: int) -> RequestState:
-        state = self._book.decodes.states[seat]
-        assert state is not None, f"nobody decodes in seat {seat}"
-        return state
-
     def _explain(self, back: TakenBack, ended_s: float) -> None:
         """The timelines of late tokens say what they waited for."""
         book = self._book
-        for seat, since_s in back.late:
-            request_id = self._state_in(seat).request.id
+        for state, since_s in back.late:
+            request_id = state.request.id
             blames = book.log.explain(request_id, since_s, ended_s)
             resumed_s = max(since_s, ended_s - self._times.typical_s)
             book.timelines[request_id].gap(since_s, resumed_s, sentence(blames), blames)
-            book.decodes.resume(seat, resumed_s)
+            book.decodes.resume(book.seats.of(request_id), resumed_s)
 
     def _tell_all(
         self, back: TakenBack, tokens: TokensEvent, events: list[Event], logprobs: dict[int, TokenLogprobs]

@@ -7,6 +7,8 @@ that it costs nothing between two steps. Does not know queues, budgets or who ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.cache.prefix import extend_chain, feature_key
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
@@ -51,8 +53,12 @@ class PrefixReuse:
         Only when a token has been sampled behind them: what is not a number spoils everything behind it, so finite
         logits are the proof that all KV before them is sound. Blocks of a row that fails are never found by anybody.
         """
+        self.owe_all([(state, state.num_computed // self._block_size)])
+
+    def owe_all(self, filled: Sequence[tuple[RequestState, int]]) -> None:
+        """The same of several requests: (request, its full blocks)."""
         if self.enabled:
-            self._owing.append((state, state.num_computed // self._block_size))
+            self._owing += filled
 
     def settle(self) -> None:
         """Lends what is owed. To be called before blocks are looked for or freed; while a step runs it costs least."""

@@ -256,7 +256,7 @@ class StageScheduler:
         ahead, vision_runs = bool(self._language_steps), bool(self._vision_plans)
         images_wait = bool(self._book.unencoded)
         self._yielded = False
-        if not self._book.states or len(self._language_steps) > 1 or not self._limits.role.needs_language:
+        if not self._book.states or len(self._language_steps) > 1:
             return None
         if not self._mode.may_plan_language(vision_runs=vision_runs, language_runs=ahead, images_wait=images_wait):
             return None

@@ -225,7 +225,8 @@ class FakeLanes:
     def _step(self, row: Row) -> int:
         if row.is_decode:
             assert self._owners[row.seat] == row.request_id, "a decode in a seat that its lane does not know"
-            assert not row.block_ids[row.start // self._kv_size + 1 :].any(), "blocks behind what the row needs"
+            behind = row.block_ids[row.start // self._kv_size + 1 :]
+            assert not behind[1:].any(), "more blocks behind what the row needs than the next row's"
         self._owners[row.seat] = row.request_id
         known = [self._last_tokens[row.seat] if token_id == -1 else token_id for token_id in row.token_ids]
         seen = np.array(known, dtype=np.int64)

@@ -12,6 +12,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad
 from hydra_engine.scheduler.budget import FixedBudgets
 from hydra_engine.scheduler.latency_budget import LatencyBudgets
+from tests.examples import examples
 from tests.unit.machine import Prompt, SimulatedMachine, Step, Traffic, make_surface
 
 LIMIT = 0.04
@@ -35,7 +36,7 @@ def share_late(steps: list[Step]) -> float:
 BUSY = {"requests_per_s": 20.0, "images_per_s": 20.0}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 2**31), st.floats(0, 40), st.floats(0, 40), st.sampled_from([0.015, 0.04, 0.1]))
 def test_a_machine_as_measured_keeps_the_limit_and_full_steps_use_it(
     seed: int, requests: float, images: float, limit: float

@@ -11,6 +11,7 @@ from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.state import ImageProgress
+from tests.examples import examples
 
 WAITING, ENCODING, ENCODED = ImageProgress.WAITING, ImageProgress.ENCODING, ImageProgress.ENCODED
 SIZES = {FeatureKey(b"a"): 3, FeatureKey(b"b"): 8, FeatureKey(b"c"): 13}  # tokens; 1, 2 and 4 blocks
@@ -119,7 +120,7 @@ class FeatureMachine(RuleBasedStateMachine):
 
 
 TestFeatureMachine = FeatureMachine.TestCase
-TestFeatureMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestFeatureMachine.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 
 
 def encoded(features: FeatureCache, key: FeatureKey, number: int) -> list[int]:

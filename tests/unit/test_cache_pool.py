@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hydra_engine.cache.pool import BlockPool, OutOfBlocks
 from hydra_engine.core.ids import BlockHash
+from tests.examples import examples
 
 
 def key(number: int) -> BlockHash:
@@ -111,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
 
 
 def test_a_failed_allocation_takes_nothing() -> None:

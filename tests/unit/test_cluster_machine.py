@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.request import Request
+from tests.examples import examples
 from tests.unit.cluster import SIZE, Cluster
 from tests.unit.sim import Img, config, make_request
 
@@ -46,7 +47,7 @@ def settings_of(random: Random) -> SchedulerConfig:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=SEEDS)
 def test_every_request_ends_with_its_tokens(topology: str, seed: int) -> None:
     random = Random(seed)
@@ -55,7 +56,7 @@ def test_every_request_ends_with_its_tokens(topology: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(seed=SEEDS)
 def test_also_with_aborts_invalid_copies_withdrawals_and_loans(topology: str, seed: int) -> None:
     random = Random(seed)

@@ -21,6 +21,7 @@ from hydra_engine.core.roles import (
     lends_decodes,
 )
 from hydra_engine.errors import ConfigError
+from tests.examples import examples
 
 ROLES = [Role.parse(letters) for letters in ("E", "P", "D", "EP", "ED", "PD", "EPD")]
 DEVICES = ("auto", "cpu", "cuda:0", "cuda:11")
@@ -102,7 +103,7 @@ def test_what_cannot_be_read_or_serves_no_model_is_refused_at_once(text: str, wo
         assert words in refusal(make, text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(topologies)
 def test_what_is_written_is_read_again(topology: Topology) -> None:
     if topology.served & BOTH != BOTH:
@@ -112,7 +113,7 @@ def test_what_is_written_is_read_again(topology: Topology) -> None:
         assert Topology.parse(str(topology)) == topology
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(topologies, st.booleans())
 def test_a_topology_serves_a_model_or_one_that_does_is_named(topology: Topology, has_vision: bool) -> None:
     needed = EPD if has_vision else BOTH
@@ -126,7 +127,7 @@ def test_a_topology_serves_a_model_or_one_that_does_is_named(topology: Topology,
         assert abs(len(better.instances) - len(topology.instances)) <= max(1, len(topology.instances) - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(topologies.filter(lambda topology: topology.served & BOTH == BOTH))
 def test_states_stay_where_they_are_computed(topology: Topology) -> None:
     moves = any(spec.role & BOTH not in (BOTH, Role(0)) for spec in topology.instances)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.scheduler.events import FinishEvent, TokensEvent
+from tests.examples import examples
 from tests.unit.sim import Img, Simulator, config, expected_tokens, make_request, rows_of
 from tests.unit.stepper import Stepper
 from tests.unit.test_scheduler_progress import minimum_pools, workloads
@@ -228,7 +229,7 @@ def test_a_seat_is_given_to_nobody_while_a_plan_names_it() -> None:
 # ---- nobody can tell
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     workloads(),
     st.integers(1, 5),
@@ -258,7 +259,7 @@ def test_with_look_ahead_and_late_results_everything_finishes_with_the_same_toke
     sim.assert_all_right()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(workloads(), st.data())
 def test_aborts_and_errors_between_two_plans_in_flight_leave_nothing_behind(work, data):
     kv_blocks, image_blocks = minimum_pools(work)

@@ -17,6 +17,7 @@ from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.budget import Demand, StepBudget
 from hydra_engine.scheduler.demand import MAX_SEEN
+from tests.examples import examples
 from tests.unit.sim import Img, Simulator, config, make_request
 from tests.unit.stepper import Stepper
 from tests.unit.test_scheduler_progress import minimum_pools, workloads
@@ -209,7 +210,7 @@ def test_what_a_step_is_expected_to_take_comes_from_the_budgets_or_from_steps_be
 # ---- budgets hold
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(workloads(), st.integers(0, 99), st.integers(2, 24), st.booleans(), st.sampled_from([0.0, 0.02]))
 def test_no_step_holds_more_than_its_budget_and_every_budget_of_a_plan_comes_back_in_order(
     work, seed, most, look_ahead, late_s
@@ -240,7 +241,7 @@ def test_no_step_holds_more_than_its_budget_and_every_budget_of_a_plan_comes_bac
         assert demand.num_decodes == load.num_decodes and demand.decode_context == load.decode_context
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(workloads(), st.booleans())
 def test_the_patches_that_wait_are_those_of_images_without_features(work, look_ahead) -> None:
     kv_blocks, image_blocks = minimum_pools(work)

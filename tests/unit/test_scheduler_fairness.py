@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.request import Request, Slo
+from tests.examples import examples
 from tests.unit.sim import Costs, Img, Simulator, config, make_request, rows_of
 from tests.unit.stepper import Stepper
 from tests.unit.test_scheduler_progress import minimum_pools, requests
@@ -88,7 +89,7 @@ def test_a_request_of_low_priority_starts_after_it_has_been_overtaken_max_bypass
     assert started(sim).index(2) == 2 + max_bypass
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.booleans(), st.integers(1, 6))
 def test_over_any_load_with_priorities_and_limits_nobody_is_overtaken_more_often_than_allowed(
     rng: random.Random, max_bypass: int, look_ahead: bool, seqs: int
@@ -146,7 +147,7 @@ def test_one_request_of_any_sort_ends_while_more_urgent_ones_of_any_sort_keep_co
     sim.assert_all_right(list(sim.finished))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), st.booleans(), st.sampled_from([0.0, 0.02]))
 def test_full_caches_on_both_sides_priorities_and_limits_still_let_everybody_end(data, look_ahead, late_s) -> None:
     count = data.draw(st.integers(2, 9))
@@ -170,7 +171,7 @@ def test_full_caches_on_both_sides_priorities_and_limits_still_let_everybody_end
     sim.assert_all_right()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=8), st.lists(st.floats(0, 2), max_size=30), st.booleans())
 def test_text_waits_for_the_running_step_at_most_however_many_images_wait(texts, pictures, look_ahead) -> None:
     """Encodes take half a second and more, language steps up to 50 ms. With look-ahead a step may have been planned."""

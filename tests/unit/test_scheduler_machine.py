@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hydra_engine.core.request import Slo
 from hydra_engine.core.stages import LEGAL_MOVES
+from tests.examples import examples
 from tests.unit.sim import Img, make_request, next_turn, rows_of
 from tests.unit.stepper import Stepper
 
@@ -145,4 +146,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=examples(40), stateful_step_count=50, deadline=None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.core.roles import Role
 from hydra_engine.scheduler.modes import STEAL_PATIENCE_S, Mode
+from tests.examples import examples
 from tests.unit.sim import Img, Simulator, config, make_request
 from tests.unit.stepper import Stepper
 from tests.unit.test_scheduler_progress import minimum_pools, workloads
@@ -101,7 +102,7 @@ def test_steps_of_the_two_models_never_overlap_and_alternate_while_both_have_wor
 # ---- all of them
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     workloads(),
     st.sampled_from(["stage", "request"]),
@@ -131,8 +132,15 @@ def test_in_every_mode_everything_finishes_with_the_right_tokens(
     sim.assert_all_right()
 
 
-@pytest.mark.parametrize("schedule", ["stage", "request"])
-@pytest.mark.parametrize("lanes", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "lanes"),
+    [
+        ("stage", True),
+        ("request", False),
+        pytest.param("stage", False, marks=pytest.mark.slow),
+        pytest.param("request", True, marks=pytest.mark.slow),
+    ],
+)
 def test_pictures_and_text_without_end_starve_nobody(schedule: str, lanes: bool) -> None:
     sim = Simulator(
         config(schedule=schedule, lanes=lanes, look_ahead=True, max_queue=20), kv_blocks=60, image_blocks=20

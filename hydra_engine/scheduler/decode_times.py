@@ -1,0 +1,162 @@
+"""When the tokens of running decodes came: gaps against limits, and the stretch of each timeline that is still open.
+
+Entry i of everything belongs to place i of the table of decodes (`decodes.py`), which says who joins, leaves and moves
+to another place. When a request leaves, its timeline takes over what is to be kept. Is told times, never asks for them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hydra_engine.core.plans import Ints
+from hydra_engine.core.state import RequestState
+from hydra_engine.scheduler.timeline import Timeline
+
+Seconds = npt.NDArray[np.float64]
+Places = slice | Ints  # of some members; a slice if they are the first ones
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A member and its open span of decode steps: the begin, and the counts at that time."""
+
+    state: RequestState
+    timeline: Timeline
+    since_s: float = 0.0
+    num_generated: int = 0
+    num_steps: int = 0
+    num_rows: int = 0
+
+
+class DecodeTimes:
+    def __init__(self, num_places: int, tpot_s: float | None = None) -> None:
+        """`tpot_s` is the limit of requests that bring none."""
+        self._tpot_s = math.inf if tpot_s is None else tpot_s
+        self._watched: list[_Watched] = []
+        self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_places))
+        self._late_gaps = np.zeros(num_places, dtype=np.int64)
+        self._num_limited = 0
+        # From a member's latest token to the end of its latest step, where they are not the same, by its place.
+        self._waited_s: dict[int, float] = {}
+        self._num_steps = self._num_rows = 0  # of all steps with decodes so far
+        self._latest_batch = 0
+
+    # ---- coming and going
+
+    def join(self, state: RequestState, timeline: Timeline, *, waited: bool) -> None:
+        """At the place behind all others. `waited`: its latest token is known."""
+        place, slo_s = len(self._watched), state.request.slo.tpot_s
+        self._watched.append(_Watched(state, timeline))
+        self._limits[place] = limit_s = self._tpot_s if slo_s is None else slo_s
+        self._num_limited += limit_s < math.inf
+        self._first_s[place], self._last_s[place] = timeline.first_token_s, timeline.last_s
+        self._late_gaps[place] = timeline.late_gaps
+        if waited:
+            self._waited_s[place] = timeline.last_s - timeline.last_token_s
+        self._open(self._watched[place], timeline.last_s)
+
+    def leave(self, place: int, *, in_chunk: bool) -> None:
+        """The last member takes the place. `in_chunk`: the token before its first row is not known yet."""
+        watched = self._watched[place]
+        timeline = watched.timeline
+        self._num_limited -= bool(self._limits[place] < math.inf)
+        self._close(watched, float(self._last_s[place]))
+        timeline.first_token_s, timeline.last_s = float(self._first_s[place]), float(self._last_s[place])
+        if self._waited_s.pop(place, None) is None and not in_chunk:
+            timeline.last_token_s = timeline.last_s
+        timeline.late_gaps = int(self._late_gaps[place])
+        mover = self._watched.pop()
+        last = len(self._watched)
+        if place != last:
+            self._watched[place] = mover
+            self._floats[:, place] = self._floats[:, last]
+            self._late_gaps[place] = self._late_gaps[last]
+            if last in self._waited_s:
+                self._waited_s[place] = self._waited_s.pop(last)
+
+    def _open(self, watched: _Watched, since_s: float) -> None:
+        watched.since_s, watched.num_generated = since_s, watched.state.num_generated
+        watched.num_steps, watched.num_rows = self._num_steps, self._num_rows
+
+    def _close(self, watched: _Watched, until_s: float, late: int = 0) -> None:
+        """`late` 1: the token that came last is not part of the span."""
+        tokens = watched.state.num_generated - watched.num_generated - late
+        if tokens > 0:
+            batch = (self._num_rows - watched.num_rows) / max(1, self._num_steps - watched.num_steps)
+            watched.timeline.decoded(watched.since_s, until_s, tokens=tokens, batch=round(batch))
+
+    # ---- results
+
+    def read_chunk(self, place: int, ended_s: float) -> None:
+        """The last chunk of a member has given its token."""
+        watched = self._watched[place]
+        if not watched.timeline.first_token_s:
+            self._first_s[place] = ended_s
+        else:
+            self._late_gaps[place] += bool(ended_s - watched.timeline.last_token_s > self._limits[place])
+        self._last_s[place] = ended_s
+        self._open(watched, ended_s)
+
+    def tick(self, places: Places, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
+        """These members have got a token in a step of `batch` rows. Returns those whose gap is to be shown, and when
+        the token before came: (place, seconds). `gap_s` is what counts as such a gap without a limit."""
+        before_s = self._last_s[places]
+        waited_s = self._take_waits(places) if self._waited_s else 0.0
+        if self._num_limited:
+            gaps_s, limits = ended_s - before_s, self._limits[places]
+            self._late_gaps[places] += gaps_s + waited_s > limits
+            late = (gaps_s > np.where(limits < math.inf, limits, gap_s)).nonzero()[0]
+        else:
+            late = (before_s < ended_s - gap_s).nonzero()[0]
+        found: list[tuple[int, float]] = []
+        if late.size:
+            among = late if isinstance(places, slice) else places[late]
+            found = list(zip(among.tolist(), before_s[late].tolist(), strict=True))
+        self._last_s[places] = ended_s
+        for place, last_s in found:
+            self._close(self._watched[place], last_s, late=1)
+        self._num_steps += 1
+        self._num_rows += batch
+        self._latest_batch = batch
+        return found
+
+    def _take_waits(self, places: Places) -> Seconds:
+        """What belongs to the gaps of these members and lies before their latest step: a request that had given way
+        came back with all but its last token prefilled."""
+        waits = np.zeros(len(self._watched))
+        among = range(places.stop) if isinstance(places, slice) else set(places.tolist())
+        for place in [place for place in self._waited_s if place in among]:
+            waits[place] = self._waited_s.pop(place)
+        found: Seconds = waits[places]
+        return found
+
+    def resume(self, place: int, resumed_s: float) -> None:
+        """The gap that `tick` has named ends here; what follows, its token included, is decoding again."""
+        watched = self._watched[place]
+        watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
+        watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch
+
+    # ---- questions
+
+    @property
+    def has_limits(self) -> bool:
+        return self._num_limited > 0
+
+    def limits(self, places: Places) -> Seconds:
+        """Not to be changed, nor kept."""
+        return self._limits[places]
+
+    def elapsed(self, places: Places) -> tuple[Seconds, Ints]:
+        """(seconds from the first to the latest token, late gaps) of these members, as far as tokens have been read."""
+        return self._last_s[places] - self._first_s[places], self._late_gaps[places]
+
+    def check(self, states: list[RequestState]) -> None:
+        """Raises AssertionError unless these are the members, in this order."""
+        assert len(states) == len(self._watched), "the times of a decode are lost"
+        assert all(watched.state is state for watched, state in zip(self._watched, states, strict=True))
+        assert self._num_limited == int((self._limits[: len(states)] < math.inf).sum())
+        assert all(place < len(states) for place in self._waited_s)
