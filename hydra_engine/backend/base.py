@@ -13,16 +13,23 @@ into chunks. The engine's promise "same seed, same text, whatever else is in the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.device import Device, SharedMemory
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "quick_gelu"]
+# Tells a plan the contents of its tensors, before its first use and before each replay of a launch that was captured
+# with it, in the thread and on the stream of both: num_context [B], block_tables [b, w] of the first b <= B rows and
+# w <= W blocks, int32. The rows after them are padding: a context of 1 in block 0. Raises ValueError where what was
+# captured cannot compute these contents.
+Refresh = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], None]
 
 
 class OpChoice(NamedTuple):
@@ -76,6 +83,18 @@ class AttentionPlan:
     max_q: int
     max_context: int
     native: Any = None  # what the implementation prepared, opaque
+    refresh: Refresh | None = None  # of plans by `plan_decode` whose implementation plans from contents
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """Segments of packed rows, made by `Ops.plan_packed` and looked at only by what uses them."""
+
+    cu_seqlens: Tensor  # [segments + 1] int32
+    max_length: int
+
+
+Segments = Sequence[int] | PackedPlan  # cu_seqlens: segment i has rows [cu[i], cu[i + 1]); empty ones are legal
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +118,18 @@ class StateRows:
     """Which tokens of a step belong to which state. Row r has tokens [cu_q[r], cu_q[r + 1]), the first of them at
     position starts[r] of its request. It goes on from the state in place reads[r] (from none where starts[r] is 0,
     whatever the place holds) and leaves its state in writes[r], which no other row of the step reads or writes.
+
+    As they are made they lie on the host; layers get what `Ops.plan_states` or `Ops.plan_decode_states` makes of them.
     """
 
-    cu_q: Tensor  # [B + 1] int64 on the host, as the others
+    cu_q: Tensor  # [B + 1] int64, as the others
     starts: Tensor  # [B]
     reads: Tensor
     writes: Tensor
+    native: Any = None  # what the implementation prepared, opaque
 
     def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """In the order of the fields."""
+        """cu_q, starts, reads, writes"""
         return self.cu_q.tolist(), self.starts.tolist(), self.reads.tolist(), self.writes.tolist()
 
 
@@ -132,7 +154,7 @@ class PackedLinear(Protocol):
 
 
 class Ops(Protocol):
-    """Twenty operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
+    """Twenty-two operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
     new contiguous tensors of the input's dtype (the compute dtype: float32, bfloat16 or float16), accumulation is
     float32, empty inputs (T = 0, B = 0) are legal, and a wrong shape or dtype raises ValueError naming the argument
     with expected and actual.
@@ -195,6 +217,17 @@ class Ops(Protocol):
         ...
 
     # ---- recurrent states
+    def plan_states(self, rows: StateRows) -> StateRows:
+        """Made once per step, used by every layer that keeps a state. From host tensors, which may be reused once this
+        returns only where the device computes on the host too."""
+        ...
+
+    def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+        """The rows of a step of one token a row, from tensors on the device, [B] int64, whose contents may change until
+        each use. A row whose `writes` is -1 leaves no state. A launch that uses them can be captured. Raises ValueError
+        where the implementation plans from contents."""
+        ...
+
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
         """silu(sum over j of weight[:, j] * x[t - K + 1 + j]), every channel for itself, zeros before the first token:
         x [T, channels], weight [channels, K] contiguous of x's dtype -> [T, channels]. Moves `cache.conv` on."""
@@ -265,7 +298,8 @@ class Ops(Protocol):
         ...
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
-        """Whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]]; pairs [n, 2] int64. Blocks of the source
+        """Whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]]; pairs [n, 2] int64. The pairs of a call
+        are copied in no order, or all at once: none may write what another one reads or writes. Blocks of the source
         may be changed by another process meanwhile: then nothing is said of what is copied, and nothing else breaks."""
         ...
 
@@ -277,8 +311,8 @@ class Ops(Protocol):
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         """The plan of a step of one token a row, from tensors on the device: num_context [B], block_tables [B, W]
         int32, whose contents may change until each use. Its `max_context` is 0, for only the cache knows S: a context
-        may be as long as W blocks. A launch that uses the plan can be captured. Raises ValueError where the
-        implementation plans from contents."""
+        may be as long as W blocks. A launch that uses the plan can be captured. Where it has a `refresh`, each use is
+        of what that was told last. Raises ValueError where the implementation plans from contents."""
         ...
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
@@ -286,9 +320,16 @@ class Ops(Protocol):
         q [T, Hq, D] -> [T, Hq, D]; query head h reads KV head h // (Hq / Hkv); softmax in float32."""
         ...
 
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        """Segments from a tensor on the device, [segments + 1] int32, whose contents may change until each use; then
+        they rise from 0 to all rows, and no segment is longer than `max_length`. A launch that uses the plan can be
+        captured. Raises ValueError where the implementation plans from contents."""
+        ...
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         """Bidirectional attention within each segment [cu[i], cu[i+1]) of packed rows (vision towers).
-        q, k, v [P, H, D] (may be strided views of one fused projection) -> [P, H, D]."""
+        q, k, v [P, H, D] (may be strided views of one fused projection) -> [P, H, D]. Where a plan's segments are not
+        as `Ops.plan_packed` says, rows may have any values."""
         ...
 
     # ---- sampling

@@ -263,15 +263,26 @@ def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_c
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> None:
+    check_packed_rows(q, k, v)
+    bounds = list(cu_seqlens)
+    if not bounds or bounds[0] != 0 or bounds[-1] != q.shape[0] or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to {q.shape[0]}, got {bounds[:8]}")
+
+
+def check_packed_plan(cu_seqlens: Tensor, max_length: int) -> None:
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype is not torch.int32:
+        raise ValueError(f"cu_seqlens: expected [segments + 1] torch.int32, got {described(cu_seqlens)}")
+    if max_length < 0:
+        raise ValueError(f"max_length: expected 0 or more, got {max_length}")
+
+
+def check_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 3 or q.dtype not in COMPUTE_DTYPES:
         raise ValueError(f"q: expected [P, H, D] of float32, bfloat16 or float16, got {described(q)}")
     shape = (q.shape[0], q.shape[1], q.shape[2])
     check_heads("q", q, shape, q.dtype)
     check_heads("k", k, shape, q.dtype)
     check_heads("v", v, shape, q.dtype)
-    bounds = list(cu_seqlens)
-    if not bounds or bounds[0] != 0 or bounds[-1] != shape[0] or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens: expected to rise from 0 to {shape[0]}, got {bounds[:8]}")
 
 
 def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True) -> bool:

@@ -1,8 +1,8 @@
 """`Ops` on a CUDA device. Importing this needs the extension, torch with CUDA to compute, and Triton; `select.py` asks.
 
 Only names what does what: matrix products are in cuda_linear.py, caches in cuda_cache.py, attention in
-cuda_attention.py, everything else is one kernel of hydra_kernels or, where there is none yet, torch on the device.
-Nothing here waits for the device, but for recurrent states nothing needs the host either.
+cuda_attention.py, recurrent states in cuda_states.py, everything else is one kernel of hydra_kernels. Nothing here
+waits for the device.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import cuda_cache, cuda_linear
+from hydra_engine.backend import cuda_cache, cuda_linear, cuda_states
+from hydra_engine.backend.attention_choice import TRITON, Chosen
 from hydra_engine.backend.base import (
     Activation,
     AttentionPlan,
     Draws,
     OpChoice,
     PackedLinear,
+    PackedPlan,
     PagedCache,
+    Segments,
     StateCache,
     StateRows,
 )
-from hydra_engine.backend.cuda_attention import MAX_HEAD_DIM, CudaAttention, Send
-from hydra_engine.backend.flashinfer_attention import CHOICES as FLASHINFER_CHOICES
+from hydra_engine.backend.cuda_attention import MAX_HEAD_DIM, CudaAttention
+from hydra_engine.backend.device import Send
 from hydra_engine.backend.flashinfer_attention import FlashInferAttention
-from hydra_engine.backend.reference import ALL_OPS, ReferenceOps
+from hydra_engine.backend.flashinfer_attention import choices as flashinfer_choices
+from hydra_engine.backend.reference import ALL_OPS
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
@@ -34,7 +38,6 @@ from hydra_kernels.sampling import sample
 
 _TRITON = ("triton", "one kernel of hydra_kernels reads and writes each element once")
 _NATIVE = ("native-cuda", "one kernel of the extension moves 16 bytes at a time")
-_SLOW = ("torch", "token by token on the device: right and slow, no kernel is written yet")
 _HEADS = f"head dims above {MAX_HEAD_DIM} take torch's attention"
 _CHOICES = {
     "linear": (
@@ -49,8 +52,8 @@ _CHOICES = {
     "rotate": _TRITON,
     "gated_rms_norm": _TRITON,
     "sigmoid_mul": _TRITON,
-    "causal_conv": _SLOW,
-    "delta_rule": _SLOW,
+    "causal_conv": ("triton", "tiles of tokens of all rows in one launch"),
+    "delta_rule": ("triton", "token by token with the state in registers, decodes and prompts alike"),
     "write_cache": _NATIVE,
     "rope_and_write": _NATIVE,
     "merge_image_tokens": _NATIVE,
@@ -68,7 +71,7 @@ _DETERMINISTIC = {
 
 class CudaOps:
     """`Ops` of backend/base.py for one device with `num_sms` multiprocessors. `send` as that of its `Device`;
-    `attention` "triton" or "flashinfer", which is not deterministic."""
+    FlashInfer's `attention` is not deterministic."""
 
     name = "cuda"
 
@@ -79,19 +82,23 @@ class CudaOps:
         send: Send,
         *,
         deterministic: bool = False,
-        attention: str = "triton",
+        attention: Chosen | None = None,
     ) -> None:
         self.deterministic = deterministic
         self._descs = cuda_cache.CudaCacheDescs(device)
         by_triton = CudaAttention(device, num_sms, send, deterministic=deterministic)
-        self._attention = by_triton if attention == "triton" else FlashInferAttention(device, send, by_triton)
-        self._by_torch = ReferenceOps()  # for what works on any device
+        self._paged: CudaAttention | FlashInferAttention = by_triton
+        self._packed: CudaAttention | FlashInferAttention = by_triton
+        self._attention_choices: dict[str, tuple[str, str]] = {}
+        if attention is not None and attention.name != TRITON:
+            self._paged = FlashInferAttention(device, num_sms, send, by_triton)
+            self._packed = by_triton if attention.only_paged else self._paged
+            self._attention_choices = flashinfer_choices(attention)
+        self._send = send
         cuda_linear.prepare()
 
     def choices(self) -> tuple[OpChoice, ...]:
-        chosen = _CHOICES | _DETERMINISTIC if self.deterministic else _CHOICES
-        if isinstance(self._attention, FlashInferAttention):
-            chosen = chosen | FLASHINFER_CHOICES
+        chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
         return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
 
     # ---- linear algebra
@@ -138,8 +145,14 @@ class CudaOps:
 
     # ---- recurrent states
 
+    def plan_states(self, rows: StateRows) -> StateRows:
+        return cuda_states.plan(rows, self._send)
+
+    def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+        return cuda_states.plan_decode(starts, reads, writes)
+
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-        return self._by_torch.causal_conv(x, weight, cache, layer, rows)
+        return cuda_states.causal_conv(x, weight, cache, layer, rows)
 
     def delta_rule(
         self,
@@ -154,7 +167,7 @@ class CudaOps:
         layer: int,
         rows: StateRows,
     ) -> Tensor:
-        return self._by_torch.delta_rule(q, k, v, a, b, rates, shift, cache, layer, rows)
+        return cuda_states.delta_rule(q, k, v, a, b, rates, shift, cache, layer, rows)
 
     # ---- caches
 
@@ -200,16 +213,19 @@ class CudaOps:
     # ---- attention
 
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        return self._attention.plan(cu_q, num_context, block_tables)
+        return self._paged.plan(cu_q, num_context, block_tables)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        return self._attention.plan_decode(num_context, block_tables)
+        return self._paged.plan_decode(num_context, block_tables)
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        return self._attention.paged(q, cache, layer, plan, scale)
+        return self._paged.paged(q, cache, layer, plan, scale)
 
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
-        return self._attention.packed(q, k, v, cu_seqlens, scale)
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        return self._packed.plan_packed(cu_seqlens, max_length)
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        return self._packed.packed(q, k, v, cu_seqlens, scale)
 
     # ---- sampling
 

@@ -9,7 +9,7 @@ or prefilled. Head dims that no kernel holds take torch's attention over the gat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import AttentionPlan, PagedCache
+from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.device import Send
 from hydra_kernels.decode_attention import choose_num_splits, decode_attention
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
@@ -30,7 +31,6 @@ MAX_HEAD_DIM = 256  # of the kernels
 _MAX_SEGMENTS = 32  # lists of segments that a thread remembers
 
 Ints = npt.NDArray[np.int32]
-Send = Callable[[Sequence[npt.NDArray[np.generic]]], tuple[Tensor, ...]]  # as `Device.send`
 
 
 class Rows(NamedTuple):
@@ -93,14 +93,18 @@ class CudaAttention:
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         """`max_context` is 0: how long a block is only the cache tells."""
-        _check_decode_plan(num_context, block_tables)
+        batch, _ = checks.check_decode_plan(num_context, block_tables)
         checks.check_device(self._device, (("num_context", num_context), ("block_tables", block_tables)))
-        batch = num_context.shape[0]
         cu_q = torch.arange(batch + 1, dtype=torch.int32, device=self._device)
         num_decodes = 0 if self._deterministic else batch
         max_rest_q = min(1, batch - num_decodes)
         native = CudaPlan(batch, num_decodes, None, cu_q[: batch + 1 - num_decodes], max_rest_q, None)
         return AttentionPlan(cu_q, num_context, block_tables, 1, 0, native)
+
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        checks.check_packed_plan(cu_seqlens, max_length)
+        checks.check_device(self._device, (("cu_seqlens", cu_seqlens),))
+        return PackedPlan(cu_seqlens, max_length)
 
     # ---- attention
 
@@ -140,11 +144,24 @@ class CudaAttention:
             )
         return out
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        if isinstance(cu_seqlens, PackedPlan):
+            return self._packed_by_plan(q, k, v, cu_seqlens, scale)
         segments, max_length = self._segments(q, k, v, cu_seqlens)
         if q.shape[2] > MAX_HEAD_DIM:
             return _packed_by_torch(q, k, v, cu_seqlens, scale)
         return packed_attention(q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic)
+
+    def _packed_by_plan(self, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float) -> Tensor:
+        checks.check_packed_rows(q, k, v)
+        if q.shape[2] > MAX_HEAD_DIM:
+            raise ValueError(
+                f"cu_seqlens: expected numbers for a head dim above {MAX_HEAD_DIM}, whose segments are cut on the host"
+            )
+        longest = min(plan.max_length, q.shape[0])
+        return packed_attention(
+            q, k, v, plan.cu_seqlens, scale, max_length=longest, one_tile=self._deterministic, search=True
+        )
 
     def _num_splits(self, batch: int, cache: PagedCache, plan: AttentionPlan, native: CudaPlan) -> int:
         longest = native.max_decode_context
@@ -167,18 +184,6 @@ class CudaAttention:
             del known[next(iter(known))]
         known[bounds] = on_device, max((end - begin for begin, end in pairwise(bounds)), default=0)
         return known[bounds]
-
-
-def _check_decode_plan(num_context: Tensor, block_tables: Tensor) -> None:
-    batch = num_context.shape[0] if num_context.dim() == 1 else -1
-    if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch:
-        raise ValueError(
-            "num_context, block_tables: expected [B] and [B, max_blocks], "
-            f"got {list(num_context.shape)} and {list(block_tables.shape)}"
-        )
-    for name, tensor in (("num_context", num_context), ("block_tables", block_tables)):
-        if tensor.dtype is not torch.int32:
-            raise ValueError(f"{name}: expected torch.int32, got {checks.described(tensor)}")
 
 
 # ---- where no kernel fits

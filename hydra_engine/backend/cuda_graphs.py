@@ -24,8 +24,10 @@ class CudaGraph:
         self._launch = launch
 
     def replay(self) -> None:
-        """On the calling thread's current stream."""
-        self._graph.replay()
+        """On the calling thread's current stream. In inference mode, as it was captured: torch keeps tensors of its own
+        for the graphs of a process, which it may not write otherwise."""
+        with torch.inference_mode():
+            self._graph.replay()
 
 
 class GraphPools:
@@ -36,11 +38,12 @@ class GraphPools:
         # Of each stream, by its handle, the graph that was captured last: torch gives up a pool that no graph has.
         self._last: dict[int, torch.cuda.CUDAGraph] = {}
         self._side: torch.cuda.Stream | None = None  # for threads without a stream of their own
+        self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator may go on asking them what belongs to them
 
     def capture(self, launch: Launch) -> CudaGraph:
         """On the calling thread's current stream, or beside it where that is the default one, which cannot be captured.
         Other threads may launch meanwhile, on other streams. Raises BackendError where `launch` cannot be captured."""
-        with _CAPTURING:
+        with _CAPTURING, torch.inference_mode():
             stream = torch.cuda.current_stream(self._device)
             if stream == torch.cuda.default_stream(self._device):
                 return self._capture_beside(launch, stream)
@@ -56,6 +59,7 @@ class GraphPools:
         return graph
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> CudaGraph:
+        graph = torch.cuda.CUDAGraph()
         try:
             # Compiles kernels, loads them and makes workspaces for this stream, none of which can be captured.
             launch()
@@ -64,11 +68,12 @@ class GraphPools:
             pool = torch.cuda.graph_pool_handle() if last is None else last.pool()
             torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info(self._device)
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 launch()
             free_after, _ = torch.cuda.mem_get_info(self._device)
         except RuntimeError as error:
+            self._failed.append(graph)
+            self._last.pop(stream.cuda_stream, None)  # to the allocator its pool may be in use for ever
             raise failure(self._device, error) from error
         self._last[stream.cuda_stream] = graph
         return CudaGraph(graph, max(0, free_before - free_after), launch)

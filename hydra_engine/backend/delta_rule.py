@@ -43,7 +43,8 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     for tap in range(1, taps):
         total += padded.index_select(0, first + tap).float() * wide[:, tap]
     for row, end in enumerate(ends.tolist()):
-        states[writes[row], layer] = padded[end - before : end]
+        if writes[row] >= 0:
+            states[writes[row], layer] = padded[end - before : end]
     return by_vectors(F.silu, total).to(x.dtype)
 
 
@@ -75,7 +76,8 @@ def delta_rule(
             change = (v[t].float() - known) * strengths[t, :, None]
             state += k[t, :, :, None] * change[:, None]
             out[t] = (state * q[t, :, :, None]).sum(1)
-        states[writes[row], layer] = state
+        if writes[row] >= 0:
+            states[writes[row], layer] = state
     return out
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hydra_engine.core.pools import PoolExport
 
+Send = Callable[[Sequence[npt.NDArray[np.generic]]], tuple[Tensor, ...]]  # as `Device.send`
+
 
 class SharedMemory(Protocol):
     """Memory of this process that other processes of the node can map to read it."""

@@ -115,6 +115,15 @@ def names() -> tuple[str, ...]:
     return (CPU, *(f"cuda:{device.index}" for device in probe.devices))
 
 
+def gpu_name(device: str) -> str:
+    """As its driver calls it; empty for a processor."""
+    match = _CUDA.fullmatch(device)
+    if match is None:
+        return ""
+    infos = importlib.import_module("hydra_engine.backend.cuda_device").probe().devices
+    return next((info.name for info in infos if info.index == int(match[1] or 0)), "")
+
+
 def load_extension() -> tuple[ModuleType | None, str | None]:
     """The native extension, or a sentence that says why it cannot be used."""
     try:

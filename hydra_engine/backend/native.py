@@ -34,10 +34,13 @@ class NativeOps:
     rotate = staticmethod(native_linear.rotate)
     gated_rms_norm = staticmethod(native_delta.gated_rms_norm)
     sigmoid_mul = staticmethod(native_delta.sigmoid_mul)
+    plan_states = staticmethod(native_delta.plan_states)
+    plan_decode_states = staticmethod(native_delta.plan_decode_states)
     causal_conv = staticmethod(native_delta.causal_conv)
     delta_rule = staticmethod(native_delta.delta_rule)
     plan_attention = staticmethod(native_attention.plan_attention)
     plan_decode = staticmethod(native_attention.plan_decode)
+    plan_packed = staticmethod(native_attention.plan_packed)
     attention_packed = staticmethod(native_attention.attention_packed)
     sample = staticmethod(sample)
 

@@ -6,14 +6,12 @@ decided in csrc/cpu/attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import AttentionPlan, PagedCache
+from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.native_linear import DTYPE_CODES
 
 
@@ -40,7 +38,14 @@ def attention_paged(
     return out
 
 
-def attention_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+def plan_packed(cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+    checks.check_packed_plan(cu_seqlens, max_length)
+    raise ValueError("plan_packed: expected ops that plan without contents; these cut their work by them")
+
+
+def attention_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+    if isinstance(cu_seqlens, PackedPlan):
+        raise ValueError("cu_seqlens: expected numbers, got a plan of other ops")
     checks.check_packed(q, k, v, cu_seqlens)
     _, num_heads, dim = shape = q.shape
     out = torch.empty(shape, dtype=q.dtype)

@@ -16,6 +16,16 @@ from hydra_engine.backend.native_linear import DTYPE_CODES
 _Rows = tuple[int, int, int, int, int, int, int, int, int]
 
 
+def plan_states(rows: StateRows) -> StateRows:
+    """As they are."""
+    return rows
+
+
+def plan_decode_states(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:  # noqa: ARG001
+    """As native_attention.plan_decode: no launch of these ops is captured."""
+    raise ValueError("plan_decode_states: expected ops that plan without contents; these check places before they run")
+
+
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     checks.check_conv(x, weight, cache, rows)
     out = torch.empty(x.shape, dtype=x.dtype)

@@ -21,7 +21,9 @@ from hydra_engine.backend.base import (
     AttentionPlan,
     OpChoice,
     PackedLinear,
+    PackedPlan,
     PagedCache,
+    Segments,
     StateCache,
     StateRows,
 )
@@ -164,6 +166,14 @@ class ReferenceOps:
 
     # ---- recurrent states
 
+    def plan_states(self, rows: StateRows) -> StateRows:
+        """As they are."""
+        return rows
+
+    def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+        """Looked at only when they are used."""
+        return StateRows(torch.arange(starts.shape[0] + 1), starts, reads, writes)
+
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
         checks.check_conv(x, weight, cache, rows)
         _check_places(rows, x.shape[0], cache.conv, layer)
@@ -288,16 +298,26 @@ class ReferenceOps:
             out[begin:end] = causal(q[begin:end], keys, values, num_context - (end - begin), scale)
         return out
 
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        """Looked at only when it is used."""
+        checks.check_packed_plan(cu_seqlens, max_length)
+        return PackedPlan(cu_seqlens, max_length)
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         """softmax(scale * q K^T) V within each segment."""
-        checks.check_packed(q, k, v, cu_seqlens)
+        bounds = bounds_of(cu_seqlens)
+        checks.check_packed(q, k, v, bounds)
         out = torch.empty(q.shape, dtype=q.dtype)
-        for begin, end in pairwise(cu_seqlens):
+        for begin, end in pairwise(bounds):
             wide_q, wide_k, wide_v = (x[begin:end].float().transpose(0, 1).contiguous() for x in (q, k, v))
             for head in range(q.shape[1]):
                 weights = torch.softmax(wide_q[head] @ wide_k[head].T * scale, dim=-1)
                 out[begin:end, head] = weights @ wide_v[head]
         return out
+
+
+def bounds_of(segments: Segments) -> Sequence[int]:
+    return segments.cu_seqlens.tolist() if isinstance(segments, PackedPlan) else segments
 
 
 def activation(x: Tensor, act: Activation) -> Tensor:
@@ -348,7 +368,7 @@ def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> N
     if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {bounds[:8]}")
     _check_range("rows", rows.reads, places)
-    _check_range("rows", rows.writes, places)
+    _check_range("rows", rows.writes, places, least=-1)
 
 
 def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype | None = None, rows: int | None = None) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from hydra_engine.backend import devices
-from hydra_engine.backend.attention_choice import TRITON
+from hydra_engine.backend.attention_choice import AUTO, TRITON, Heads
+from hydra_engine.backend.attention_choice import Chosen as Attention
 from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu import NICENESS, CpuDevice, usable_cores
 from hydra_engine.backend.devices import CPU, Chosen, load_extension
@@ -44,15 +45,16 @@ def create_backend(
     lane_priority: str = "balanced",
     sm_split: Sequence[int] = (),
     attention: str = TRITON,
+    heads: Heads | None = None,
 ) -> Backend:
     """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; deterministic: as `resolve_deterministic` takes it;
     threads per lane, None for all usable cores; sm_split: as `EngineConfig.sm_counts`; attention: as
-    `resolve_attention` says, of a GPU.
+    `resolve_attention` says, of a GPU. "auto" is measured there, for which `heads` are needed.
 
     Sets the thread counts and the GPU of the calling thread too, so that loading weights uses them.
     """
     chosen = resolve_device(device, backend)
-    made = _make(chosen, dtype, backend, deterministic, threads, lane_priority, sm_split, attention)
+    made = _make(chosen, dtype, backend, deterministic, threads, lane_priority, sm_split, attention, heads)
     _set_threads(made.threads)
     if chosen.index is not None:
         torch.cuda.set_device(chosen.index)
@@ -133,13 +135,14 @@ def _make(
     lane_priority: str,
     sm_split: Sequence[int] = (),
     attention: str = TRITON,
+    heads: Heads | None = None,
 ) -> Backend:
     if lane_priority not in NICENESS:
         raise ConfigError(f"lane_priority must be one of {', '.join(NICENESS)}", param="lane_priority")
     count = usable_cores() if threads is None else threads
     wanted, _ = resolve_deterministic(deterministic, chosen.name)
     if chosen.index is not None:
-        return _on_cuda(chosen, chosen.index, dtype, wanted, count, lane_priority, sm_split, attention)
+        return _on_cuda(chosen, chosen.index, dtype, wanted, count, lane_priority, sm_split, attention, heads)
     if sm_split:
         raise ConfigError(
             "sm_split divides a GPU and the engine runs on a processor; set sm_split to off or device to cuda:0",
@@ -163,16 +166,21 @@ def _on_cuda(
     lane_priority: str,
     sm_split: Sequence[int],
     attention: str,
+    heads: Heads | None,
 ) -> Backend:
     # Both import GPU libraries, which only now are known to be there and wanted.
     host: Any = importlib.import_module("hydra_engine.backend.cuda_host")
     cuda: Any = importlib.import_module("hydra_engine.backend.cuda")
     places = _places(torch.device("cuda", index), sm_split, lane_priority) if sm_split else None
     device = host.CudaDevice(index, threads, _set_threads, lane_priority, places)
-    ops = cuda.CudaOps(
-        device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=attention
-    )
-    return Backend(device, ops, dtype, threads, () if places is None else (places.note,))
+    taken = Attention(attention)
+    if attention == AUTO:
+        assert heads is not None, "attention is measured for a model"
+        timing: Any = importlib.import_module("hydra_engine.backend.attention_timing")
+        taken = timing.choose(device, chosen.num_sms, dtype, heads)
+    ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=taken)
+    notes = filter(None, (None if places is None else places.note, taken.note))
+    return Backend(device, ops, dtype, threads, tuple(notes))
 
 
 def _places(device: torch.device, sm_split: Sequence[int], lane_priority: str) -> Any:

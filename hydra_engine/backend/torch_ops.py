@@ -6,7 +6,6 @@ on how many rows share the call. Everything that is not overridden is the refere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import Activation, OpChoice, PackedLinear
-from hydra_engine.backend.reference import ReferenceOps, activation
+from hydra_engine.backend.base import Activation, OpChoice, PackedLinear, Segments
+from hydra_engine.backend.reference import ReferenceOps, activation, bounds_of
 
 
 class TorchLinear:
@@ -69,10 +68,11 @@ class TorchOps(ReferenceOps):
             product = product.float() + residual
         return product.to(out_dtype or x.dtype)
 
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
-        checks.check_packed(q, k, v, cu_seqlens)
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        bounds = bounds_of(cu_seqlens)
+        checks.check_packed(q, k, v, bounds)
         out = torch.empty(q.shape, dtype=q.dtype)
-        for begin, end in pairwise(cu_seqlens):
+        for begin, end in pairwise(bounds):
             if begin < end:
                 query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
                 rows = F.scaled_dot_product_attention(query, key, value, scale=scale)

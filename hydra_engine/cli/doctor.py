@@ -23,7 +23,7 @@ from hydra_engine.planner.start import processor_name
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av", "aiohttp", "msgspec"),
-    *("safetensors", "pyyaml", "rich", "triton"),
+    *("safetensors", "pyyaml", "rich", "triton", "flashinfer-python"),
 )
 
 

@@ -55,6 +55,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "to compare and to test": (
         *("schedule", "lanes", "vision_slicing", "look_ahead", "deterministic", "backend", "check_transfers"),
         *("num_kv_blocks", "num_image_blocks", "attention_backend", "enforce_eager", "cuda_graph_sizes"),
+        "encoder_cuda_graph_sizes",
     ),
 }
 _GROUP_OF_CLASS: dict[type, str] = {

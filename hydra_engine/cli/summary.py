@@ -77,8 +77,11 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
 
 def _captured(summaries: Sequence[InstanceSummary]) -> list[str]:
     most = max(s.graph_bytes for s in summaries)
-    each = "" if len(summaries) == 1 else ", in each instance that decodes at most"
-    return [f"  graphs       {size(most)} for captured decode steps{each}"] if most else []
+    patches = max(s.captured_patches for s in summaries)
+    kinds = ["decode steps"] if any(s.graph_bytes and "D" in s.role for s in summaries) else []
+    kinds += [f"encodes of up to {patches} patches"] if patches else []
+    each = "" if len(summaries) == 1 else ", in each instance at most"
+    return [f"  graphs       {size(most)} for captured {' and '.join(kinds)}{each}"] if most else []
 
 
 def _model(summaries: Sequence[InstanceSummary]) -> str:

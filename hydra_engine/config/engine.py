@@ -9,6 +9,8 @@ from typing import Any
 from hydra_engine.config.environment import user_folder
 from hydra_engine.config.fields import (
     LOG_FORMATS,
+    MAX_ENCODE_SIZE,
+    MAX_GRAPH_SIZE,
     choices_of,
     opt,
     parse_graph_sizes,
@@ -187,8 +189,8 @@ class EngineConfig:
     )
     attention_backend: str = opt(
         "auto",
-        "attention kernels on a GPU: auto, which is triton; flashinfer needs the package of that name and leaves "
-        "decodes that are captured as graphs to triton",
+        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: triton, and where "
+        "that package is installed and can be used what a measurement at start finds to be faster for the model",
         choices=("auto", "triton", "flashinfer"),
     )
     deterministic: bool | None = opt(
@@ -214,13 +216,20 @@ class EngineConfig:
         "auto", "which CPU implementation of the ops to take", choices=("auto", "native", "torch", "reference")
     )
     enforce_eager: bool = opt(
-        False, "launch every op of every step; off: where a GPU computes, steps of decodes alone replay captured graphs"
+        False,
+        "launch every op of every step; off: where a GPU computes, steps of decodes alone and encodes replay captured "
+        "graphs",
     )
     cuda_graph_sizes: tuple[int, ...] = opt(
         (),
         "numbers of requests for which a decode step is captured; steps of fewer are padded. Default: 1, 2, 4, 8, 16, "
         "24 and so on up to --max-num-seqs",
         aliases=("cudagraph-capture-sizes",),
+    )
+    encoder_cuda_graph_sizes: tuple[int, ...] = opt(
+        (),
+        "numbers of patches for which an encode is captured, rounded up to what pictures of the model have; encodes of "
+        "fewer are padded. Default: 64, 128, 256, 512, 768 and so on up to 4096 or the largest encode",
     )
     seed: int = opt(0, "seeds the draws of requests that bring no seed of their own")
     chat_template: str | None = opt(None, "file with a chat template that replaces the model's", kind="file")
@@ -238,7 +247,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         Topology.parse(self.topology)
-        object.__setattr__(self, "cuda_graph_sizes", parse_graph_sizes(self.cuda_graph_sizes))
+        for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):
+            object.__setattr__(self, name, parse_graph_sizes(getattr(self, name), name, most))
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format must be {' or '.join(LOG_FORMATS)}", param="log_format")
         if self.scheduler.schedule not in (schedules := choices_of(SchedulerConfig, "schedule")):

@@ -11,8 +11,9 @@ from hydra_engine.errors import ConfigError
 
 MAX_LIMIT_S = 3600.0  # of a latency limit
 LOG_FORMATS = ("text", "json")
-MAX_GRAPHS = 256  # sizes for which decode steps are captured
-MAX_GRAPH_SIZE = 4096  # rows
+MAX_GRAPHS = 256  # sizes for which steps of a kind are captured
+MAX_GRAPH_SIZE = 4096  # rows of decodes
+MAX_ENCODE_SIZE = 1 << 16  # patches
 MAX_SM_SPLITS = 4  # each has its own set of captured decode steps
 
 _SM_COUNT = re.compile(r"[1-9][0-9]{0,3}")
@@ -63,16 +64,16 @@ def parse_sm_split(text: str) -> tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-def parse_graph_sizes(given: Iterable[object]) -> tuple[int, ...]:
-    """Ascending. They may come as text, several with commas."""
+def parse_graph_sizes(given: Iterable[object], name: str, most: int) -> tuple[int, ...]:
+    """Ascending, for the option of that name. They may come as text, several with commas."""
     words = [word for item in given for word in str(item).split(",")]
     try:
         sizes = sorted({int(word) for word in words})
     except ValueError:
         sizes = [0]
-    if len(words) > MAX_GRAPHS or any(not 1 <= size <= MAX_GRAPH_SIZE for size in sizes):
+    if len(words) > MAX_GRAPHS or any(not 1 <= size <= most for size in sizes):
         raise ConfigError(
-            f"cuda_graph_sizes must be at most {MAX_GRAPHS} numbers between 1 and {MAX_GRAPH_SIZE}",
-            param="cuda_graph_sizes",
+            f"{name} must be at most {MAX_GRAPHS} numbers between 1 and {most}",
+            param=name,
         )
     return tuple(sizes)

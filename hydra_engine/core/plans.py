@@ -55,11 +55,12 @@ class ImageSlice:
 class DecodeRows:
     """The requests of a language step that compute one token each; entry i of every array belongs to row i.
 
-    The arrays are the plan's own: nobody changes them. A row computes the KV of its token at position `starts` and
-    samples the next one. Token -1 stands for the token that an earlier step samples for the same seat and that nobody
-    has read yet; the lane knows it. `num_generated` is how many tokens the request had sampled before this step: the
-    sampler's counter. A seat is the place of a running request in tables of `max_num_seqs` entries, its own from its
-    start until it gives way or is forgotten.
+    Nobody changes the arrays, but that blocks which a request gets meanwhile appear in its block table, behind what the
+    row needs; as long as the same requests decode, plans share what does not change. A row computes the KV of its token
+    at position `starts` and samples the next one. Token -1 stands for the token that an earlier step samples for the
+    same seat and that nobody has read yet; the lane knows it. `num_generated` is how many tokens the request had
+    sampled before this step: the sampler's counter. A seat is the place of a running request in tables of
+    `max_num_seqs` entries, its own from its start until it gives way or is forgotten.
     """
 
     request_ids: Ints  # [B] int64
@@ -67,7 +68,7 @@ class DecodeRows:
     token_ids: Ints  # [B] int64
     starts: Ints  # [B] int64
     num_generated: Ints  # [B] int64
-    block_tables: BlockIds  # [B, W] int32, W blocks hold the longest context; zeros behind what a row needs
+    block_tables: BlockIds  # [B, W] int32; W blocks hold the longest context, and a few more may be there
 
     def __len__(self) -> int:
         return len(self.request_ids)

@@ -140,6 +140,7 @@ def _summary(
         device_bytes=device_bytes,
         activation_bytes=plan.working.activation_bytes,
         graph_bytes=parts.worker.graph_bytes,
+        captured_patches=parts.worker.captured_patches,
         free_bytes=free_bytes,
         model=config.model_name,
         family=parts.spec.family,

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hydra_engine.backend.attention_choice import resolve_attention
+from hydra_engine.backend.attention_choice import AUTO, TRITON, Heads, resolve_attention
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Device
-from hydra_engine.backend.devices import Chosen
+from hydra_engine.backend.devices import Chosen, gpu_name
 from hydra_engine.backend.select import create_backend, resolve_deterministic, resolve_device, resolve_dtype
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, fault_points_enabled
@@ -104,7 +104,8 @@ def build_worker(config: EngineConfig, wake: threading.Event, progress: Progress
     )
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))
-    notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *backend.notes, *plan.reasons)
+    found = (*backend.notes, *worker.notes, *plan.reasons)
+    notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *found)
     return Parts(resolved, place, spec, backend, model, plan, kv_cache, worker, clock, faults, notes)
 
 
@@ -165,14 +166,17 @@ def _backend(
     config: EngineConfig, spec: ModelSpec, role: Role, chosen: Chosen, dtype: torch.dtype
 ) -> tuple[Backend, str | None]:
     """And a note where the device is not divided although that was asked for."""
+    language = spec.language
+    heads = Heads(language.num_heads, language.num_kv_heads, language.head_dim, config.cache.block_size)
     attention = resolve_attention(
         config.attention_backend,
         on_gpu=chosen.index is not None,
         dtype=dtype,
-        head_dim=spec.language.head_dim,
-        block_size=config.cache.block_size,
+        heads=heads,
         deterministic=bool(config.deterministic),
     )
+    if attention == AUTO and not role.needs_language:
+        attention = TRITON  # only what reads the KV cache is measured
     both = role.needs_vision and role.needs_language and spec.vision is not None
     backend = create_backend(
         chosen.name,
@@ -183,6 +187,7 @@ def _backend(
         lane_priority=config.lane_order,
         sm_split=config.sm_counts if both else (),
         attention=attention,
+        heads=heads,
     )
     return backend, None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
 
@@ -193,6 +198,8 @@ def step_times(
     """Saved or measured; before the instance serves, in inference mode. See `planner/start.py`. `deadline_s` None: the
     planner's own."""
     language, backend = parts.spec.language, parts.backend
+    gpu = gpu_name(backend.device.name)
+    kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
     subject = Subject(
         lanes=parts.worker,
         wake=wake,
@@ -208,6 +215,11 @@ def step_times(
         kv_token_bytes=language.kv_bytes_per_token(backend.dtype.itemsize),
         weights_bytes=parts.model.weights_bytes,
         fill_cache=partial(_fill_with_noise, parts.kv_cache),
+        gpu=gpu,
+        attention=kernels["attention_paged"] if gpu else "",
+        sm_split=parts.config.sm_counts if backend.device.num_places > 1 else (),
+        graph_sizes=parts.worker.graph_sizes,
+        captured_patches=parts.worker.captured_patches,
     )
     return surface_for(parts.config, subject, partial(progress, "step times"), fresh=fresh, deadline_s=deadline_s)
 

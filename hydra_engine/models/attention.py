@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import PagedCache, Segments
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers import Linear, RmsNorm, Weight
 from hydra_engine.models.parameters import Scope
@@ -93,7 +93,7 @@ class PackedAttention:
         self._norms = tuple(RmsNorm(scope.at(name), num_channels, qk_norm_eps) for name in qk_norm or ())
         self._out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
 
-    def __call__(self, x: Tensor, residual: Tensor, cu_seqlens: Sequence[int], rotary: Rotary | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, cu_seqlens: Segments, rotary: Rotary | None = None) -> Tensor:
         """attention(x) + residual, both [P, C]; with `rotary`, queries and keys are rotated."""
         return self.out(self.mix(self.project(x), cu_seqlens, rotary), residual)
 
@@ -102,7 +102,7 @@ class PackedAttention:
         return self._qkv(x)
 
     def mix(
-        self, projected: Tensor, cu_seqlens: Sequence[int], rotary: Rotary | None, slices: Slices | None = None
+        self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices | None = None
     ) -> Tensor:
         """[P, C]: what every row takes from the others."""
         q, k, v = projected.chunk(3, dim=1)
@@ -120,5 +120,5 @@ class PackedAttention:
     def out(self, mixed: Tensor, residual: Tensor) -> Tensor:
         return self._out(mixed, residual=residual)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
         return self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)

@@ -46,6 +46,7 @@ class GenericModel:
     """
 
     can_be_captured = False  # what its modules do is their own
+    tower = None
 
     def __init__(self, module: Any, spec: GenericSpec, backend: Backend) -> None:
         register()

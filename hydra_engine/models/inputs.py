@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, StateCache, StateRows
+from hydra_engine.backend.device import Send
 
 
 class States(NamedTuple):
@@ -70,3 +71,4 @@ class VisionInput:
     arrays: tuple[Mapping[str, Tensor], ...] = ()
     checkpoint: Callable[[], None] = go_on
     piece_rows: int = 0
+    send: Send | None = None  # what a tower works out on the host goes to the device with it; None: by copies that wait

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydra_engine.models.family import Family
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers import LayerNorm
 from hydra_engine.models.llava import LLAVA_RENAMES
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.projector import LlavaProjector
 from hydra_engine.models.vision_internvit import InternVit
-from hydra_engine.models.vision_slices import Slices
+from hydra_engine.models.vision_packing import SquareVision, TowerInput
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.internvl import InternVlVisionSpec
 
 _EPS = 1e-5  # of the projector's norm; no config names it
 
 
-class InternVlVision:
+class InternVlVision(SquareVision):
     """Every span is one tile."""
 
     def __init__(self, scope: Scope, spec: VisionSpec) -> None:
@@ -27,6 +25,7 @@ class InternVlVision:
         self._merge = spec.merge
         self._merged_side = spec.tower.grid_side // spec.merge
         self._tower = InternVit(scope.at("vision_tower"), spec.tower, spec.preprocess)
+        super().__init__(self._tower.squares._replace(num_features=self._merged_side**2), self._tower.cut)
         projector = scope.at("multi_modal_projector")
         self._norm = LayerNorm(projector.at("layer_norm"), spec.merged_size, _EPS)
         self._project = LlavaProjector(
@@ -37,10 +36,9 @@ class InternVlVision:
     def num_slices(self) -> int:
         return self._tower.num_slices
 
-    def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        slices = Slices(batch.checkpoint, batch.piece_rows)
-        merged = self._merged(self._tower(torch.cat(batch.pixels), slices))
-        return (slices.rows(lambda rows: self._project(self._norm(rows)), merged),)
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        merged = self._merged(self._tower(inputs))
+        return (inputs.slices.rows(lambda rows: self._project(self._norm(rows)), merged),)
 
     def _merged(self, states: Tensor) -> Tensor:
         """[I, patches, C] -> [I * tokens, merge * merge * C]: the patches of a token row by row."""

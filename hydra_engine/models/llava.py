@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydra_engine.models.family import Family, Renames
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.projector import LlavaProjector
 from hydra_engine.models.vision_clip import ClipTower
-from hydra_engine.models.vision_slices import Slices
+from hydra_engine.models.vision_packing import SquareVision, TowerInput
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.llava import LlavaVisionSpec
 
@@ -25,12 +23,13 @@ LLAVA_RENAMES: Renames = (
 )
 
 
-class LlavaVision:
+class LlavaVision(SquareVision):
     """Every span is one picture of the tower's size."""
 
     def __init__(self, scope: Scope, spec: VisionSpec) -> None:
         assert isinstance(spec, LlavaVisionSpec)
         self._tower = ClipTower(scope.at("vision_tower"), spec.tower, spec.preprocess)
+        super().__init__(self._tower.squares, self._tower.cut)
         self._project = LlavaProjector(
             scope.at("multi_modal_projector"),
             spec.tower.feature_size,
@@ -43,9 +42,8 @@ class LlavaVision:
     def num_slices(self) -> int:
         return self._tower.num_slices
 
-    def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        slices = Slices(batch.checkpoint, batch.piece_rows)
-        return (slices.rows(self._project, self._tower(torch.cat(batch.pixels), slices)),)
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        return (inputs.slices.rows(self._project, self._tower(inputs)),)
 
 
 LLAVA = Family(LlavaVision, vision_names=("vision_tower.", "multi_modal_projector."), renames=LLAVA_RENAMES)

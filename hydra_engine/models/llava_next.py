@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from hydra_engine.models.llava import LLAVA_RENAMES
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.projector import LlavaProjector
 from hydra_engine.models.vision_clip import ClipTower
-from hydra_engine.models.vision_slices import Slices
+from hydra_engine.models.vision_packing import Grid, Ints, Packing, SquareVision, TowerInput
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.llava_next import LlavaNextVisionSpec, unpadded
 
@@ -20,7 +23,7 @@ RENAMES: Renames = (("model.image_newline", "image_newline"), *LLAVA_RENAMES)
 _NEWLINE = -1  # instead of a row of the tower
 
 
-class LlavaNextVision:
+class LlavaNextVision(SquareVision):
     """A span is a square and the tiles of its canvas. Its features: those of the square row by row, then those of the
     canvas without its borders, with a newline after each row."""
 
@@ -28,6 +31,7 @@ class LlavaNextVision:
         assert isinstance(spec, LlavaNextVisionSpec)
         self._side = spec.tower.grid_side
         self._tower = ClipTower(scope.at("vision_tower"), spec.tower, spec.preprocess)
+        super().__init__(self._tower.squares, self._tower.cut)
         self._project = LlavaProjector(
             scope.at("multi_modal_projector"),
             spec.tower.feature_size,
@@ -41,41 +45,41 @@ class LlavaNextVision:
     def num_slices(self) -> int:
         return self._tower.num_slices
 
-    def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        slices = Slices(batch.checkpoint, batch.piece_rows)
-        rows = self._rows(batch)
-        states = self._tower(torch.cat(batch.pixels), slices)
+    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
+        packing = super().pack(batch, room)
+        if packing is None:
+            return None
+        side, found, begin = self._side, [], 0
+        for pixels, source, grid in zip(batch.pixels, batch.sources, batch.grids, strict=True):
+            rows = span_rows(grid, source, side)
+            found.append(np.where(rows == _NEWLINE, _NEWLINE, rows + begin))
+            begin += pixels.shape[0] * side**2
+        if room:
+            # Each of a tile's rows of features may end with a newline, so this is room for all of them.
+            most = packing.num_patches // side * (side + 1)
+            found.append(np.zeros(most - sum(map(len, found)), dtype=np.int64))
+        rows = np.concatenate(found)
+        return packing._replace(num_features=len(rows), indices=(rows,))
+
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        (rows,) = inputs.indices
+        states = self._tower(inputs)
         # What a newline's place takes from the tower does not matter; dropped rows are never projected.
-        features = slices.rows(self._project, states.index_select(0, rows.clamp(min=0)))
-        features[rows == _NEWLINE] = self._newline.tensor
-        return (features,)
-
-    def _rows(self, batch: VisionInput) -> Tensor:
-        """[M] int64: which of the tower's rows each feature is made of."""
-        device = batch.slots.device
-        found, begin = [], 0
-        for pixels, source, (_, rows, columns) in zip(batch.pixels, batch.sources, batch.grids, strict=True):
-            square = torch.arange(self._side**2, device=device)
-            tiles = _with_newlines(self._tiles(rows, columns, device), source)
-            found += [begin + square, torch.where(tiles == _NEWLINE, _NEWLINE, begin + tiles).view(-1)]
-            begin += pixels.shape[0] * self._side**2
-        return torch.cat(found)
-
-    def _tiles(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """[rows, columns] int64: where in its span the tower puts each feature of a canvas."""
-        side = self._side
-        row = torch.arange(rows, device=device)[:, None]
-        column = torch.arange(columns, device=device)
-        tile = 1 + row // side * (columns // side) + column // side  # the square is picture 0
-        return tile * side**2 + row % side * side + column % side
+        features = inputs.slices.rows(self._project, states.index_select(0, rows.clamp(min=0)))
+        return (torch.where((rows == _NEWLINE)[:, None], self._newline.tensor, features),)
 
 
-def _with_newlines(grid: Tensor, source: tuple[int, int]) -> Tensor:
-    """The part of a grid that the source covers, with one more column."""
-    rows, columns = grid.shape
+@lru_cache(maxsize=64)
+def span_rows(grid: Grid, source: tuple[int, int], side: int) -> Ints:
+    """[num_tokens]: which of the tower's rows of its span each feature is made of."""
+    _, rows, columns = grid
+    row, column = np.arange(rows)[:, None], np.arange(columns)
+    tile = 1 + row // side * (columns // side) + column // side  # the square is picture 0
+    canvas = tile * side**2 + row % side * side + column % side
     kept = unpadded(rows, columns, *source)
-    part = grid[kept.top : kept.top + kept.rows, kept.left : kept.left + kept.columns]
-    return torch.nn.functional.pad(part, (0, 1), value=_NEWLINE)
+    part = canvas[kept.top : kept.top + kept.rows, kept.left : kept.left + kept.columns]
+    tiles = np.pad(part, ((0, 0), (0, 1)), constant_values=_NEWLINE)
+    return np.concatenate((np.arange(side**2), tiles.reshape(-1)))
 
 
 LLAVA_NEXT = Family(

@@ -22,3 +22,7 @@ class PixelNormaliser:
     def __call__(self, pixels: Tensor) -> Tensor:
         """uint8 [..., 3] -> float32"""
         return pixels.to(torch.float64).mul_(self._rescale).to(torch.float32).sub_(self._mean).div_(self._std)
+
+    def rows(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8 [P, pixels * 3] -> [P, pixels * 3] of `dtype`"""
+        return self(patches.unflatten(1, (-1, 3))).to(dtype).flatten(1)

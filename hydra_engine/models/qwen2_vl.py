@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation
+from hydra_engine.backend.base import Activation, Segments
 from hydra_engine.models.attention import PackedAttention, Rotary
 from hydra_engine.models.family import Family, Renames
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers import LayerNorm, Linear
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.qwen_merger import PatchMerger
-from hydra_engine.models.qwen_patches import PatchEmbedding, PatchRotary, patch_places, segments
+from hydra_engine.models.qwen_patches import GridVision, PatchEmbedding, PatchRotary
 from hydra_engine.models.vision_layers import run_layer
+from hydra_engine.models.vision_packing import TowerInput
 from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.qwen2_vl import Qwen2VisionSpec, QwenTower
@@ -30,16 +29,15 @@ QWEN_RENAMES: Renames = (
 EPS = 1e-6  # of all norms of the towers, whatever a config says
 
 
-class Qwen2Vision:
+class Qwen2Vision(GridVision):
     """Every span is a picture or a temporal patch of a video; what it attends to is itself."""
 
     def __init__(self, scope: Scope, spec: VisionSpec) -> None:
         assert isinstance(spec, Qwen2VisionSpec)
         tower, geometry, scope = spec.tower, spec.geometry, scope.at("visual")
         size = tower.hidden_size
-        self._merge, self._device = geometry.merge_size, scope.device
-        self._embed = PatchEmbedding(scope.at("patch_embed"), geometry, size, spec.preprocess, bias=False)
-        self._rotary = PatchRotary(tower.head_dim, tower.rope_theta, scope.device)
+        embed = PatchEmbedding(scope.at("patch_embed"), geometry, size, spec.preprocess, bias=False)
+        super().__init__(geometry.merge_size, embed, PatchRotary(tower.head_dim, tower.rope_theta, scope.device))
         self._blocks = tuple(QwenBlock(scope.at(f"blocks.{i}"), tower) for i in range(tower.num_layers))
         merger = scope.at("merger")
         norm = LayerNorm(merger.at("ln_q"), size, EPS)
@@ -50,15 +48,13 @@ class Qwen2Vision:
         """Pieces of an encode: what comes before the layers, the layers, the merger."""
         return len(self._blocks) + 2
 
-    def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        slices = Slices(batch.checkpoint, batch.piece_rows)
-        places = patch_places(batch.grids, self._merge, self._device)
-        rotary = self._rotary(places, max(max(grid) for grid in batch.grids))
-        cu_seqlens = segments(batch.grids)
-        x = self._embed(batch.pixels, slices)  # [P, C]
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        slices, (cu_seqlens,), (rows, columns) = inputs.slices, inputs.segments, inputs.indices
+        rotary = self._rotary(rows, columns, inputs.end)
+        x = self._embed(inputs.patches, slices)  # [P, C]
         for block in slices.between(self._blocks):
             x = block(x, cu_seqlens, rotary, slices)
-        return (slices.rows(self._merger, x, group=self._merge**2),)
+        return (slices.rows(self._merger, x, group=self.granule),)
 
 
 class QwenBlock:
@@ -71,7 +67,7 @@ class QwenBlock:
         self._fc2 = Linear(scope, {"mlp.fc2": size}, tower.intermediate_size, bias=True)
         self._act = cast(Activation, tower.hidden_act)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary, slices: Slices) -> Tensor:
+    def __call__(self, x: Tensor, cu_seqlens: Segments, rotary: Rotary, slices: Slices) -> Tensor:
         return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, rotary, slices)
 
     def _add_mlp(self, x: Tensor) -> Tensor:

@@ -4,20 +4,20 @@ layers (DeepStack). The decoder adds the further planes; see `decoder.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation
+from hydra_engine.backend.base import Activation, Segments
 from hydra_engine.models.attention import PackedAttention, Rotary
 from hydra_engine.models.family import Family, Renames
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers import LayerNorm, Linear, Weight
 from hydra_engine.models.parameters import Scope
-from hydra_engine.models.qwen_patches import Grid, PatchEmbedding, PatchRotary, patch_places, segments
+from hydra_engine.models.qwen_patches import GridVision, PatchEmbedding, PatchRotary, sizes_of
 from hydra_engine.models.vision_layers import run_layer
+from hydra_engine.models.vision_packing import Grid, Packing, TowerInput
 from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.base import VisionSpec
 from hydra_engine.specs.qwen3_vl import Qwen3VlVisionSpec
@@ -30,18 +30,15 @@ RENAMES: Renames = (
 EPS = 1e-6  # of all norms of the tower, whatever a config says
 
 
-class Qwen3VlVision:
+class Qwen3VlVision(GridVision):
     """Every span is a picture or a temporal patch of a video; what it attends to is itself."""
 
     def __init__(self, scope: Scope, spec: VisionSpec) -> None:
         assert isinstance(spec, Qwen3VlVisionSpec)
         scope = scope.at("visual")
-        self._merge, self._device = spec.geometry.merge_size, scope.device
-        self._embed = PatchEmbedding(
-            scope.at("patch_embed"), spec.geometry, spec.hidden_size, spec.preprocess, bias=True
-        )
+        embed = PatchEmbedding(scope.at("patch_embed"), spec.geometry, spec.hidden_size, spec.preprocess, bias=True)
+        super().__init__(spec.geometry.merge_size, embed, PatchRotary(spec.head_dim, spec.rope_theta, scope.device))
         self._positions = StretchedPositions(scope, spec)
-        self._rotary = PatchRotary(spec.head_dim, spec.rope_theta, scope.device)
         self._blocks = tuple(Block(scope.at(f"blocks.{i}"), spec) for i in range(spec.num_layers))
         self._merger = Merger(scope.at("merger"), spec, norm_merged=False)
         chosen = zip(spec.deepstack_layers, spec.deepstack_mergers, strict=True)
@@ -54,20 +51,27 @@ class Qwen3VlVision:
         """Pieces of an encode: what comes before the layers, the layers, the mergers."""
         return len(self._blocks) + len(self._deep) + 2
 
-    def __call__(self, batch: VisionInput) -> tuple[Tensor, ...]:
-        slices = Slices(batch.checkpoint, batch.piece_rows)
-        places = patch_places(batch.grids, self._merge, self._device)
-        rotary = self._rotary(places, max(max(grid) for grid in batch.grids))
-        cu_seqlens = segments(batch.grids)
-        x = self._embed(batch.pixels, slices)  # [P, C]
-        x += self._positions(batch.grids)
+    def _packed(self, grids: list[Grid], room: int) -> Packing | None:
+        """Indices: row and column of every patch, rows and columns of its picture."""
+        packing = super()._packed(grids, room)
+        if packing is None:
+            return None
+        sides = np.array(grids, dtype=np.int64)[:, 1:].repeat(sizes_of(grids), axis=0)
+        return packing._replace(indices=(*packing.indices, *sides.T))
+
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        slices, (cu_seqlens,) = inputs.slices, inputs.segments
+        rows, columns, heights, widths = inputs.indices
+        rotary = self._rotary(rows, columns, inputs.end)
+        x = self._embed(inputs.patches, slices)  # [P, C]
+        x += self._positions(rows, columns, heights, widths)
         planes = []
         for index, block in enumerate(slices.between(self._blocks)):
             x = block(x, cu_seqlens, rotary, slices)
             if index in self._deep:
                 slices.checkpoint()
-                planes.append(slices.rows(self._deep[index], x, group=self._merge**2))
-        return (slices.rows(self._merger, x, group=self._merge**2), *planes)
+                planes.append(slices.rows(self._deep[index], x, group=self.granule))
+        return (slices.rows(self._merger, x, group=self.granule), *planes)
 
 
 class StretchedPositions:
@@ -78,32 +82,28 @@ class StretchedPositions:
 
     def __init__(self, scope: Scope, spec: Qwen3VlVisionSpec) -> None:
         self._table = Weight(scope, "pos_embed.weight", (spec.num_positions, spec.hidden_size))
-        self._side, self._merge = spec.position_side, spec.geometry.merge_size
+        self._side = spec.position_side
 
-    def __call__(self, grids: Sequence[Grid]) -> Tensor:
-        """[P, C], items one after another, in merge order"""
-        known = {grid: self._stretched(grid) for grid in dict.fromkeys(grids)}
-        return torch.cat([known[grid] for grid in grids])
+    def __call__(self, rows: Tensor, columns: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
+        """[P, C]; each [P]: the place of a patch in its picture, and how many rows and columns that has."""
+        above, below, down = self._taps(rows, heights)
+        left, right, across = self._taps(columns, widths)
+        above, below = above * self._side, below * self._side
+        at_left = self._between(above + left, below + left, down)
+        at_right = self._between(above + right, below + right, down)
+        return at_left.mul_(1 - across).add_(at_right.mul_(across)).to(self._table.tensor.dtype)
 
-    def _stretched(self, grid: Grid) -> Tensor:
-        _, rows, columns = grid
-        table = self._table.tensor[: self._side**2].view(self._side, self._side, -1)
-        first, second, share = self._taps(rows, table.device)
-        share = share[:, None, None]
-        tall = table[first].float() * (1 - share) + table[second].float() * share  # [rows, side, C]
-        first, second, share = self._taps(columns, table.device)
-        share = share[:, None]
-        full = (tall[:, first].mul_(1 - share)).add_(tall[:, second].mul_(share))  # [rows, columns, C], large
-        blocks = full.unflatten(1, (-1, self._merge)).unflatten(0, (-1, self._merge)).transpose(1, 2)
-        return blocks.reshape(rows * columns, -1).to(table.dtype)
+    def _between(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """[P, C] float32: of two entries of the table each, given the share of the second."""
+        table = self._table.tensor
+        return table[first].float().mul_(1 - share).add_(table[second].float().mul_(share))
 
-    def _taps(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """For each of `count` places on one axis: its two neighbours in the table and the share of the second."""
-        places = torch.arange(count, dtype=torch.float32, device=device) * (self._side - 1) / max(count - 1, 1)
-        first = places.floor()
-        share = places - first
+    def _taps(self, places: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For places on an axis of so many: the two neighbours in the table and, [P, 1], the share of the second."""
+        spots = places.to(torch.float32) * (self._side - 1) / (counts - 1).clamp(min=1)
+        first = spots.floor()
         index = first.to(torch.int64)
-        return index, (index + 1).clamp(max=self._side - 1), share
+        return index, (index + 1).clamp(max=self._side - 1), (spots - first)[:, None]
 
 
 class Block:
@@ -116,7 +116,7 @@ class Block:
         self._fc2 = Linear(scope, {"mlp.linear_fc2": size}, spec.intermediate_size, bias=True)
         self._act = cast(Activation, spec.hidden_act)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], rotary: Rotary, slices: Slices) -> Tensor:
+    def __call__(self, x: Tensor, cu_seqlens: Segments, rotary: Rotary, slices: Slices) -> Tensor:
         return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, rotary, slices)
 
     def _add_mlp(self, x: Tensor) -> Tensor:

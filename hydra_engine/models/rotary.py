@@ -1,12 +1,12 @@
 """Rotary positions: cosines and sines by position, for the rope types `default`, `linear`, `llama3` and `yarn`.
 
-A table, because a row's bits must not depend on its batch; it grows in pieces of one size, because they must not depend
-on how it grew either. Does not rotate anything: that is the backend's.
+They lie in a table, because a row's bits must not depend on its batch. Does not rotate anything: that is the backend's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,31 @@ from torch import Tensor
 from hydra_engine.specs.base import LanguageSpec
 
 _PIECE = 4096
+
+
+class GrowingTable:
+    """Rows by position. `piece(begin)` makes those from there on, always as many: their bits must not depend on how the
+    table grew. For one lane."""
+
+    def __init__(self, piece: Callable[[int], Tensor]) -> None:
+        self._piece = piece
+        self._rows = piece(0)
+        # The first one stays: it was made outside of the lane that reads it, so a device could give its memory away
+        # while the lane still does.
+        self._reserved = [self._rows]
+
+    def up_to(self, end: int) -> Tensor:
+        """Rows 0 to at least `end` - 1."""
+        while end > self._rows.shape[0]:
+            self._rows = torch.cat((self._rows, self._piece(self._rows.shape[0])))
+        return self._rows
+
+    def reserve(self, end: int) -> None:
+        """What reads no row from `end` on finds them at one address from now on, also what was captured and is replayed
+        when the table has grown beyond it."""
+        rows = self.up_to(end)
+        if not any(kept is rows for kept in self._reserved):
+            self._reserved.append(rows)
 
 
 class RotaryTable:
@@ -25,30 +50,22 @@ class RotaryTable:
         self._device = device
         self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
         self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that do not turn
-        self._table = self._piece(0)  # [multiple of _PIECE, D]: cosines, then sines
-        self._reserved: list[Tensor] = []
+        self._table = GrowingTable(self._piece)  # [multiple of _PIECE, D]: cosines, then sines
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos, sin, each [T, D/2] float32; positions [T], or [3, T] where pairs turn by different axes; `end` is more
         than the largest of them."""
-        self._grow(end)
+        table = self._table.up_to(end)
         if self._axes is None:
-            cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
+            cos, sin = table.index_select(0, positions).chunk(2, dim=1)
             return cos, sin
         places = positions.index_select(0, self._axes).t()  # [T, D/2]
-        cos_table, sin_table = self._table.chunk(2, dim=1)
+        cos_table, sin_table = table.chunk(2, dim=1)
         return cos_table.gather(0, places), sin_table.gather(0, places)
 
     def reserve(self, end: int) -> None:
-        """Lookups whose `end` is no more than this read one address from now on, also those that were captured and
-        are replayed when the table has grown beyond it."""
-        self._grow(end)
-        if not any(table is self._table for table in self._reserved):
-            self._reserved.append(self._table)
-
-    def _grow(self, end: int) -> None:
-        while end > self._table.shape[0]:
-            self._table = torch.cat((self._table, self._piece(self._table.shape[0])))
+        """As `GrowingTable.reserve`."""
+        self._table.reserve(end)
 
     def _piece(self, begin: int) -> Tensor:
         angles = torch.arange(begin, begin + _PIECE, dtype=torch.float32)[:, None] * self._frequencies

@@ -14,7 +14,7 @@ from hydra_engine.backend.base import Activation
 from hydra_engine.models.layers import LayerNorm
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.vision_layers import LayerShape, PatchEmbeddings, PatchShape, VisionLayer
-from hydra_engine.models.vision_slices import Slices
+from hydra_engine.models.vision_packing import Squares, TowerInput
 from hydra_engine.specs.base import PreprocessSpec
 from hydra_engine.specs.clip import ClipSpec
 
@@ -37,11 +37,19 @@ class ClipTower:
         """Pieces of an encode: what comes before the layers, the layers, what comes behind."""
         return len(self._layers) + 2
 
-    def __call__(self, pixels: Tensor, slices: Slices) -> Tensor:
-        """uint8 [I, height, width, 3] -> [I * rows per picture, C * feature layers]"""
-        num_images, rows = pixels.shape[0], self._spec.grid_side**2 + 1
-        cu_seqlens = range(0, num_images * rows + 1, rows)
-        state = self._pre_norm(self._embed(pixels, slices))  # [I * rows, C]
+    @property
+    def squares(self) -> Squares:
+        spec = self._spec
+        return Squares(spec.num_patches, spec.num_patches + 1, spec.num_rows, self._embed.num_values)
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """As `PatchEmbeddings.cut`."""
+        return self._embed.cut(pixels)
+
+    def __call__(self, inputs: TowerInput) -> Tensor:
+        """Pictures, each a segment -> [I * rows per picture, C * feature layers]"""
+        rows, slices, (cu_seqlens,) = self.squares.num_rows, inputs.slices, inputs.segments
+        state = self._pre_norm(self._embed(inputs.patches, slices))  # [I * rows, C]
         wanted = self._spec.feature_layers
         states = {0: state} if 0 in wanted else {}
         for index, layer in enumerate(slices.between(self._layers), start=1):
@@ -51,4 +59,4 @@ class ClipTower:
         features = state if len(wanted) == 1 else torch.cat([states[index] for index in wanted], dim=1)
         if self._spec.keep_cls:
             return features
-        return features.view(num_images, rows, -1)[:, 1:].reshape(num_images * (rows - 1), -1)
+        return features.view(-1, rows, features.shape[1])[:, 1:].reshape(-1, features.shape[1])

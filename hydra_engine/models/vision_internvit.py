@@ -20,7 +20,7 @@ from hydra_engine.models.vision_layers import (
     PatchShape,
     VisionLayer,
 )
-from hydra_engine.models.vision_slices import Slices
+from hydra_engine.models.vision_packing import Squares, TowerInput
 from hydra_engine.specs.base import PreprocessSpec
 from hydra_engine.specs.internvl import InternVitSpec
 
@@ -62,13 +62,20 @@ class InternVit:
         """Pieces of an encode: what comes before the layers, the layers, what comes behind."""
         return len(self._layers) + 2
 
-    def __call__(self, pixels: Tensor, slices: Slices) -> Tensor:
-        """uint8 [I, height, width, 3] -> [I, patches, C] without class tokens"""
-        num_images, rows = pixels.shape[0], self._num_patches + 1
-        cu_seqlens = range(0, num_images * rows + 1, rows)
-        state = self._embed(pixels, slices)  # [I * rows, C]
-        for layer in slices.between(self._layers):
-            state = layer(state, cu_seqlens, slices)
+    @property
+    def squares(self) -> Squares:
+        return Squares(self._num_patches, self._num_patches + 1, self._num_patches, self._embed.num_values)
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """As `PatchEmbeddings.cut`."""
+        return self._embed.cut(pixels)
+
+    def __call__(self, inputs: TowerInput) -> Tensor:
+        """Tiles, each a segment -> [I, patches, C] without class tokens"""
+        (cu_seqlens,) = inputs.segments
+        state = self._embed(inputs.patches, inputs.slices)  # [I * rows, C]
+        for layer in inputs.slices.between(self._layers):
+            state = layer(state, cu_seqlens, inputs.slices)
         if self._norm is not None:
             state = self._norm(state)
-        return state.view(num_images, rows, -1)[:, 1:]
+        return state.view(-1, self.squares.num_rows, state.shape[1])[:, 1:]

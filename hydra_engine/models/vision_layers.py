@@ -6,14 +6,14 @@ projectors make of them, or how a user's picture became pictures of this size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.base import Activation, PackedLinear, Segments
 from hydra_engine.models.attention import PackedAttention, Rotary
 from hydra_engine.models.layers import LayerNorm, Linear, RmsNorm, Weight
 from hydra_engine.models.parameters import Scope
@@ -62,27 +62,34 @@ class PatchEmbeddings:
             scope.want(f"{names.patch}.{name}", wanted, partial(self._fill, name))
         scope.hold(self)
 
-    def __call__(self, pixels: Tensor, slices: Slices) -> Tensor:
-        """uint8 [I, height, width, 3] -> [I * rows per picture, C]"""
-        num_images, size = pixels.shape[0], self._shape.num_channels
+    def __call__(self, patches: Tensor, slices: Slices) -> Tensor:
+        """What `cut` gives -> [I * rows per picture, C]"""
+        size = self._shape.num_channels
         positions = self._positions.tensor.view(-1, size)
-        project = partial(self._ops.linear, weight=self.packed)
-        patches = slices.rows(project, self._patches(pixels)).view(num_images, -1, size)
-        rows = patches.new_empty((num_images, *positions.shape))  # [I, 1 + patches, C]
+        projected = slices.rows(self._project, patches).view(-1, self._shape.side**2, size)
+        rows = projected.new_empty((projected.shape[0], *positions.shape))  # [I, 1 + patches, C]
         rows[:, 0] = self._class.tensor.view(size) + positions[0]
-        torch.add(patches, positions[1:], out=rows[:, 1:])
+        torch.add(projected, positions[1:], out=rows[:, 1:])
         return rows.view(-1, size)
 
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes
 
-    def _patches(self, pixels: Tensor) -> Tensor:
-        """[I * patches, patch * patch * 3]; pixels beyond the last whole patch are dropped, as a convolution does."""
+    @property
+    def num_values(self) -> int:
+        """Bytes of a patch."""
+        return 3 * self._shape.patch_size**2
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """uint8 [I, height, width, 3] -> uint8 [I * patches, patch * patch * 3]; pixels beyond the last whole patch are
+        dropped, as a convolution does."""
         side, patch = self._shape.side, self._shape.patch_size
         whole = pixels[:, : side * patch, : side * patch].unflatten(1, (side, patch)).unflatten(3, (side, patch))
-        flat = whole.transpose(2, 3).reshape(-1, patch * patch, 3)
-        return self._normalise(flat).to(self._dtype).view(-1, patch * patch * 3)
+        return whole.transpose(2, 3).reshape(-1, patch * patch * 3)
+
+    def _project(self, patches: Tensor) -> Tensor:
+        return self._ops.linear(self._normalise.rows(patches, self._dtype), self.packed)
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         """[C, 3, patch, patch] -> [C, patch * patch * 3], the order of pixels in memory."""
@@ -136,7 +143,7 @@ class VisionLayer:
         self._fc1 = Linear(scope, {"mlp.fc1": shape.intermediate_size}, size, bias=True)
         self._fc2 = Linear(scope, {"mlp.fc2": size}, shape.intermediate_size, bias=True, scale=mlp_scale)
 
-    def __call__(self, x: Tensor, cu_seqlens: Sequence[int], slices: Slices) -> Tensor:
+    def __call__(self, x: Tensor, cu_seqlens: Segments, slices: Slices) -> Tensor:
         """[P, C] -> new memory; `x` may be a state that is still wanted."""
         return run_layer(x, self._norm1, self._attention, self._add_mlp, cu_seqlens, None, slices)
 
@@ -149,7 +156,7 @@ def run_layer(
     norm: Callable[[Tensor], Tensor],
     attention: PackedAttention,
     add_mlp: Callable[[Tensor], Tensor],
-    cu_seqlens: Sequence[int],
+    cu_seqlens: Segments,
     rotary: Rotary | None,
     slices: Slices,
 ) -> Tensor:

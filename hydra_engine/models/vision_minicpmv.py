@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.base import Activation, PackedLinear, PackedPlan, Segments
 from hydra_engine.models.attention import PackedAttention
 from hydra_engine.models.layers import LayerNorm, Linear, Weight
 from hydra_engine.models.parameters import Scope
 from hydra_engine.models.pixels import PixelNormaliser
 from hydra_engine.models.vision_layers import LayerShape, VisionLayer
+from hydra_engine.models.vision_packing import Grid, Ints, Packing, TowerInput, bounds_of
 from hydra_engine.models.vision_slices import Slices
 from hydra_engine.specs.minicpmv import MiniCpmVisionSpec
 
@@ -46,16 +47,45 @@ class MiniCpmTower:
         Those before that merger have four times the rows of the others."""
         return len(self._layers) + 2 + (self._merge is not None)
 
-    def __call__(self, pixels: Sequence[Tensor], slices: Slices) -> Tensor:
-        """uint8 [1, height, width, 3] per item -> [rows, C] in merge order; items keep their order."""
-        patch = self._spec.patch_size**2
-        cu_seqlens = list(accumulate((one.shape[1] * one.shape[2] // patch for one in pixels), initial=0))
-        x = self._embed(pixels, slices)
+    @property
+    def num_values(self) -> int:
+        return self._embed.num_values
+
+    def pack(self, grids: Sequence[Grid], num_segments: int) -> Packing | None:
+        """Indices: positions of the patches. Segments, at least `num_segments` of them: pictures, and where the merger
+        inside comes what is left of them behind it, and its windows."""
+        sizes = [rows * columns for _, rows, columns in grids]
+        bounds = bounds_of(sizes, num_segments)
+        if bounds is None:
+            return None
+        num_patches = sum(sizes)
+        longest = num_patches if num_segments else max(sizes)
+        packing = Packing(
+            num_patches,
+            num_patches // 4**self._spec.all_rounds,
+            (self._embed.places(grids),),
+            (bounds,),
+            (longest,),
+        )
+        if self._merge is None:
+            return packing
+        windows = np.arange(0, num_patches + 1, 4)
+        return packing._replace(bounds=(bounds, bounds // 4, windows), longest=(longest, longest // 4, 4))
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """As `PackedPatches.cut`."""
+        return self._embed.cut(pixels)
+
+    def __call__(self, inputs: TowerInput) -> Tensor:
+        """[rows, C] in merge order; items keep their order."""
+        (places,), slices, cu_seqlens = inputs.indices, inputs.slices, inputs.segments[0]
+        x = self._embed(inputs.patches, places, slices)
         for index, layer in enumerate(slices.between(self._layers)):
             x = layer(x, cu_seqlens, slices)
             if self._merge is not None and index == self._spec.insert_layer:
                 slices.checkpoint()
-                x, cu_seqlens = slices.rows(self._merge, x, group=4), [end // 4 for end in cu_seqlens]
+                _, cu_seqlens, windows = inputs.segments
+                x = slices.rows(partial(self._merge, windows=windows), x, group=4)
         return self._norm(x)
 
 
@@ -66,7 +96,7 @@ class PackedPatches:
 
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         size, patch = spec.hidden_size, spec.patch_size
-        self._ops, self._dtype, self._device = scope.ops, scope.dtype, scope.device
+        self._ops, self._dtype = scope.ops, scope.dtype
         self._patch, self._rounds, self._side = patch, spec.all_rounds, spec.num_positions
         self._normalise = PixelNormaliser(spec.preprocess, scope.device)
         self._positions = Weight(scope, "position_embedding.weight", (spec.num_positions**2, size))
@@ -75,23 +105,32 @@ class PackedPatches:
         scope.want("patch_embedding.bias", (size,), partial(self._fill, "bias"))
         scope.hold(self)
 
-    def __call__(self, pixels: Sequence[Tensor], slices: Slices) -> Tensor:
-        """[P, C]"""
-        places = torch.cat([self._places(one.shape[1] // self._patch, one.shape[2] // self._patch) for one in pixels])
-        positions = self._positions.tensor.index_select(0, places.to(self._device))
-        patches = torch.cat([self._cut(one) for one in pixels])
-        return slices.rows(lambda x, y: self._ops.linear(x, self.packed, residual=y), patches, positions)
+    def __call__(self, patches: Tensor, places: Tensor, slices: Slices) -> Tensor:
+        """What `cut` gives, and `places` -> [P, C]"""
+        return slices.rows(self._project, patches, self._positions.tensor.index_select(0, places))
+
+    def places(self, grids: Sequence[Grid]) -> Ints:
+        """[P]: rows of the table of positions."""
+        found = [self._places(rows, columns).numpy() for _, rows, columns in grids]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes
 
-    def _cut(self, pixels: Tensor) -> Tensor:
-        """[patches, patch * patch * 3] of one item."""
+    @property
+    def num_values(self) -> int:
+        """Bytes of a patch."""
+        return 3 * self._patch**2
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """uint8 [1, height, width, 3] -> uint8 [patches, patch * patch * 3]"""
         patch = self._patch
         whole = pixels[0].unflatten(0, (-1, patch)).unflatten(2, (-1, patch)).transpose(1, 2)
-        flat = in_merge_order(whole, self._rounds).view(-1, patch * patch, 3)
-        return self._normalise(flat).to(self._dtype).view(-1, patch * patch * 3)
+        return in_merge_order(whole, self._rounds).view(-1, self.num_values)
+
+    def _project(self, patches: Tensor, positions: Tensor) -> Tensor:
+        return self._ops.linear(self._normalise.rows(patches, self._dtype), self.packed, residual=positions)
 
     def _places(self, rows: int, columns: int) -> Tensor:
         """[patches] int64: rows of the table of positions."""
@@ -136,9 +175,11 @@ class WindowMerger:
         self._first = Linear(scope, {"linear_1": inner}, 4 * size, bias=True)
         self._second = Linear(scope, {"linear_2": size}, inner, bias=True)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[P, C] -> [P / 4, C]"""
-        x = self._attention(self._norm1(x), x, range(0, x.shape[0] + 1, 4))
+    def __call__(self, x: Tensor, windows: Segments) -> Tensor:
+        """[P, C] -> [P / 4, C]; there may be more windows than the rows have, unless they are planned."""
+        if not isinstance(windows, PackedPlan):
+            windows = windows[: x.shape[0] // 4 + 1]
+        x = self._attention(self._norm1(x), x, windows)
         one, two, three, four = x.view(-1, 4, self._size).float().unbind(1)
         mean = (((one + two) + three) + four).mul_(0.25).to(x.dtype)
         return self._second(self._first(self._norm2(x.view(-1, 4 * self._size)), "gelu_tanh"), residual=mean)

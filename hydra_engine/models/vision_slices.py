@@ -5,7 +5,7 @@ deterministic ops the cut changes none either. Does not know why anyone waits.
 
 What a piece can cost. Between layers a piece is a layer of the whole batch. With `piece_rows` it is that many rows of a
 layer's products, or the attention of a few segments or heads with about as many (query, key) pairs as those products
-have multiplications; one head of one picture is not cut, nor is what happens to pixels before the first product.
+have multiplications; one head of one picture is not cut.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.base import PackedPlan, Segments
+
 T = TypeVar("T")
-Mix = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 class Piece(NamedTuple):
@@ -61,12 +63,13 @@ class Slices:
             found.append(compute(*(tensor[begin:end] for tensor in tensors)))
         return torch.cat(found)
 
-    def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
-        """mix(q, k, v, cu_seqlens) [P, H, D] for `Ops.attention_packed`, whose segments and heads do not mix."""
+    def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
+        """mix(q, k, v, cu_seqlens) [P, H, D] for `Ops.attention_packed`, whose segments and heads do not mix.
+        Those of a plan are never cut."""
         num_rows, num_heads, head_dim = q.shape
         # Of products with the 9 C * C weights behind attention: R * 9 C * C = pairs * heads * 2 D, with C = H * D.
         most = self._piece_rows * 9 * num_heads * num_heads * head_dim // 2
-        if not most or num_rows <= self._piece_rows:
+        if not most or num_rows <= self._piece_rows or isinstance(cu_seqlens, PackedPlan):
             return mix(q, k, v, cu_seqlens)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for piece in attention_pieces(cu_seqlens, num_heads, most):

@@ -6,7 +6,7 @@ run on different lanes or in different processes. Callers run both under `torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,10 +15,15 @@ from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.models.decoder import Decoder
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.parameters import Demands, Slot
+from hydra_engine.models.vision_packing import Packing, TowerInput, tower_input
 
 
 class Vision(Protocol):
-    """Tower and projector: a batch of spans to the rows of the image cache, [M, C] for each of the cache's planes."""
+    """Tower and projector: a batch of spans to the rows of the image cache, [M, C] for each of the cache's planes.
+
+    `pack` and `cut` make of the batch what the call computes from. A call does nothing but launch ops and look at
+    shapes, so in a room, whose size all shapes follow from, it can be captured.
+    """
 
     @property
     def num_slices(self) -> int:
@@ -26,7 +31,29 @@ class Vision(Protocol):
         are not of one length."""
         ...
 
-    def __call__(self, batch: VisionInput, /) -> tuple[Tensor, ...]: ...
+    @property
+    def granule(self) -> int:
+        """Patches that every room is a multiple of."""
+        ...
+
+    @property
+    def num_values(self) -> int:
+        """Bytes of a patch."""
+        ...
+
+    def reserve(self, room: int) -> None:
+        """What calls for rooms up to this one read besides their inputs stays where it is."""
+        ...
+
+    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
+        """With padding up to `room` patches, 0: without. None where the batch does not fit."""
+        ...
+
+    def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        """uint8 [pictures, height, width, 3] per item -> its patches in the tower's order, uint8 [P, num_values]"""
+        ...
+
+    def __call__(self, inputs: TowerInput, /) -> tuple[Tensor, ...]: ...
 
 
 class VisionLanguageModel:
@@ -62,6 +89,11 @@ class VisionLanguageModel:
         return sum(holder.nbytes for holder in self._demands.holders)
 
     @property
+    def tower(self) -> Vision | None:
+        """What `encode` runs, for those who capture it."""
+        return self._vision
+
+    @property
     def num_slices(self) -> int:
         """As `Vision.num_slices`; 0 without a tower."""
         return 0 if self._vision is None else self._vision.num_slices
@@ -75,7 +107,10 @@ class VisionLanguageModel:
         """Writes the features of all spans to `batch.slots`."""
         if self._vision is None:
             raise ValueError("encode: expected a model with a vision tower, got one without")
-        for plane, features in enumerate(self._vision(batch)):
+        packing = self._vision.pack(batch)
+        assert packing is not None, "without a room everything fits"
+        inputs = tower_input(packing, batch, self._vision.cut)
+        for plane, features in enumerate(self._vision(inputs)):
             self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:

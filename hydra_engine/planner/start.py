@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,6 +55,11 @@ class Subject:
     weights_bytes: int
     fill_cache: Callable[[int], None]
     role: str = "EPD"  # what it computes
+    gpu: str = ""  # as in `Identity`
+    attention: str = ""
+    sm_split: tuple[int, ...] = ()
+    graph_sizes: tuple[int, ...] = ()  # of decode steps that were captured
+    captured_patches: int = 0  # of the largest encode that was
 
 
 class Found(NamedTuple):
@@ -180,7 +185,24 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         block_size=config.cache.block_size,
         engine=__version__,
         role=subject.role,
+        gpu=subject.gpu,
+        attention=subject.attention,
+        sm_split=_listed(subject.sm_split),
+        graphs=_graphs(captured=bool(subject.graph_sizes), chosen=config.cuda_graph_sizes),
+        model_impl="transformers" if isinstance(subject.spec.vision, GenericVisionSpec) else "",
+        encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
     )
+
+
+def _graphs(*, captured: bool, chosen: Sequence[int]) -> str:
+    """Sizes that nobody chose follow from the most rows and patches, of which `Reach` speaks."""
+    if not captured:
+        return ""
+    return _listed(chosen) or "default"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def processor_name() -> str:

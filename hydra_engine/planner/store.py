@@ -29,7 +29,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a profile holds for. `model` covers the configuration and names, sizes and times of the weight files."""
+    """What a profile holds for. `model` covers the configuration and names, sizes and times of the weight files. The
+    fields from `gpu` on are empty where a profile is older than they are, and where there is nothing to say."""
 
     model: str
     device: str
@@ -45,6 +46,15 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
     role: str = "EPD"
     schema: int = SCHEMA
+    gpu: str = ""  # its name; `device` only numbers it
+    attention: str = ""  # whose kernels read the cache on a GPU
+    sm_split: str = ""  # "32,64": multiprocessors for tokens at each place
+    graphs: str = ""  # rows for which decode steps are captured: "default", whatever the most rows are, or "1,2,4"
+    model_impl: str = ""  # "transformers": its modules compute
+    encode_graphs: str = ""  # patches for which encodes are captured: "default", whatever the most are, or "256,1024"
+
+
+_LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs")
 
 
 class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,10 +108,11 @@ def model_identity(directory: Path) -> str:
 
 def file_name(directory: Path, identity: Identity) -> str:
     """One per model directory and setting: another version of the model or the engine takes the same name, so that an
-    outdated profile is noticed and replaced."""
+    outdated profile is noticed and replaced. What was added to `Identity` later and is empty changes no name."""
     lasting = msgspec.structs.replace(identity, model=str(directory.resolve()), engine="", schema=0)
+    settings = {key: value for key, value in msgspec.structs.asdict(lasting).items() if value or key not in _LATER}
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name)[:40]
-    return f"{name}-{hashlib.blake2b(msgspec.json.encode(lasting), digest_size=8).hexdigest()}.json"
+    return f"{name}-{hashlib.blake2b(msgspec.json.encode(settings), digest_size=8).hexdigest()}.json"
 
 
 def save(profile: Profile, path: Path) -> None:
@@ -176,10 +187,13 @@ def _difference(then: Identity, now: Identity) -> str:
     names = [name for name in Identity.__struct_fields__ if getattr(then, name) != getattr(now, name)]
     if names == ["model"]:
         return "the model's files have changed"
-    return "it was measured with " + ", ".join(
-        "another state of the model's files" if name == "model" else f"{name} {str(getattr(then, name))[:60]}"
-        for name in names
-    )
+    return "it was measured with " + ", ".join(_had(name, getattr(then, name)) for name in names)
+
+
+def _had(name: str, value: object) -> str:
+    if name == "model":
+        return "another state of the model's files"
+    return f"no {name}" if value == "" else f"{name} {str(value)[:60]}"
 
 
 def _curve_problems(name: str, curve: Curve, least_s: float) -> Iterator[str | None]:

@@ -44,7 +44,7 @@ class AsynchronousStep(StepForm):
         rows = self._rows(plan, records)
         outcome: Samples | Unread
         if self._graphs is not None and self._can_replay(plan, begun) and self._graphs.fits(rows):
-            outcome = self._replay(self._graphs, rows, begun.asked)
+            outcome = self._replay(self._graphs, plan, rows, begun.asked)
         else:
             outcome = self._eager(plan, rows, begun)
         if self._parts.states is not None:
@@ -58,8 +58,10 @@ class AsynchronousStep(StepForm):
         disturbed = begun.poisoned or self._parts.faults.is_armed(MID_LANGUAGE_STEP)
         return not plan.chunks and not disturbed and bool(begun.asked.plain.all())
 
-    def _replay(self, graphs: DecodeGraphs, rows: StepRows, asked: Asked) -> Unread:
-        found = graphs.replay(rows, asked.seats, self._seats.draws.of(asked.seats, asked.num_generated))
+    def _replay(self, graphs: DecodeGraphs, plan: LanguagePlan, rows: StepRows, asked: Asked) -> Unread:
+        draws = self._seats.draws.of(asked.seats, asked.num_generated)
+        states = None if self._parts.states is None else self._parts.states.rows(plan)
+        found = graphs.replay(rows, asked.seats, draws, states)
         self._seats.written(asked.seats)
         return Unread(len(asked.rows), asked.rows, self._parts.device.fetch(found))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ def sent_input(
         position_end=rows.position_end,
         image_rows=image_rows,
         image_slots=image_slots,
-        states=None if states is None else States(states.cache, states.rows(plan)),
+        states=None if states is None else States(states.cache, ops.plan_states(states.rows(plan))),
         scored=scored,
     )
     return inputs, tuple(others[len(merges) :])
@@ -115,8 +116,7 @@ def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimod
     longest = int(starts.max())
     assert longest // block_size < tables.shape[1], "plan lacks blocks"
     blocks = starts // block_size
-    bounds = np.arange(len(decodes) + 1)
-    rows = bounds[:-1]
+    rows, cu_q = _one_each(len(decodes))
     positions = _decode_positions(decodes, seats, multimodal=multimodal)
     return StepRows(
         token_ids=seats.tokens(decodes),
@@ -124,10 +124,17 @@ def _decode_rows(decodes: DecodeRows, seats: Seats, block_size: int, *, multimod
         position_end=int(positions.max()) + 1 if multimodal else longest + 1,
         slots=(tables[rows, blocks].astype(np.int64) - blocks) * block_size + starts,
         logit_rows=rows,
-        cu_q=bounds.astype(np.int32),
+        cu_q=cu_q,
         num_context=(starts + 1).astype(np.int32),
         block_tables=tables,
     )
+
+
+@lru_cache(maxsize=256)
+def _one_each(num_rows: int) -> tuple[Ints, BlockIds]:
+    """(rows [B], where each begins [B + 1]) of a step of one token a row. Nobody changes them."""
+    bounds = np.arange(num_rows + 1)
+    return bounds[:-1], bounds.astype(np.int32)
 
 
 def _mixed_rows(plan: LanguagePlan, seats: Seats, block_size: int, rope: Sequence[PromptPositions] | None) -> StepRows:
@@ -199,41 +206,44 @@ def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> 
     return (np.concatenate(targets), np.concatenate(sources)) if targets else ()
 
 
+def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Ints:
+    """Where the features of all items go."""
+    return np.concatenate([feature_slots(item.block_ids, 0, item.num_tokens, block_size) for item in items])
+
+
 def vision_input(
-    items: Sequence[EncodeItem],
     images: Sequence[ImageItem],
     payloads: Sequence[PixelPayload],
-    *,
-    block_size: int,
-    device: torch.device,
+    slots: Ints,
+    device: Device,
 ) -> VisionInput:
-    """`images[i]` and `payloads[i]` belong to `items[i]`."""
-    slots = np.concatenate([feature_slots(item.block_ids, 0, item.num_tokens, block_size) for item in items])
+    """`images[i]` and `payloads[i]` belong together; `slots` as `vision_slots` says."""
     plain = not payloads[0].arrays
+    given = [{"pixels": _pictures(payload)} if plain else _arrays(payload) for payload in payloads]
+    sent_slots, *sent = device.send((slots, *chain.from_iterable(arrays.values() for arrays in given)))
+    values = iter(sent)
+    arrays = tuple({name: next(values) for name in arrays} for arrays in given)
     return VisionInput(
-        pixels=tuple(_pictures(payload, device) for payload in payloads) if plain else (),
+        pixels=tuple(one["pixels"] for one in arrays) if plain else (),
         sources=tuple((image.width, image.height) for image in images),
         grids=tuple(image.grid for image in images),
-        slots=_tensor(slots, device),
-        arrays=() if plain else tuple(_arrays(payload, device) for payload in payloads),
+        slots=sent_slots,
+        arrays=() if plain else arrays,
+        send=device.send,
     )
 
 
-def _pictures(payload: PixelPayload, device: torch.device) -> Tensor:
-    """uint8 [pictures, height, width, 3]. Copied, because bytes are read-only."""
+def _pictures(payload: PixelPayload) -> npt.NDArray[np.uint8]:
+    """[pictures, height, width, 3]. Copied, because bytes are read-only."""
     flat = np.frombuffer(payload.data, dtype=np.uint8).copy()
-    return _tensor(flat.reshape(payload.count, payload.height, payload.width, 3), device)
+    return flat.reshape(payload.count, payload.height, payload.width, 3)
 
 
-def _arrays(payload: PixelPayload, device: torch.device) -> dict[str, Tensor]:
+def _arrays(payload: PixelPayload) -> dict[str, npt.NDArray[np.generic]]:
     arrays, begin = {}, 0
     for layout in payload.arrays:
         dtype, count = np.dtype(layout.dtype), math.prod(layout.shape)
         values = np.frombuffer(payload.data, dtype=dtype, count=count, offset=begin).reshape(layout.shape)
-        arrays[layout.name] = _tensor(values.copy(), device)
+        arrays[layout.name] = values.copy()
         begin += count * dtype.itemsize
     return arrays
-
-
-def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)

@@ -1,4 +1,5 @@
-"""The boundary that keeps a failure inside a step: an exception becomes data for the requests it belongs to.
+"""The boundary that keeps a failure inside a step: an exception becomes data for the requests it belongs to. All but
+one: that the device itself has failed belongs to nobody's request, and goes on through.
 
 Does not know what a step does. The text of an unforeseen exception goes to the log only, never into an answer.
 """
@@ -11,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from hydra_engine.errors import ErrorInfo, HydraError, RequestFailed, Unavailable
+from hydra_engine.backend.device import Device
+from hydra_engine.errors import BackendError, ErrorInfo, HydraError, RequestFailed, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +26,12 @@ OUT_OF_MEMORY = Unavailable(
 
 def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
     """The result of `run`, or what to tell the owner of the request that made it raise; OUT_OF_MEMORY if memory was
-    missing, which is the caller's to give back: here all that the failed call held is free again."""
+    missing, which is the caller's to give back: here all that the failed call held is free again. Raises BackendError
+    as `run` does."""
     try:
         return run()
+    except BackendError:
+        raise
     except HydraError as error:
         logger.warning("%s: %s", what, error)
         return error.info()
@@ -36,6 +41,18 @@ def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
     except Exception:  # broad on purpose: whatever one request provokes must not end the lane that serves all others
         logger.exception("%s failed", what)
         return RequestFailed("the engine failed while it computed this request; the server's log says why").info()
+
+
+def attempt_step(device: Device, what: str, run: Callable[[], T]) -> T | ErrorInfo:
+    """As `attempt`, for what the calling lane launches on a device; memory that is free again goes back to it. Waits
+    for the device if `run` raised, and raises BackendError where it is the device that failed: whatever is launched
+    after that raises too, so that otherwise request after request would be told that it was the one."""
+    outcome = attempt(what, run)
+    if isinstance(outcome, ErrorInfo):
+        device.finish()
+        if outcome is OUT_OF_MEMORY:
+            device.trim()
+    return outcome
 
 
 def not_finite(what: str) -> ErrorInfo:

@@ -1,8 +1,8 @@
 """Steps of decodes alone, captured for some batch sizes and replayed: from the seats' last tokens to the next ones.
 
 A replay takes its inputs at fixed addresses: one send and two copies bring a step's there. A step of fewer rows than
-its graph is padded with rows that leave nothing behind: slot -1, a context of 1, a seat of their own. Does not know
-which steps may be replayed, nor requests.
+its graph is padded with rows that leave nothing behind: slot -1, a context of 1, a seat of their own, and a recurrent
+state that begins and is not kept. Does not know which steps may be replayed, nor requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Draws
+from hydra_engine.backend.base import Draws, Refresh, StateRows
 from hydra_engine.backend.device import Graph
-from hydra_engine.core.plans import Ints
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.core.plans import BlockIds, Ints
+from hydra_engine.models.inputs import LanguageInput, States
 from hydra_engine.worker.batches import StepRows
 from hydra_engine.worker.device_sampling import DrawArrays
 from hydra_engine.worker.device_seats import DeviceSeats
@@ -49,6 +49,9 @@ class _Columns(NamedTuple, Generic[_Column]):
     seats: _Column
     positions: _Column
     slots: _Column
+    state_starts: _Column  # these three as those of `StateRows`
+    state_reads: _Column
+    state_writes: _Column
     num_context: _Column  # int32
     top_k: _Column
     temperatures: _Column  # float32
@@ -57,12 +60,14 @@ class _Columns(NamedTuple, Generic[_Column]):
     numbers: _Column
 
 
-_WORDS = 4 + 6 // 2
+_LONG, _SHORT = 7, 6  # columns of 8 and of 4 bytes
+_WORDS = _LONG + _SHORT // 2
+_NO_TABLES = np.zeros((0, 1), dtype=np.int32)
 
 
 def _columns(packed: Any, size: int, int32: Any, float32: Any) -> _Columns[Any]:
     """Of an array or a tensor of int64, [_WORDS * size], which takes its own library's dtypes."""
-    long, short = packed[: 4 * size].reshape(4, size), packed[4 * size :].view(int32).reshape(6, size)
+    long, short = packed[: _LONG * size].reshape(_LONG, size), packed[_LONG * size :].view(int32).reshape(_SHORT, size)
     return _Columns(*long, *short[:2], *short[2:].view(float32))
 
 
@@ -70,6 +75,7 @@ def _columns(packed: Any, size: int, int32: Any, float32: Any) -> _Columns[Any]:
 class _Captured:
     graph: Graph
     results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
+    refresh: Refresh | None  # of its attention's plan
 
 
 class DecodeGraphs:
@@ -84,6 +90,7 @@ class DecodeGraphs:
         self._width = -(-max_model_len // parts.kv_cache.block_size)
         self._captured: dict[tuple[int, int], _Captured] = {}  # by place and size
         self._blanks: dict[int, Ints] = {}
+        self._refused = False  # a plan could not be made for what was captured
 
     # ---- capture
 
@@ -94,6 +101,8 @@ class DecodeGraphs:
             fixed = self._packed, self._tables[:1], self._seats.last_tokens
             try:
                 self._parts.ops.plan_decode(fixed[0].view(torch.int32)[:1], fixed[1])
+                if self._parts.states is not None:
+                    self._parts.ops.plan_decode_states(*(fixed[0][:1],) * 3)
             except ValueError as error:
                 logger.info("decode steps are not captured: %s", error)
                 self.sizes = ()
@@ -107,21 +116,32 @@ class DecodeGraphs:
         places = range(self._parts.device.num_places)
         return [(place, size) for place in places for size in reversed(self.sizes)]
 
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({size for _, size in self._captured}))
+
     def capture(self, place: int, size: int) -> None:
         """When no step is in flight."""
         parts = self._parts
         with torch.inference_mode(), parts.device.at(place):
-            packed = self._packed[: _WORDS * size]
-            packed.copy_(parts.device.send((self._blank(size),))[0])
+            packed, blank = self._packed[: _WORDS * size], self._blank(size)
+            packed.copy_(parts.device.send((blank,))[0])
             columns, inputs = self._inputs(packed, size)
+            refresh = inputs.attention.refresh
+            if refresh is not None:
+                refresh(_columns(blank, size, np.int32, np.float32).num_context, _NO_TABLES)
             results: list[Tensor] = []
             graph = parts.device.capture(partial(self._launch, inputs, columns, results))
         self.num_bytes += graph.num_bytes
-        self._captured[place, size] = _Captured(graph, results)
+        self._captured[place, size] = _Captured(graph, results, refresh)
 
     def _inputs(self, packed: Tensor, size: int) -> tuple[_Columns[Tensor], LanguageInput]:
         columns: _Columns[Tensor] = _columns(packed, size, torch.int32, torch.float32)
-        positions = columns.positions
+        positions, table = columns.positions, self._parts.states
+        rows = None
+        if table is not None:
+            places = columns.state_starts, columns.state_reads, columns.state_writes
+            rows = self._parts.ops.plan_decode_states(*places)
         return columns, LanguageInput(
             token_ids=columns.token_ids,
             positions=positions.expand(3, -1) if self._parts.multimodal_rope else positions,
@@ -129,6 +149,7 @@ class DecodeGraphs:
             attention=self._parts.ops.plan_decode(columns.num_context, self._tables[:size]),
             logit_rows=torch.arange(size, device=packed.device),
             position_end=self._max_model_len,
+            states=None if table is None or rows is None else States(table.cache, rows),
         )
 
     def _launch(self, inputs: LanguageInput, columns: _Columns[Tensor], results: list[Tensor]) -> None:
@@ -155,6 +176,7 @@ class DecodeGraphs:
             packed = np.zeros(_WORDS * size, dtype=np.int64)
             columns = _columns(packed, size, np.int32, np.float32)
             columns.seats[:], columns.slots[:], columns.num_context[:] = self._seats.padding, -1, 1
+            columns.state_writes[:] = -1
             self._blanks[size] = packed
         return self._blanks[size].copy()
 
@@ -162,29 +184,48 @@ class DecodeGraphs:
 
     def fits(self, rows: StepRows) -> bool:
         """Whether there is a graph for this step of decodes."""
-        count, width = rows.block_tables.shape
-        if not self._captured or count > self.sizes[-1] or width > self._width:
+        count = len(rows.block_tables)
+        if self._refused or not self._captured or count > self.sizes[-1]:
             return False
         place = self._parts.device.place()
         return rows.position_end <= self._max_model_len and (place, self._size(count)) in self._captured
 
-    def replay(self, rows: StepRows, seats: Ints, draws: DrawArrays) -> tuple[Tensor, Tensor]:
-        """(tokens, finite) of a step that fits, until the next replay. The seats have been written."""
-        count, width = rows.block_tables.shape
+    def replay(
+        self, rows: StepRows, seats: Ints, draws: DrawArrays, states: StateRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, finite) of a step that fits, until the next replay. The seats have been written, and the `states`
+        of a model that keeps some. What raises has launched nothing that matters; after a ValueError no step fits any
+        more."""
+        # Columns behind that are of contexts longer than any row's.
+        given_tables = rows.block_tables[:, : self._width]
+        count, width = given_tables.shape
         device, size = self._parts.device, self._size(count)
         packed = self._blank(size)
         columns = _columns(packed, size, np.int32, np.float32)
         positions = rows.positions if rows.positions.ndim == 1 else rows.positions[0]  # alike on all axes
-        given = (rows.token_ids, seats, positions, rows.slots, rows.num_context)
+        places: tuple[Any, ...] = (0, 0, -1)
+        if states is not None:
+            places = states.starts.numpy(), states.reads.numpy(), states.writes.numpy()
+        given = (rows.token_ids, seats, positions, rows.slots, *places, rows.num_context)
         for column, values in zip(columns, (*given, draws.top_k, draws.temperatures, *draws[2:]), strict=True):
             column[:count] = values
-        sent, tables = device.send((packed, rows.block_tables))
+        sent, tables = device.send((packed, given_tables))
         self._packed[: len(packed)].copy_(sent)
         self._tables[:count, :width].copy_(tables)
         captured = self._captured[device.place(), size]
+        if captured.refresh is not None:
+            self._refresh(captured.refresh, columns.num_context, given_tables)
         captured.graph.replay()
         tokens, finite = captured.results
         return tokens[:count], finite[:count]
+
+    def _refresh(self, refresh: Refresh, num_context: BlockIds, tables: BlockIds) -> None:
+        try:
+            refresh(num_context, tables)
+        except ValueError:
+            # Steps in flight may still replay what was captured, so it is kept.
+            self._refused = True
+            raise
 
     def _size(self, count: int) -> int:
         return self.sizes[bisect_left(self.sizes, count)]

@@ -23,7 +23,8 @@ NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 
 
 class Exchange:
-    """`caches` are those that the instance has, in memory that peers can map or not."""
+    """`caches` are those that the instance has, in memory that peers can map or not. `run`: how a pull is run in the
+    lane; it may raise BackendError, where the device failed."""
 
     def __init__(
         self,
@@ -31,7 +32,9 @@ class Exchange:
         caches: Mapping[PoolKind, PagedCache],
         clock: Clock,
         faults: FaultPoints,
+        run: Callable[[Callable[[], None]], None] = lambda job: job(),
     ) -> None:
+        self._run = run
         self._device = backend.device
         self._caches = caches
         self._words = ControlWords(NUM_CONTROL_WORDS)
@@ -66,7 +69,7 @@ class Exchange:
     def submit(self, job: PullJob, deliver: Callable[[PullResult], None]) -> None:
         """`deliver` is called in the lane."""
         peer, runner = self._peers.get(job.peer), self._runner
-        self._lane.submit(lambda: deliver(runner.run(job, peer)))
+        self._lane.submit(lambda: self._run(lambda: deliver(runner.run(job, peer))))
 
     def end(self) -> None:
         """Waits for the jobs and lets go of everything; peers keep what they have mapped of ours. A second call does

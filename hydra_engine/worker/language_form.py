@@ -31,8 +31,7 @@ def asynchronous_lane(
     """With the graphs that are to be captured before the first step, if there are to be any."""
     seats = DeviceSeats(config.scheduler.max_num_seqs, parts.device.torch_device)
     graphs = None
-    # A recurrent state changes places with every step, which a graph cannot.
-    if parts.model.can_be_captured and parts.states is None and not config.enforce_eager:
+    if parts.model.can_be_captured and not config.enforce_eager:
         graphs = DecodeGraphs(parts, seats, _sizes(config), max_model_len)
     step = AsynchronousStep(parts, seats, graphs)
     return LanguageLane(step, seats, parts.device, clock, ahead=True, gate=gate), graphs

@@ -18,7 +18,7 @@ from hydra_engine.backend.device import Device
 from hydra_engine.clock import Clock
 from hydra_engine.core.plans import Ints, LanguagePlan, LanguageResult
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
 from hydra_engine.worker.gate import LaneGate
 from hydra_engine.worker.in_flight import FAILED_EARLIER, Pending, StepOrder
 from hydra_engine.worker.language_step import Step
@@ -42,7 +42,8 @@ class LanguageLane:
         self._order = StepOrder(seats, clock, gate)
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> LanguageResult:
-        """`records[i]` belongs to `plan.chunks[i]`. Never raises because of a request's content."""
+        """`records[i]` belongs to `plan.chunks[i]`. Never raises because of a request's content, and BackendError where
+        the device failed."""
         return self.launch(plan, records).result()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
@@ -80,14 +81,12 @@ class LanguageLane:
         more, now that memory has been given back."""
         if not len(rows):
             return
-        outcome = attempt(f"language step of {len(rows)}", partial(self._step.run, plan, records))
+        outcome = attempt_step(self._device, f"language step of {len(rows)}", partial(self._step.run, plan, records))
         if not isinstance(outcome, ErrorInfo):
             pending.add(rows, outcome)
             return
         if self._ahead:
             pending.wait_for(self._device.fetch(()))
-        if outcome is OUT_OF_MEMORY:
-            self._device.trim()
         if alone or (len(rows) == 1 and outcome is not OUT_OF_MEMORY):
             pending.fail(rows, outcome)
             return

@@ -117,7 +117,7 @@ class StepForm:
             parts.device,
             image_block_size=1 if parts.image_cache is None else parts.image_cache.block_size,
             states=parts.states,
-            scored=None if scoring is None else scoring.wanted(parts.device.torch_device),
+            scored=None if scoring is None else scoring.wanted(parts.device),
             beside=beside,
         )
 

@@ -42,6 +42,9 @@ class WorkingMemory:
     def total_bytes(self) -> int:
         return self.activation_bytes + self.graph_bytes
 
+    def times(self, places: int) -> WorkingMemory:
+        return WorkingMemory(self.encode_bytes * places, self.language_bytes * places, self.graph_bytes * places)
+
 
 NOT_COUNTED = WorkingMemory()
 

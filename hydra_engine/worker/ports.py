@@ -16,6 +16,7 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.vlm import Vision
 from hydra_engine.worker.positions import PromptPositions
 from hydra_engine.worker.sampler import Recipe
 
@@ -31,6 +32,11 @@ class ServedModel(Protocol):
     @property
     def can_be_captured(self) -> bool:
         """Whether a forward of decodes does nothing but launch ops and look at shapes."""
+        ...
+
+    @property
+    def tower(self) -> Vision | None:
+        """What an encode runs, where that can be captured."""
         ...
 
     def reserve_positions(self, end: int) -> None:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from hydra_engine.backend.device import Device
 from hydra_engine.core.plans import LanguagePlan, TokenLogprobs
 from hydra_engine.models.inputs import Scored
 from hydra_engine.worker.boundary import not_finite
@@ -46,8 +46,9 @@ class PromptScoring:
         """None where nothing is scored, which costs a look at the chunks."""
         return cls(plan, records) if any(chunk.scored for chunk in plan.chunks) else None
 
-    def wanted(self, device: torch.device) -> Scored:
-        return Scored(torch.tensor(self._rows, dtype=torch.int64, device=device), self._take)
+    def wanted(self, device: Device) -> Scored:
+        (rows,) = device.send((np.array(self._rows, dtype=np.int64),))
+        return Scored(rows, self._take)
 
     def put(self, samples: Samples) -> None:
         """A chunk with a row that is not finite fails, and what it has sampled is worth nothing."""

@@ -55,6 +55,7 @@ class Seats:
         self.plain_from: Ints = np.full(num_seats, NEVER_PLAIN, dtype=np.int64)  # see Recipe.plain_from
         self.since: Ints = np.zeros(num_seats, dtype=np.int64)  # the step that the tenancy began with
         self._last_tokens: Ints = np.full(num_seats, -1, dtype=np.int64)
+        self._checked: Ints | None = None  # seats of decodes that were their requests' own; nobody has sat down since
         self._requests: list[Request | None] = [None] * num_seats
         self._recipes: list[Recipe | None] = [None] * num_seats
         self._lock = threading.Lock()  # for what follows
@@ -70,6 +71,7 @@ class Seats:
             seat = chunk.seat
             if self.owners[seat] != chunk.request_id:
                 self.owners[seat] = chunk.request_id
+                self._checked = None
                 self._last_tokens[seat] = -1  # not another request's: no model takes it
                 self.since[seat] = self.step
             elif chunk.start == 0:
@@ -135,11 +137,15 @@ class Seats:
         """As `tokens`, right for rows that are not plain also where others' tokens are elsewhere."""
         self.check_owners(decodes)
         ids = decodes.token_ids
-        return np.where(ids < 0, self._last_tokens[decodes.seats], ids)
+        unread = ids < 0
+        return np.where(unread, self._last_tokens[decodes.seats], ids) if np.count_nonzero(unread) else ids
 
     def check_owners(self, decodes: DecodeRows) -> None:
-        owned = self.owners[decodes.seats] == decodes.request_ids
-        assert owned.all(), "a decode names a seat that is not its request's"
+        """Plans share the array of seats as long as the same requests decode: then there is nothing new to check."""
+        if decodes.seats is not self._checked:
+            owned = self.owners[decodes.seats] == decodes.request_ids
+            assert owned.all(), "a decode names a seat that is not its request's"
+            self._checked = decodes.seats
 
     def put(self, seats: Ints, token_ids: Ints) -> None:
         """What was sampled for `seats`; -1 for a row that failed, whose later rows are barred."""

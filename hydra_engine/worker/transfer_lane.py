@@ -19,7 +19,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import ErrorInfo, TransferError
-from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.boundary import attempt_step
 from hydra_engine.worker.cache_store import checksums_of
 from hydra_engine.worker.faults import AFTER_COPY, MID_COPY, FaultPoints
 from hydra_engine.worker.peers import Peer
@@ -41,9 +41,10 @@ class TransferLane:
         self._faults = faults
 
     def run(self, job: PullJob, peer: Peer | None) -> PullResult:
-        """`peer` None: the job's peer is not open. Never raises; the result of a job that did has a `problem`."""
+        """`peer` None: the job's peer is not open. Raises nothing but BackendError, where the device failed; the result
+        of a job that did has a `problem`."""
         started_s = self._clock.now()
-        outcome = attempt(f"pull from instance {job.peer}", partial(self._pull, job, peer))
+        outcome = attempt_step(self._device, f"pull from instance {job.peer}", partial(self._pull, job, peer))
         if isinstance(outcome, ErrorInfo):
             outcome = False, 0, _problem(job, outcome)
         valid, num_bytes, problem = outcome

@@ -12,6 +12,7 @@ With peers there is a third lane, which copies their blocks into our caches (`ex
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,15 +29,15 @@ from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullJob, PullR
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.errors import BackendError, ErrorInfo
-from hydra_engine.specs.base import ModelSpec
+from hydra_engine.errors import BackendError
+from hydra_engine.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.constraints import Constraints
 from hydra_engine.worker.decode_graphs import DecodeGraphs
+from hydra_engine.worker.encode_graphs import EncodeGraphs, encode_graphs
 from hydra_engine.worker.exchange import Exchange
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.gate import LaneGate
-from hydra_engine.worker.in_flight import Pending
 from hydra_engine.worker.language_form import asynchronous_lane, synchronous_lane
 from hydra_engine.worker.language_lane import LanguageLane
 from hydra_engine.worker.language_step import StepParts
@@ -46,6 +47,9 @@ from hydra_engine.worker.sampler import Recipe
 from hydra_engine.worker.states import StateTable
 from hydra_engine.worker.vision_lane import VisionLane
 from hydra_engine.worker.warm_up import warm_language, warm_vision
+from hydra_engine.worker.working_memory import image_budget, largest_encode
+
+logger = logging.getLogger(__name__)
 
 PIECE_ROWS = 64  # rows of a layer between two places where an encode can pause; whole layers without a limit
 
@@ -55,7 +59,8 @@ Result = VisionResult | LanguageResult | PullResult
 class Worker:
     """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
     `shared`: there are peers. They can map those caches that lie in memory made for it (`PagedCache.memory`).
-    `asynchronous`: language steps are launched before the one before was read; None: where the device works so."""
+    `asynchronous`: language steps are launched before the one before was read, and steps of both lanes may
+    be replayed; None: where the device works so."""
 
     def __init__(
         self,
@@ -90,32 +95,57 @@ class Worker:
         self._results: deque[Result] = deque()
         self.faults = faults if faults is not None else FaultPoints()
         caches = _by_kind(image_cache, kv_cache)
-        self._exchange = Exchange(backend, caches, clock, self.faults) if shared else None
+        self._exchange = Exchange(backend, caches, clock, self.faults, self._run) if shared else None
         self._vision: tuple[Lane, VisionLane] | None = None
         self._language: tuple[Lane, LanguageLane] | None = None
         self._readers: Lane | None = None  # where results are waited for
         self._graphs: DecodeGraphs | None = None
-        self._broken: BackendError | None = None  # the device failed; nothing can be computed any more
-        encodes = role.needs_vision and spec.vision is not None and image_cache is not None
-        if gate is None and encodes and role.needs_language:
+        self._encode_graphs: EncodeGraphs | None = None
+        self.notes: tuple[str, ...] = ()  # what a user should know of how steps are run, a sentence each
+        self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
+        vision = spec.vision if role.needs_vision and image_cache is not None else None
+        if gate is None and vision is not None and role.needs_language:
             gate = LaneGate(clock, slicing=config.scheduler.vision_slicing)
         self._gate = gate
         self._piece_rows = PIECE_ROWS if config.scheduler.slices_layers and gate is not None else 0
-        device = backend.device
-        if encodes and image_cache is not None:
-            encoder = VisionLane(model, backend, image_cache, clock, self.faults, gate, self._piece_rows)
-            self._vision = device.lane("vision"), encoder
+        asynchronous = backend.device.asynchronous if asynchronous is None else asynchronous
+        if vision is not None and image_cache is not None:
+            if asynchronous:
+                self._encode_graphs = self._graphs_of_encodes(vision, image_cache, config)
+            pieces = gate, self._piece_rows, self._encode_graphs
+            encoder = VisionLane(model, backend, image_cache, clock, self.faults, *pieces)
+            self._vision = backend.device.lane("vision"), encoder
         if role.needs_language and kv_cache is not None:
-            table, has_axes = None if states is None else StateTable(states), spec.language.rope_sections is not None
-            parts = StepParts(
-                model, backend.ops, device, kv_cache, image_cache, self.faults, table, multimodal_rope=has_axes
-            )
-            if device.asynchronous if asynchronous is None else asynchronous:
-                runner, self._graphs = asynchronous_lane(parts, config, clock, gate, self._max_model_len)
-                self._readers = ThreadLane("results", 1)
-            else:
-                runner = synchronous_lane(parts, config, clock, gate)
-            self._language = device.lane("language"), runner
+            decoder = self._language_lane(kv_cache, config, clock, asynchronous=asynchronous)
+            self._language = backend.device.lane("language"), decoder
+
+    def _graphs_of_encodes(self, vision: VisionSpec, cache: PagedCache, config: EngineConfig) -> EncodeGraphs | None:
+        """Those that are to be captured; leaves a note where there are none and nobody asked for that."""
+        model, pauses = self._model, self._piece_rows > 0
+        largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
+        graphs, reason = encode_graphs(model, self._backend, cache, config, largest, pauses=pauses)
+        self.notes = (reason,) if reason else ()
+        return graphs
+
+    def _language_lane(
+        self, kv_cache: PagedCache, config: EngineConfig, clock: Clock, *, asynchronous: bool
+    ) -> LanguageLane:
+        """With the graphs of decodes and the readers of results, where steps run behind their launch."""
+        parts = StepParts(
+            self._model,
+            self._backend.ops,
+            self._backend.device,
+            kv_cache,
+            self._image_cache,
+            self.faults,
+            None if self._states is None else StateTable(self._states),
+            multimodal_rope=self._spec.language.rope_sections is not None,
+        )
+        if not asynchronous:
+            return synchronous_lane(parts, config, clock, self._gate)
+        runner, self._graphs = asynchronous_lane(parts, config, clock, self._gate, self._max_model_len)
+        self._readers = ThreadLane("results", 1)
+        return runner
 
     # ---- requests
 
@@ -157,7 +187,7 @@ class Worker:
         assert self._vision is not None, "this worker has no vision lane"
         lane, runner = self._vision
         records = [self._requests[item.request_id] for item in plan.items]
-        lane.submit(lambda: self._deliver(runner.run(plan, records)))
+        lane.submit(partial(self._run, lambda: self._deliver(runner.run(plan, records))))
 
     def submit_language(self, plan: LanguagePlan) -> None:
         assert self._language is not None, "this worker has no language lane"
@@ -165,25 +195,33 @@ class Worker:
         records = [self._requests[chunk.request_id] for chunk in plan.chunks]
         readers = self._readers
         if readers is None:
-            lane.submit(lambda: self._deliver(runner.run(plan, records)))
+            lane.submit(partial(self._run, lambda: self._deliver(runner.run(plan, records))))
         else:
-            lane.submit(lambda: readers.submit(partial(self._read, runner.launch(plan, records))))
+            lane.submit(partial(self._run, lambda: self._launch(readers, runner, plan, records)))
 
-    def _read(self, pending: Pending) -> None:
+    def _launch(
+        self, readers: Lane, runner: LanguageLane, plan: LanguagePlan, records: Sequence[WorkerRequest]
+    ) -> None:
+        pending = runner.launch(plan, records)
+        readers.submit(partial(self._run, lambda: self._deliver(pending.result())))
+
+    def _run(self, job: Callable[[], None]) -> None:
+        """In a lane's thread. What raises here is no request's fault: the device failed, or the lane has a bug. It ends
+        the lane, and the worker with the next `poll`, for what is in flight never comes back."""
         try:
-            result = pending.result()
-        except BackendError as error:
-            self._broken = error
+            job()
+        except Exception as error:  # broad on purpose: whatever ends a lane, nobody is to wait for it in vain
+            if self._broken is None:  # what follows from the first failure says less
+                self._broken = error
             self._wake()
             raise
-        self._deliver(result)
 
     def submit_pull(self, job: PullJob) -> None:
         self._with_peers.submit(job, self._deliver)
 
     def poll(self) -> list[Result]:
-        """Raises BackendError once the device has failed: what is in flight never comes back, and nobody can tell which
-        request it was."""
+        """Raises what ended a lane, BackendError if the device failed: what is in flight never comes back, and nobody
+        can tell which request it was."""
         if self._broken is not None:
             raise self._broken
         results: list[Result] = []
@@ -241,29 +279,35 @@ class Worker:
             progress(done, len(jobs))
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """After the warm-up, where decode steps are to be replayed: progress is not called where they are not. Raises
+        """After the warm-up, where steps are to be replayed: progress is not called where they are not. Raises
         BackendError."""
-        graphs = self._graphs
-        if graphs is None or self._language is None:
-            return
-        lane = self._language[0]
-        self._capture(lane, graphs.prepare)
-        wanted = graphs.wanted
-        for done, (place, size) in enumerate(wanted, start=1):
-            self._capture(lane, partial(graphs.capture, place, size))
-            progress(done, len(wanted))
+        kinds = (
+            (self._language, self._graphs, "decode steps", "cuda_graph_sizes"),
+            (self._vision, self._encode_graphs, "encodes", "encoder_cuda_graph_sizes"),
+        )
+        jobs: list[tuple[Lane, Callable[[], None], str, str]] = []
+        for track, graphs, what, option in kinds:
+            if track is not None and graphs is not None:
+                _capture(track[0], graphs.prepare, what, option)
+                jobs += [(track[0], partial(graphs.capture, *wanted), what, option) for wanted in graphs.wanted]
+        for done, job in enumerate(jobs, start=1):
+            _capture(*job)
+            progress(done, len(jobs))
 
-    def _capture(self, lane: Lane, job: Callable[[], None]) -> None:
-        if _failed(lane, "graph capture", job):
-            raise BackendError(
-                "decode steps cannot be captured on this backend; the log says why, enforce_eager does without, and "
-                "where memory is missing fewer cuda_graph_sizes take less of it"
-            )
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Rows of the decode steps that are captured, ascending; none before `capture_graphs`, or without graphs."""
+        return () if self._graphs is None else self._graphs.captured_sizes
 
     @property
     def graph_bytes(self) -> int:
         """What captured steps took of the device's memory."""
-        return 0 if self._graphs is None else self._graphs.num_bytes
+        return sum(graphs.num_bytes for graphs in (self._graphs, self._encode_graphs) if graphs is not None)
+
+    @property
+    def captured_patches(self) -> int:
+        """Of the largest encode that is replayed; 0: none is."""
+        return 0 if self._encode_graphs is None else self._encode_graphs.largest
 
     def close(self) -> None:
         """Waits for the steps that were submitted; their results can still be polled. Peers keep what they have mapped
@@ -285,8 +329,24 @@ def _by_kind(image_cache: PagedCache | None, kv_cache: PagedCache | None) -> dic
     return {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
 
 
+def _capture(lane: Lane, job: Callable[[], None], what: str, option: str) -> None:
+    if _failed(lane, "graph capture", job):
+        raise BackendError(
+            f"{what} cannot be captured on this backend; the log says why, enforce_eager does without, and where "
+            f"memory is missing fewer {option} take less of it"
+        )
+
+
 def _failed(lane: Lane, what: str, job: Callable[[], None]) -> bool:
     """Runs the job in the lane and waits for it."""
-    answers: SimpleQueue[ErrorInfo | None] = SimpleQueue()
-    lane.submit(lambda: answers.put(attempt(what, job)))
-    return answers.get() is not None
+    answers: SimpleQueue[bool] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(attempt(what, job) is not None)
+        except BackendError as error:
+            logger.error("%s: %s", what, error)
+            answers.put(True)
+
+    lane.submit(run)
+    return answers.get()

@@ -2,8 +2,8 @@
 
 The largest step of each stage that a role runs, as a scheduler may plan it: one largest picture, or as many as the
 image budget holds; a prefill of the token budget at the end of the longest context, with as many rows that are sampled
-as may run; a decode of all of them. Every slot is -1 and every block the first, so caches of one block do. Does not
-know lanes or requests.
+as may run; a decode of all of them. At each place of a divided device a lane has another stream, and the allocator
+gives no stream what it keeps for another: all of it counts once for every place. Does not know lanes or requests.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from hydra_engine.backend.base import Backend, Draws, PagedCache, StateCache, StateRows
+from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
-from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, Scored, States, VisionInput
+from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.specs.base import ItemPlan, ModelSpec, VisionSpec
 from hydra_engine.specs.generic import GenericVisionSpec
+from hydra_engine.worker.blank_steps import blank_draws, blank_pictures, blank_rows
 from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
+from hydra_engine.worker.encode_graphs import most_captured
 from hydra_engine.worker.memory import CachePlan, WorkingMemory
 from hydra_engine.worker.ports import ServedModel
 
-GRAPH_BYTES = 1 << 28  # what captured steps take besides the memory that they compute in
+GRAPH_BYTES = 1 << 28  # what captured decode steps take at a place, besides the memory that they compute in
+ENCODE_GRAPH_BYTES = 1 << 26  # and captured encodes
 DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution come near it
 
 # Sizes of pictures that a family may make its most patches of: as large as the largest allowed, of several shapes.
@@ -76,13 +77,15 @@ def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int
     encode = language = graphs = 0
     if spec.vision is not None and role.needs_vision:
         encode = _estimated_encode(spec.vision, config, dtype_bytes)
+        graphs += _of_encode_graphs(spec.vision, role, config, encode)
     if role.needs_language:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.token_budget
         scored = SCORED_ROWS if Role.P in role else 0
         decode = _estimated_step(spec, rows, rows, 0, dtype_bytes)
         language = max(decode, _estimated_step(spec, tokens, rows, scored, dtype_bytes) if Role.P in role else 0)
-        graphs = decode + GRAPH_BYTES if Role.D in role else 0
-    return WorkingMemory(encode, language, graphs)
+        graphs += decode + GRAPH_BYTES if Role.D in role else 0
+    both = spec.vision is not None and role.needs_vision and role.needs_language
+    return WorkingMemory(encode, language, graphs).times(1 + len(config.sm_counts) if both else 1)
 
 
 def _estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:
@@ -90,6 +93,16 @@ def _estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int
     generic = isinstance(vision, GenericVisionSpec)
     patches = vision.max_patches_per_image if generic else largest_encode(vision, budget).num_patches
     return patches * _VALUES_PER_PATCH * vision.feature_size * dtype_bytes
+
+
+def _of_encode_graphs(vision: VisionSpec, role: Role, config: EngineConfig, encode_bytes: int) -> int:
+    """Of captured encodes, which do not compute where others do; `encode_bytes`: what the largest encode takes."""
+    pauses = config.scheduler.slices_layers and role.needs_language
+    if isinstance(vision, GenericVisionSpec) or pauses:
+        return 0
+    largest = largest_encode(vision, image_budget(config, vision)).num_patches
+    captured = most_captured(config, largest)
+    return -(-encode_bytes * captured // largest) + ENCODE_GRAPH_BYTES if captured else 0
 
 
 def _estimated_step(spec: ModelSpec, num_tokens: int, num_rows: int, num_scored: int, dtype_bytes: int) -> int:
@@ -119,6 +132,8 @@ def measure(
         else:
             largest = largest_encode(spec.vision, image_budget(config, spec.vision))
             encode = _peak(backend, partial(steps.encode, largest))
+        if backend.device.asynchronous:
+            graphs += _of_encode_graphs(spec.vision, role, config, encode)
     if role.needs_language:
         rows, longest = config.scheduler.max_num_seqs, plan.max_model_len
         decode = _peak(backend, partial(steps.forward, [1] * rows, scored=False))
@@ -127,8 +142,8 @@ def measure(
             counts = counts_of_largest(config.scheduler.token_budget, rows, longest)
             language = max(language, _peak(backend, partial(steps.forward, counts, scored=True)))
         if Role.D in role and backend.device.asynchronous:
-            graphs = decode + GRAPH_BYTES
-    return WorkingMemory(encode, language, graphs)
+            graphs += decode + GRAPH_BYTES
+    return WorkingMemory(encode, language, graphs).times(backend.device.num_places)
 
 
 def _peak(backend: Backend, job: partial[None]) -> int:
@@ -164,55 +179,16 @@ class _Steps:
 
     def encode(self, largest: LargestEncode) -> None:
         assert self.image_cache is not None
-        device, span = self.backend.device.torch_device, largest.span
-        shape = (span.num_pictures, span.height, span.width, 3)
-        pixels = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(largest.num_spans))
-        slots = torch.full((largest.num_spans * span.num_tokens,), -1, dtype=torch.int64, device=device)
-        sources, grids = (largest.picture,) * largest.num_spans, (span.grid,) * largest.num_spans
-        self.model.encode(VisionInput(pixels, sources, grids, slots), self.image_cache)
+        device = self.backend.device.torch_device
+        self.model.encode(blank_pictures(largest.span, largest.picture, largest.num_spans, device), self.image_cache)
 
     def forward(self, counts: Sequence[int], *, scored: bool) -> None:
         """Every row at the end of the longest context. `scored`: it is a prefill, with features under all tokens."""
-        backend, device = self.backend, self.backend.device.torch_device
-        lengths = torch.tensor(counts, dtype=torch.int32)
-        ends = lengths.cumsum(0, dtype=torch.int32)
-        num_rows, num_tokens = len(counts), int(ends[-1])
-        context = torch.full((num_rows,), max(self.max_model_len, *counts), dtype=torch.int32)
-        tables = torch.zeros((num_rows, -(-int(context[0]) // self.kv_cache.block_size)), dtype=torch.int32)
-        cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
-        every = torch.arange(num_tokens, dtype=torch.int64, device=device)
-        zeros = torch.zeros_like(every)
-        merged = self.image_cache is not None and scored
-        inputs = LanguageInput(
-            token_ids=zeros,
-            positions=every if self.spec.language.rope_sections is None else every.expand(3, -1),
-            slots=zeros - 1,
-            attention=backend.ops.plan_attention(cu_q, context, tables),
-            logit_rows=ends.to(device=device, dtype=torch.int64) - 1,
-            position_end=max(int(context[0]), num_tokens),
-            image_rows=every if merged else None,
-            image_slots=zeros if merged else None,
-            states=None if self.states is None else States(self.states, _state_rows(cu_q)),
-            scored=Scored(every, _drop) if scored else None,
-        )
-        logits = self.model.forward(inputs, self.kv_cache, self.image_cache)
-        if backend.device.asynchronous:
-            backend.ops.sample(logits, _draws(num_rows, device))
-
-
-def _drop(logits: torch.Tensor) -> None:
-    """What becomes of a prompt's logits happens in host memory."""
-
-
-def _draws(num_rows: int, device: torch.device) -> Draws:
-    """With every filter, which is what takes most."""
-    ones = torch.ones(num_rows, dtype=torch.float32, device=device)
-    return Draws(
-        ones, torch.full((num_rows,), 50, dtype=torch.int32, device=device), ones * 0.9, ones * 0.1, ones * 0.5
-    )
-
-
-def _state_rows(cu_q: torch.Tensor) -> StateRows:
-    """Each row in a place of its own, of which every slot has two, with a state before none of them."""
-    places = torch.arange(cu_q.shape[0] - 1, dtype=torch.int64)
-    return StateRows(cu_q.to(torch.int64), torch.zeros_like(places), places, places)
+        ops, device = self.backend.ops, self.backend.device.torch_device
+        contexts = [max(self.max_model_len, *counts)] * len(counts)
+        merged = sum(counts) if scored and self.image_cache is not None else 0
+        language, cache, states = self.spec.language, self.kv_cache, self.states
+        inputs = blank_rows(ops, language, cache, states, counts, contexts, device, merged=merged, scored=scored)
+        logits = self.model.forward(inputs, cache, self.image_cache)
+        if self.backend.device.asynchronous:
+            ops.sample(logits, blank_draws(len(counts), device))

@@ -149,23 +149,91 @@ def states(places: int, taps: int, channels: int, heads: int, dim: int) -> State
     return StateCache(random(places, 2, taps - 1, channels, seed=8), random(places, 2, heads, dim, dim, seed=9))
 
 
+def rule_inputs(tokens: int, key_heads: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    q, k, v = (random(tokens, count, dim, seed=s) for s, count in ((2, key_heads), (3, key_heads), (4, heads)))
+    return q, k, v, random(tokens, heads, seed=5), random(tokens, heads, seed=6), *random(2, heads, seed=7)
+
+
 def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
-    """A request that begins, one that goes on, one without tokens; states go to other places."""
-    rows = StateRows(*(torch.tensor(v) for v in ([0, 3, 3, 7], [0, 5, 4], [0, 2, 4], [1, 3, 5])))
-    host = states(6, 4, 24, 4, 8)
+    """A request that begins, one that goes on, one without tokens, one in its place; a step of decodes behind it."""
+    steps = [([0, 3, 3, 22, 23], [0, 5, 4, 1], [0, 2, 4, 6], [1, 3, 5, 6]), ([0, 1, 2], [3, 23], [1, 5], [0, 4])]
+    host = states(7, 4, 24, 4, 8)
     there = StateCache(side.there(host.conv), side.there(host.recurrent))
-    x, weight = strided(random(7, 24)), random(24, 4, seed=1)
-    expected = REFERENCE.causal_conv(x, weight, host, 1, rows)
-    found = side.ops.causal_conv(side.there(x), side.there(weight), there, 1, rows)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(there.conv.cpu(), host.conv)
-    q, k, v = (random(7, heads, 8, seed=s) for s, heads in ((2, 2), (3, 2), (4, 4)))
-    a, b, rates, shift = random(7, 4, seed=5), random(7, 4, seed=6), random(4, seed=7), random(4, seed=8)
-    tensors = (q, k, v, a, b, rates, shift)
-    expected = REFERENCE.delta_rule(*tensors, host, 1, rows)
-    found = side.ops.delta_rule(*(side.there(t) for t in tensors), there, 1, rows)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
+    for vectors in steps:
+        rows = StateRows(*(torch.tensor(v) for v in vectors))
+        tokens = vectors[0][-1]
+        planned = side.ops.plan_states(rows)
+        assert [x.tolist() for x in (planned.cu_q, planned.starts, planned.reads, planned.writes)] == list(vectors)
+        x, weight = strided(random(tokens, 24)), random(24, 4, seed=1)
+        expected = REFERENCE.causal_conv(x, weight, host, 1, rows)
+        found = side.ops.causal_conv(side.there(x), side.there(weight), there, 1, planned)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(there.conv.cpu(), host.conv)
+        tensors = rule_inputs(tokens, 2, 4, 8)
+        expected = REFERENCE.delta_rule(*tensors, host, 1, rows)
+        found = side.ops.delta_rule(*(side.there(t) for t in tensors), there, 1, planned)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_states_are_not_read_again(side: Side) -> None:
+    given = [torch.tensor(v) for v in ([0, 2], [4], [1], [0])]
+    planned = side.ops.plan_states(StateRows(*given))
+    for tensor in given:
+        tensor.fill_(-1)
+    assert [x.tolist() for x in (planned.cu_q, planned.starts, planned.reads, planned.writes)] == [
+        [0, 2],
+        [4],
+        [1],
+        [0],
+    ]
+
+
+def test_decodes_read_their_places_when_they_are_used(side: Side) -> None:
+    """As a captured step does it: tensors at fixed addresses, and a row that fills up the batch, whose state is kept
+    nowhere."""
+    host, device = states(5, 4, 24, 4, 8), side.device
+    there = StateCache(side.there(host.conv), side.there(host.recurrent))
+    starts, reads, writes = (torch.full((3,), value, device=device) for value in (0, 0, -1))
+    planned = side.ops.plan_decode_states(starts, reads, writes)
+    x, weight, tensors = random(3, 24), random(24, 4, seed=1), rule_inputs(3, 2, 4, 8)
+    moved = side.there(x), side.there(weight), [side.there(t) for t in tensors]
+    for places in (([9, 5], [0, 3], [1, 2]), ([10, 6], [1, 2], [0, 3])):
+        for column, values in zip((starts, reads, writes), places, strict=True):
+            column[:2] = torch.tensor(values)
+        rows = StateRows(torch.arange(3), *(torch.tensor(v) for v in places))
+        expected = REFERENCE.causal_conv(x[:2], weight, host, 1, rows)
+        found = side.ops.causal_conv(*moved[:2], there, 1, planned)
+        torch.testing.assert_close(found[:2].cpu(), expected, rtol=1e-5, atol=1e-5)
+        expected = REFERENCE.delta_rule(*(t[:2] for t in tensors[:5]), *tensors[5:], host, 1, rows)
+        found = side.ops.delta_rule(*moved[2], there, 1, planned)
+        torch.testing.assert_close(found[:2].cpu(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.conv.cpu(), host.conv)
+        torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
+
+
+def test_messages_of_states(side: Side) -> None:
+    ops, cache = side.ops, states(2, 4, 24, 4, 8)
+    there = StateCache(side.there(cache.conv), side.there(cache.recurrent))
+    x, weight = side.there(random(3, 24)), side.there(random(24, 4, seed=1))
+
+    def rows(*vectors: list[int]) -> StateRows:
+        return ops.plan_states(StateRows(*(torch.tensor(v) for v in vectors)))
+
+    good = rows([0, 3], [0], [0], [1])
+    with pytest.raises(ValueError, match="rows: expected cu_q to rise from 0 to 2, got 3 tokens"):
+        ops.causal_conv(x[:2], weight, there, 1, good)
+    with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
+        ops.causal_conv(x, weight, there, 2, good)
+    with pytest.raises(ValueError, match="rows: expected places 0 to 1, got 2"):
+        ops.delta_rule(*(side.there(t) for t in rule_inputs(3, 2, 4, 8)), there, 1, rows([0, 3], [0], [0], [2]))
+    for bad in ([0, 3, 2], [1, 2, 3]):
+        with pytest.raises(ValueError, match="rows: expected cu_q to rise from 0, got"):
+            rows(bad, [0, 0], [0, 0], [0, 1])
+    with pytest.raises(ValueError, match="rows: expected places of 0 and more, got -1"):
+        rows([0, 3], [0], [0], [-1])
+    with pytest.raises(ValueError, match=r"writes: expected contiguous \[1\] torch.int64"):
+        ops.plan_decode_states(good.starts, good.reads, good.cu_q)
 
 
 # ---- paged attention
@@ -294,7 +362,7 @@ def test_a_segment_of_exact_attention_does_not_depend_on_the_others(side: Side) 
 
 
 def test_segments_are_sent_once_and_checked(side: Side) -> None:
-    ops = side.ops._attention
+    ops = side.ops._packed
     q, k, v = (side.there(x) for x in qkv(12, 16, torch.float32))
     first, longest = ops._segments(q, k, v, [0, 4, 12])
     assert longest == 8 and first.tolist() == [0, 4, 12] and first.dtype is torch.int32
@@ -307,6 +375,22 @@ def test_segments_are_sent_once_and_checked(side: Side) -> None:
             side.ops.attention_packed(q, k, v, bad, 0.2)
     with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to 11"):
         side.ops.attention_packed(q[:11], k[:11], v[:11], [0, 4, 12], 0.2)
+
+
+@pytest.mark.parametrize("bounds", [[0, 7, 7, 30], [0, 30, 30, 30], [0, 1, 2, 30]], ids=str)
+def test_segments_are_read_at_each_use_of_a_plan(side: Side, bounds: list[int]) -> None:
+    cu = side.there(torch.zeros(4, dtype=torch.int32))
+    q, k, v = (side.there(x) for x in qkv(30, 24, torch.float32))
+    expected = REFERENCE.attention_packed(*qkv(30, 24, torch.float32), bounds, 0.2)
+    for ops in (side.ops, side.exact):
+        plan = ops.plan_packed(cu, 30)
+        cu.copy_(side.there(torch.tensor(bounds, dtype=torch.int32)))
+        assert_attention_close(ops.attention_packed(q, k, v, plan, 0.2).cpu(), expected)
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected .* torch.int32"):
+        side.ops.plan_packed(cu.long(), 30)
+    wide = (side.there(x) for x in qkv(30, MAX_HEAD_DIM + 2, torch.float32))
+    with pytest.raises(ValueError, match="cut on the host"):
+        side.ops.attention_packed(*wide, side.ops.plan_packed(cu, 30), 0.2)
 
 
 # ---- sampling, and what the ops say of themselves

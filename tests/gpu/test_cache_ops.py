@@ -125,10 +125,11 @@ def test_captured_calls_repeat(cuda: torch.device) -> None:
         cuda_cache.make_desc(other), q, k, v, cos, sin, other, 0, torch.arange(8, 16), None, None, 0.0
     )
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cuda_cache.rope_and_write(desc, q, k, v, cos, sin, cache, 0, slots, None, None, 0.0)
-    slots.copy_(torch.arange(8, 16))
-    graph.replay()
+    with torch.inference_mode():  # as every graph of a process
+        with torch.cuda.graph(graph):
+            out = cuda_cache.rope_and_write(desc, q, k, v, cos, sin, cache, 0, slots, None, None, 0.0)
+        slots.copy_(torch.arange(8, 16))
+        graph.replay()
     assert torch.equal(out, expected)
     assert torch.equal(cases.bits(cache.data), cases.bits(other.data))
 

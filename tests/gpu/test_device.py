@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +20,7 @@ from hydra_engine.backend.device import Lane
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import ResourceError, TransferError
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.alone]
 MIB = 1 << 20
 
 
@@ -252,6 +254,74 @@ def test_outside_a_lane_a_capture_takes_a_stream_of_its_own(device: CudaDevice, 
     graph.replay()
     device.finish()
     assert total.tolist() == [2.0] * 10
+
+
+def test_graphs_of_lanes_and_of_other_threads_live_beside_each_other(
+    device: CudaDevice, cuda: torch.device, lane: Lane
+) -> None:
+    """A lane is in inference mode and this thread is not; torch keeps one set of tensors for all graphs."""
+    totals, graphs = [torch.zeros(10, device=cuda) for _ in range(2)], []
+    wait(lane, lambda: graphs.append(device.capture(partial(add_one, totals[0]))))
+    graphs.append(device.capture(partial(add_one, totals[1])))
+    for graph in graphs:
+        graph.replay()
+    device.finish()
+    assert [total[0].item() for total in totals] == [2.0, 2.0]
+
+
+# ---- what is had from no process afterwards, so each is one of its own
+
+
+def said_by(script: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("said:")]
+
+
+_UNCAPTURABLE = """
+import torch
+from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.errors import BackendError
+device, total = CudaDevice(0, 1), torch.zeros(10, device="cuda:0")
+torch.cuda.synchronize()
+torch.cuda.set_stream(torch.cuda.Stream())
+graphs = [device.capture(lambda: total.add_(1))]
+try:
+    device.capture(lambda: total.sum().item())
+except BackendError as error:
+    print("said:", error)
+graphs.append(device.capture(lambda: total.add_(1)))
+for graph in graphs:
+    graph.replay()
+print("said:", total[0].item())
+"""
+
+
+def test_a_launch_that_cannot_be_captured_spoils_no_other_one(cuda: torch.device) -> None:
+    refused, counted = said_by(_UNCAPTURABLE)
+    assert "the device cuda:0 failed" in refused and counted == "said: 4.0"
+
+
+_FAILING = """
+import torch
+from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.errors import BackendError
+device = CudaDevice(0, 1)
+device.finish()
+torch.zeros(1, device="cuda:0")[torch.tensor([1 << 20], device="cuda:0")]
+for _ in range(2):
+    try:
+        device.finish()
+    except BackendError as error:
+        print("said:", error, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_a_device_that_failed_says_so_whenever_it_is_asked(cuda: torch.device) -> None:
+    said = said_by(_FAILING)
+    assert len(said) == 2 and all("the device cuda:0 failed: CUDA error" in line for line in said)
 
 
 # ---- memory, pools, places

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
+from hydra_engine.backend import attention_timing
+from hydra_engine.backend.attention_choice import Heads
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.cuda_attention import CudaAttention
 from hydra_engine.backend.cuda_host import CudaDevice
@@ -37,7 +42,7 @@ def attention(cuda: torch.device, device: CudaDevice) -> FlashInferAttention:
     library = pytest.importorskip("flashinfer", exc_type=ImportError)
     num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
     by_triton = CudaAttention(cuda, num_sms, device.send, deterministic=False)
-    return FlashInferAttention(cuda, device.send, by_triton, library)
+    return FlashInferAttention(cuda, num_sms, device.send, by_triton, library)
 
 
 @pytest.mark.parametrize("rows", STEPS)
@@ -67,6 +72,89 @@ def test_steps_that_were_planned_ahead_do_not_disturb_each_other(
         got.append(attention.paged(q, cache, 1, plan, scale))
     for step, result in zip(steps, got, strict=True):
         assert_attention_close(result.cpu(), step.expected(scale).to(torch.bfloat16))
+
+
+# ---- graphs
+
+CONTEXTS = [[1, 1, 1, 1], [700, 1, 16, 33], [16, 17, 900, 901], [3000, 2, 2, 2], [5]]
+
+
+class Decode:
+    """Rows of one token, captured with contexts of 1, as DecodeGraphs has them."""
+
+    def __init__(
+        self, device: CudaDevice, attention: FlashInferAttention, heads: tuple[int, int, int], size: int
+    ) -> None:
+        self.heads, self.size, self.scale = heads, size, heads[2] ** -0.5
+        self.attention, self.device = attention, device
+        on = device.torch_device
+        num_blocks = 4 * 190
+        generator = torch.Generator().manual_seed(7)
+        self.host = torch.randn((num_blocks, 2, 2, 16, *heads[1:]), generator=generator).to(torch.bfloat16)
+        self.cache = PagedCache(self.host.to(on))
+        self.q = torch.zeros((size, heads[0], heads[2]), dtype=torch.bfloat16, device=on)
+        context = torch.ones(size, dtype=torch.int32, device=on)
+        self.plan = attention.plan_decode(context, torch.zeros((size, 190), dtype=torch.int32, device=on))
+        self.refresh(np.ones(size, dtype=np.int32), np.zeros((0, 1), dtype=np.int32))
+        self.outs: list[Tensor] = []
+        self.graph = device.capture(self.launch)
+
+    def refresh(self, context: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> None:
+        assert self.plan.refresh is not None
+        self.plan.refresh(context, tables)
+
+    def launch(self) -> None:
+        self.outs = [self.attention.paged(self.q, self.cache, layer, self.plan, self.scale) for layer in (0, 1)]
+
+    def begin(self, contexts: Sequence[int], seed: int) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Results of the rows that are there, copied behind the replay, and what the reference makes of them. Waits
+        for nothing."""
+        rng, count = np.random.default_rng(seed), len(contexts)
+        tables = rng.permutation(len(self.host))[: count * 190].reshape(count, 190).astype(np.int32)
+        q = torch.randn(self.q.shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        (sent,) = self.device.send((q.view(torch.int16).numpy(),))
+        self.q.copy_(sent.view(torch.bfloat16))
+        padded = np.ones(self.size, dtype=np.int32)
+        padded[:count] = contexts
+        self.refresh(padded, tables)
+        self.graph.replay()
+        got = torch.stack(self.outs)[:, :count].clone()
+
+        def expected() -> Tensor:
+            reference, cache = ReferenceOps(), PagedCache(self.host)
+            rows = torch.arange(count + 1, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+            plan = reference.plan_attention(*rows, torch.from_numpy(tables))
+            results = [reference.attention_paged(q[:count], cache, layer, plan, self.scale) for layer in (0, 1)]
+            return torch.stack(results)
+
+        return got, expected
+
+
+@pytest.mark.parametrize("heads", [(8, 8, 128), (28, 4, 128), (4, 2, 256)])
+def test_decodes_in_a_graph_are_of_what_was_planned_last(
+    device: CudaDevice, attention: FlashInferAttention, heads: tuple[int, int, int]
+) -> None:
+    """With and without tensor cores; lengths that are split into many parts, and padding."""
+    decode = Decode(device, attention, heads, 4)
+    for seed, contexts in enumerate(CONTEXTS):
+        got, expected = decode.begin(contexts, seed)
+        assert_attention_close(got.cpu(), expected())
+
+
+def test_graphs_take_turns_while_the_device_is_behind(device: CudaDevice, attention: FlashInferAttention) -> None:
+    """The host plans as far ahead as it may: nothing that a graph still needs is written over."""
+    decodes = [Decode(device, attention, (28, 4, 128), size) for size in (4, 2)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    begun = [decodes[turn % 2].begin([100 * turn + 1, 40], seed=turn) for turn in range(8)]
+    for got, expected in begun:
+        assert_attention_close(got.cpu(), expected())
+
+
+def test_what_auto_takes_is_measured(device: CudaDevice, attention: FlashInferAttention, cuda: torch.device) -> None:
+    num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
+    chosen = attention_timing.choose(device, num_sms, torch.bfloat16, Heads(28, 4, 128, 16))
+    assert "measured at start" in chosen.reason and chosen.note is not None
 
 
 @pytest.mark.parametrize("bounds", [[0, 64], [0, 100, 100, 257, 300], [0, 1]])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import Draws, PagedCache
+from hydra_engine.backend.base import Draws, PagedCache, StateCache, StateRows
 from hydra_engine.backend.cuda import CudaOps
 from hydra_engine.backend.cuda_host import CudaDevice
 from tests.gpu import op_cases as cases
@@ -164,3 +164,89 @@ def test_large_batches_of_every_kind(side: Side) -> None:
     for exact in (False, True):
         result = cases.attend(side, step, exact=exact)
         assert_attention_close(result.cpu(), step.expected(0.3).bfloat16())
+
+
+HYBRID = (16, 16, 128, 4)  # key heads, value heads, head dim, taps: those of MiniCPM-V 4.6
+
+
+def planned(side: Side, *vectors: list[int]) -> StateRows:
+    """cu_q, starts, reads and writes, on the device."""
+    return side.ops.plan_states(StateRows(*(torch.tensor(vector) for vector in vectors)))
+
+
+class OneDeltaNet:
+    """The recurrent part of one layer, in bfloat16, and the states of the reference on the host."""
+
+    def __init__(self, side: Side, tokens: int, places: int) -> None:
+        key_heads, heads, dim, taps = HYBRID
+        self._ops, self._channels = side.ops, (2 * key_heads + heads) * dim
+        self._x = cases.random(tokens, self._channels + 2 * heads, dtype=torch.bfloat16)
+        self._weight = cases.random(self._channels, taps, dtype=torch.bfloat16, seed=1)
+        self._scales = cases.random(2, heads, seed=2)
+        conv = cases.random(places, 2, taps - 1, self._channels, dtype=torch.bfloat16, seed=3)
+        self.host = StateCache(conv.float(), cases.random(places, 2, heads, dim, dim, seed=4))
+        self.there = StateCache(side.there(conv), side.there(self.host.recurrent))
+        self._moved = side.there(self._x), side.there(self._weight), side.there(self._scales)
+
+    def launch(self, rows: StateRows, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
+        """Of tokens [begin, end)."""
+        x, weight, scales = self._moved
+        inputs, gates = x[begin:end, : self._channels], x[begin:end, self._channels :]
+        mixed = self._ops.causal_conv(inputs, weight, self.there, 1, rows)
+        return mixed, self._ops.delta_rule(*_of_rule(mixed, gates, scales), self.there, 1, rows)
+
+    def expect(self, rows: StateRows, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """The rule of what the device's convolution gave, so that one rounding is compared at a time."""
+        x, gates = self._x[:, : self._channels].float(), self._x[:, self._channels :]
+        convolved = cases.REFERENCE.causal_conv(x, self._weight.float(), self.host, 1, rows)
+        return convolved, cases.REFERENCE.delta_rule(*_of_rule(mixed, gates, self._scales), self.host, 1, rows)
+
+
+def _of_rule(mixed: Tensor, gates: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    key_heads, heads, dim, _ = HYBRID
+    q, k, v = mixed.view(-1, 2 * key_heads + heads, dim).split((key_heads, key_heads, heads), dim=1)
+    return q, k, v, *gates.chunk(2, dim=1), *scales
+
+
+def test_recurrent_layers_of_real_widths(side: Side) -> None:
+    """Decodes, a prompt that begins and a chunk that goes on; a prompt and its parts have the same bits."""
+    layer = OneDeltaNet(side, 340, 8)
+    vectors = [0, 1, 2, 302, 340], [7, 9, 0, 40], [0, 2, 4, 6], [1, 2, 5, 7]
+    mixed, ruled = layer.launch(planned(side, *vectors))
+    convolved, expected = layer.expect(StateRows(*(torch.tensor(vector) for vector in vectors)), mixed.cpu())
+    torch.testing.assert_close(mixed.cpu(), convolved.bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ruled.cpu(), expected, rtol=1.6e-2, atol=2e-3)
+    # A strength that lies between two of bfloat16 may be rounded to either.
+    torch.testing.assert_close(layer.there.recurrent.cpu(), layer.host.recurrent, rtol=2e-2, atol=2e-2)
+    whole = layer.launch(planned(side, [0, 340], [0], [0], [1]))
+    for place, cut in ((3, 1), (5, 170), (7, 339)):
+        head = layer.launch(planned(side, [0, cut], [0], [0], [place]), 0, cut)
+        tail = layer.launch(planned(side, [0, 340 - cut], [cut], [place], [place]), cut)
+        for parts in zip(head, tail, whole, strict=True):
+            assert torch.equal(torch.cat(parts[:2]), parts[2])
+        for states in layer.there.conv, layer.there.recurrent:
+            assert torch.equal(states[place, 1], states[1, 1])
+
+
+def test_a_captured_step_moves_states_to_other_places(side: Side, cuda: torch.device, device: CudaDevice) -> None:
+    """Of four rows the last one is padded."""
+    layer, eager = OneDeltaNet(side, 4, 7), OneDeltaNet(side, 4, 7)
+    starts, reads, writes = columns = tuple(torch.full((4,), value, device=cuda) for value in (0, 0, -1))
+    rows = side.ops.plan_decode_states(starts, reads, writes)
+    results: list[tuple[Tensor, Tensor]] = []
+    before = layer.there.recurrent.clone()
+
+    def launch() -> None:
+        results[:] = [layer.launch(rows)]
+
+    graph = device.capture(launch)
+    assert torch.equal(layer.there.recurrent, before), "padded rows left something behind"
+    for places in (([5, 9, 3], [0, 2, 4], [1, 3, 5]), ([6, 10, 4], [1, 3, 5], [0, 2, 4])):
+        for column, values in zip(columns, places, strict=True):
+            column[:3] = torch.tensor(values)
+        graph.replay()
+        expected = eager.launch(planned(side, [0, 1, 2, 3], *places), 0, 3)
+        torch.cuda.synchronize(cuda)
+        assert all(torch.equal(found[:3], wanted) for found, wanted in zip(results[0], expected, strict=True))
+        assert torch.equal(layer.there.conv, eager.there.conv)
+        assert torch.equal(layer.there.recurrent, eager.there.recurrent)

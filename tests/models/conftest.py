@@ -40,8 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         case, variant = params.get("case"), params.get("variant")
-        is_reference = params.get("backend") == "reference"
-        if is_reference and isinstance(case, FamilyCase) and variant != next(iter(case.variants)):
+        is_further = isinstance(case, FamilyCase) and variant != next(iter(case.variants))
+        # Models of transformers have names instead of cases.
+        is_further |= params.get("name") in getattr(getattr(item, "module", None), "FURTHER", ())
+        if params.get("backend") == "reference" and is_further:
             item.add_marker(pytest.mark.slow)
 
 

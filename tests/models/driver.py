@@ -247,7 +247,8 @@ class Driver:
         reads, writes = ([request.places[which] for request, _ in work] for which in (0, 1))
         for request, _ in work:
             request.places.reverse()
-        return States(self.states, StateRows(*(torch.tensor(values) for values in (cu_q, starts, reads, writes))))
+        rows = StateRows(*(torch.tensor(values) for values in (cu_q, starts, reads, writes)))
+        return States(self.states, self.backend.ops.plan_states(rows))
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         while len(request.blocks) * self.kv_cache.block_size < num_tokens:

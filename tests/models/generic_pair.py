@@ -111,6 +111,28 @@ class Pair:
         return self.reference(**self.inputs(prompt)).logits[0]
 
     @torch.inference_mode()
+    def logits_of(self, token_ids: list[int], prompt: Prompt) -> Tensor:
+        """[N, V]: what was said where each of these stands behind the prompt. They are text, also those that would be
+        placeholders in a prompt: the first of the vocabulary stands in for all of them and gets their embeddings."""
+        behind = token_ids[:-1]
+        embed = self.reference.get_input_embeddings()
+        rows = embed(torch.tensor([behind]))
+        inputs = self.inputs(prompt)
+        num_prompt = inputs["input_ids"].shape[1]
+        for name, filler in (("input_ids", 0), ("attention_mask", 1), ("token_type_ids", 0)):
+            if name in inputs:
+                inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(behind)), value=filler)
+
+        def replace_rows(_module: Any, _args: Any, output: Tensor) -> Tensor:
+            return torch.cat([output[:, : -len(behind)], rows], dim=1)
+
+        handle = embed.register_forward_hook(replace_rows)
+        try:
+            return self.reference(**inputs).logits[0, num_prompt - 1 :]
+        finally:
+            handle.remove()
+
+    @torch.inference_mode()
     def features(self, prompt: Prompt) -> Tensor:
         """[M, C]: of all pictures, in order."""
         inputs = self.inputs(prompt)

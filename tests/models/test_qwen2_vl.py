@@ -15,16 +15,16 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.models.qwen2_5_vl import cut_windows
-from hydra_engine.models.qwen_patches import Grid, patch_places, segments
+from hydra_engine.models.qwen_patches import patch_places, sizes_of
 from hydra_engine.models.registry import build_model
 from hydra_engine.models.tiny.base import BOS_ID
+from hydra_engine.models.vision_packing import Grid
 from hydra_engine.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.families.base import Pair, clip, picture, words
 from tests.models.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL, inputs
 
-CPU = torch.device("cpu")
 CASES = {case.family: case for case in (QWEN2_VL, QWEN2_5_VL)}
 GRIDS: list[Grid] = [(1, 2, 2), (1, 10, 6), (1, 2, 24), (1, 12, 12), (1, 14, 4)]
 
@@ -39,14 +39,14 @@ def test_patches_stand_block_by_block(merge: int) -> None:
         for inner_row in range(merge)
         for inner_column in range(merge)
     ]
-    assert [tuple(place) for place in patch_places(GRIDS, merge, CPU).t().tolist()] == expected
-    assert segments(GRIDS) == [0, 4, 64, 112, 256, 312]
+    assert [tuple(place) for place in patch_places(GRIDS, merge).T.tolist()] == expected
+    assert sizes_of(GRIDS) == [4, 60, 48, 144, 56]
 
 
 @pytest.mark.parametrize("side", [1, 2, 3, 4, 100])
 def test_windows_cover_every_picture_from_its_upper_left_corner(side: int) -> None:
     order: list[int] = []
-    cuts = [0]
+    sizes = []
     first = 0
     for _, rows, columns in GRIDS:
         height, width = rows // 2, columns // 2
@@ -57,11 +57,11 @@ def test_windows_cover_every_picture_from_its_upper_left_corner(side: int) -> No
                 for column in range(left, min(left + side, width))
             ]
             order += inside
-            cuts.append(cuts[-1] + 4 * len(inside))
+            sizes.append(4 * len(inside))
         first += height * width
-    windows = cut_windows(patch_places(GRIDS, 2, CPU)[:, ::4] // 2, GRIDS, 2, side)
+    windows = cut_windows(GRIDS, 2, side)
     assert windows.order.tolist() == order
-    assert windows.cu_seqlens == cuts
+    assert windows.sizes.tolist() == sizes
 
 
 @pytest.mark.parametrize("family", CASES)

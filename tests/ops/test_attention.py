@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.backend.base import Ops, PackedPlan, PagedCache
 from hydra_engine.backend.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -295,6 +295,22 @@ def test_many_uneven_windows(ops: Ops, threads: int) -> None:
         begin, end = bounds(segments)[index : index + 2]
         alone = ops.attention_packed(q[begin:end], k[begin:end], v[begin:end], [0, end - begin], 0.1)
         assert torch.equal(alone, result[begin:end])
+
+
+def test_planned_segments_are_read_at_each_use(ops: Ops) -> None:
+    """Or refused, where work is cut by them."""
+    q, k, v = packed_rows([5, 20, 9], 2, 64, torch.float32)
+    cu = torch.zeros(6, dtype=torch.int32)
+    try:
+        plan = ops.plan_packed(cu, 34)
+    except ValueError as error:
+        assert "plan_packed: expected ops that plan without contents" in str(error) and ops.name == "native"
+        with pytest.raises(ValueError, match="a plan of other ops"):
+            ops.attention_packed(q, k, v, PackedPlan(cu, 34), 0.1)
+        return
+    for held in ([0, 5, 25, 34, 34, 34], [0, 34, 34, 34, 34, 34], [0, 1, 1, 3, 30, 34]):
+        cu.copy_(torch.tensor(held))
+        assert torch.equal(ops.attention_packed(q, k, v, plan, 0.1), ops.attention_packed(q, k, v, held, 0.1))
 
 
 # ---- messages

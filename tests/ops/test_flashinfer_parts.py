@@ -1,27 +1,27 @@
-"""What FlashInfer is asked for, and when it is refused. The package itself is not needed: a library of the same calls
-computes in plain torch what it is told, so that wrong pages give wrong numbers."""
+"""What FlashInfer is asked for, and when it is refused. The package itself is not needed: `flashinfer_library` has its
+calls, and computes what it is told, so that wrong pages give wrong numbers."""
 
 import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend import flashinfer_attention
-from hydra_engine.backend.attention_choice import resolve_attention
-from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cuda_attention import CudaAttention, CudaPlan
-from hydra_engine.backend.flashinfer_attention import FlashInferAttention, Wrappers, pages_of
+from hydra_engine.backend.attention_choice import Chosen, Heads, resolve_attention
+from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache
+from hydra_engine.backend.cuda_attention import CudaAttention
+from hydra_engine.backend.flashinfer_attention import FlashInferAttention, Wrappers, choices
+from hydra_engine.backend.flashinfer_graphs import Kind, pages_of, workspace_bytes
 from hydra_engine.backend.reference import ReferenceOps
 from hydra_engine.errors import BackendError, ConfigError
+from tests.ops.flashinfer_library import NUM_SMS, Event, Library, install, send
 
 BLOCK, SCALE = 8, 0.125
 
@@ -45,95 +45,16 @@ def test_pages_of_nothing() -> None:
     assert [array.tolist() for array in pages] == [[0], [0], [], []]
 
 
-# ---- the library
-
-
-class Event:
-    waits = 0
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None:
-        Event.waits += 1
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """q [Q, Hq, D], k, v [K, Hkv, D]; the queries are the last ones."""
-    sees = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
-    if causal:
-        sees = sees.tril(k.shape[0] - q.shape[0])
-    query, key, value = (x.float().transpose(0, 1)[None] for x in (q, k, v))
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scale, enable_gqa=True)
-    return mixed[0].transpose(0, 1).to(q.dtype)
-
-
-class Library:
-    """The calls of the package that are used, and how often each was made."""
-
-    def __init__(self) -> None:
-        self.plans: list[str] = []
-        self.workspaces: set[int] = set()
-        library = self
-
-        class Wrapper:
-            def __init__(self, workspace: Tensor, *, kv_layout: str, **_: Any) -> None:
-                assert kv_layout == "NHD" and workspace.dtype is torch.uint8
-                library.workspaces.add(workspace.data_ptr())
-
-        class Prefill(Wrapper):
-            def plan(
-                self, cu_q: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **how: Any
-            ) -> None:
-                library.plans.append(type(self).__name__)
-                assert how.keys() == {"causal", "sm_scale", "q_data_type", "kv_data_type"} and how["causal"]
-                self.given = cu_q.tolist(), indptr.tolist(), indices, last.tolist(), shape, how["sm_scale"]
-
-            def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> None:
-                cu_q, indptr, indices, last, (heads, kv_heads, dim, page), scale = self.given
-                assert kv[0].stride() == kv[1].stride() and kv[0].shape[1:] == (page, kv_heads, dim)
-                assert q.shape == out.shape == (cu_q[-1], heads, dim)
-                for row, (begin, end) in enumerate(pairwise(indptr)):
-                    blocks = indices[begin:end].long()
-                    length = (end - begin - 1) * page + last[row]
-                    k, v = (x[blocks].flatten(0, 1)[:length] for x in kv)
-                    rows = slice(cu_q[row], cu_q[row + 1])
-                    out[rows] = attend(q[rows], k, v, scale, causal=True)
-
-        class Decode(Prefill):
-            def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **how: Any) -> None:  # type: ignore[override]
-                super().plan(torch.arange(len(last) + 1), indptr, indices, last, *shape, causal=True, **how)
-
-        class Packed(Wrapper):
-            def plan(self, cu_q: Tensor, cu_k: Tensor, *shape: int, **how: Any) -> None:
-                library.plans.append("Packed")
-                assert cu_q.tolist() == cu_k.tolist() and not how["causal"] and len(shape) == 3
-                self.bounds, self.scale = cu_q.tolist(), how["sm_scale"]
-
-            def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> None:
-                for begin, end in pairwise(self.bounds):
-                    rows = slice(begin, end)
-                    out[rows] = attend(q[rows], k[rows], v[rows], self.scale, causal=False)
-
-        self.BatchPrefillWithPagedKVCacheWrapper = Prefill
-        self.BatchDecodeWithPagedKVCacheWrapper = Decode
-        self.BatchPrefillWithRaggedKVCacheWrapper = Packed
-
-
-def send(arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(array.copy()) for array in arrays)
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
-    return Library()
+    return install(monkeypatch)
 
 
 @pytest.fixture
 def attention(library: Library) -> FlashInferAttention:
     cpu = torch.device("cpu")
-    return FlashInferAttention(cpu, send, CudaAttention(cpu, 132, send, deterministic=False), library)
+    by_triton = CudaAttention(cpu, NUM_SMS, send, deterministic=False)
+    return FlashInferAttention(cpu, NUM_SMS, send, by_triton, library)
 
 
 def random_cache(num_layers: int = 3, kv_heads: int = 2, dim: int = 64) -> PagedCache:
@@ -219,14 +140,142 @@ def test_lanes_do_not_share_a_workspace(attention: FlashInferAttention, library:
     assert len(library.workspaces) == 2
 
 
-def test_captured_decodes_stay_with_triton(attention: FlashInferAttention) -> None:
-    plan = attention.plan_decode(torch.tensor([4], dtype=torch.int32), torch.zeros((1, 2), dtype=torch.int32))
-    assert isinstance(plan.native, CudaPlan)
+def test_kinds_of_layers_that_need_more_room_take_new_wrappers(
+    attention: FlashInferAttention, library: Library
+) -> None:
+    for heads in (2, 28, 2):
+        cache, given = random_cache(), step([1, 5], [9, 11])
+        q = torch.randn(6, heads, 64).to(torch.bfloat16)
+        attention.paged(q, cache, 0, attention.plan(*given), SCALE)
+    assert len(library.workspaces) == 2
+
+
+def test_room_for_partial_results() -> None:
+    """By hand, as FlashInfer 0.6.18 counts: heads x parts x rows of a tile x (head dim + 1) float32."""
+    qwen = Kind(28, 4, 128, 16, torch.bfloat16, SCALE)
+    mib = 1 << 20
+    assert workspace_bytes(qwen, 132) == 28 * (264 // 4) * 128 * 129 * 4 + mib
+    assert workspace_bytes(qwen, 132, 64) == 28 * max(66, 28 + 63) * 16 * 129 * 4 + mib
+    assert workspace_bytes(Kind(32, 32, 128, 16, torch.bfloat16, SCALE), 132, 1) == 32 * 8 * 16 * 129 * 4 + mib
+    assert workspace_bytes(Kind(40, 2, 128, 16, torch.bfloat16, SCALE), 132, 8) == 40 * 132 * 64 * 129 * 4 + mib
+
+
+# ---- graphs
+
+
+class Captured:
+    """A decode step of some layers, captured as `Device.capture` does it, over tables that only the host knows."""
+
+    def __init__(self, attention: FlashInferAttention, library: Library, q: Tensor, cache: PagedCache) -> None:
+        self.library = library
+        self.q, self.cache = q, cache
+        # What lies there is not what the steps are: FlashInfer must not look.
+        context = torch.full((q.shape[0],), 30, dtype=torch.int32)
+        self.plan: AttentionPlan = attention.plan_decode(context, torch.full((q.shape[0], 4), 15, dtype=torch.int32))
+        self.attention = attention
+        self.refresh(np.ones(q.shape[0], dtype=np.int32), np.zeros((0, 1), dtype=np.int32))
+        self.launch()
+        self.replay()
+
+    def refresh(self, context: npt.NDArray[np.int32], tables: npt.NDArray[np.int32]) -> None:
+        assert self.plan.refresh is not None
+        self.plan.refresh(context, tables)
+
+    def launch(self) -> None:
+        self.results = [self.attention.paged(self.q, self.cache, layer, self.plan, SCALE) for layer in (0, 2)]
+
+    def replay(self) -> list[Tensor]:
+        with self.library.capture():
+            self.launch()
+        return self.results
+
+    def check(self, contexts: Sequence[int]) -> None:
+        """With as many rows of padding as are missing."""
+        padding = self.q.shape[0] - len(contexts)
+        _, context, tables = step([1] * len(contexts), contexts)
+        self.refresh(np.concatenate([context.numpy(), np.ones(padding, dtype=np.int32)]), tables.numpy())
+        context = torch.cat([context, torch.ones(padding, dtype=torch.int32)])
+        tables = torch.cat([tables, torch.zeros((padding, 4), dtype=torch.int32)])
+        reference = ReferenceOps()
+        plan = reference.plan_attention(torch.arange(self.q.shape[0] + 1, dtype=torch.int32), context, tables)
+        for layer, got in zip((0, 2), self.replay(), strict=True):
+            expected = reference.attention_paged(self.q, self.cache, layer, plan, SCALE)
+            assert torch.equal(got, expected), contexts
+
+
+@pytest.mark.parametrize("heads", [4, 14])
+def test_captured_decodes_are_planned_before_each_replay(
+    attention: FlashInferAttention, library: Library, heads: int
+) -> None:
+    """With and without tensor cores; contexts grow by blocks, rows come and go, and sizes take turns."""
+    cache = random_cache()
+    large, small = (
+        Captured(attention, library, torch.randn(size, heads, 64).to(torch.bfloat16), cache) for size in (4, 2)
+    )
+    for contexts in ([9, 8, 25], [10, 9, 26], [31], [1, 1, 1, 32]):
+        large.check(contexts)
+        small.check(contexts[:2])
+    assert library.plans == ["DecodeGraph"] * 10 and len(library.graph_wrappers()) == 2
+    (workspace,) = library.workspaces
+    assert {wrapper.schedule.data_ptr() for wrapper in library.graph_wrappers()} == {
+        attention._lane.graphs.schedule.data_ptr()
+    }
+    assert {wrapper.workspace.data_ptr() for wrapper in library.graph_wrappers()} == {workspace}
+    assert {wrapper.options["use_tensor_cores"] for wrapper in library.graph_wrappers()} == {heads == 14}
+
+
+def test_eager_steps_between_replays_change_nothing(attention: FlashInferAttention, library: Library) -> None:
+    cache = random_cache()
+    captured = Captured(attention, library, torch.randn(2, 4, 64).to(torch.bfloat16), cache)
+    for contexts in ([9, 8], [30, 2]):
+        captured.check(contexts)
+        q = torch.randn(6, 4, 64).to(torch.bfloat16)
+        attention.paged(q, cache, 0, attention.plan(*step([1, 5], [12, 7])), SCALE)
+
+
+def test_rows_of_a_plan_are_those_of_its_refresh(attention: FlashInferAttention, library: Library) -> None:
+    context, tables = torch.ones(2, dtype=torch.int32), torch.zeros((2, 4), dtype=torch.int32)
+    plan = attention.plan_decode(context, tables)
+    q = torch.randn(2, 4, 64).to(torch.bfloat16)
+    with pytest.raises(ValueError, match="one that was refreshed"):
+        attention.paged(q, random_cache(), 0, plan, SCALE)
+    assert plan.refresh is not None
+    for wrong in ((ints(1), tables.numpy()), (ints(1, 1), np.zeros((3, 1), dtype=np.int32))):
+        with pytest.raises(ValueError, match=r"expected \[2\] and at most \[2, 4\]"):
+            plan.refresh(*wrong)
+    plan.refresh(ints(1, 9), tables[:, :1].numpy())
+    with pytest.raises(ValueError, match="expected 1 to 8"):
+        attention.paged(q, random_cache(), 0, plan, SCALE)
+
+
+def test_another_launch_than_the_captured_one_is_refused_before_the_replay(
+    attention: FlashInferAttention, library: Library
+) -> None:
+    captured = Captured(attention, library, torch.randn(2, 4, 64).to(torch.bfloat16), random_cache())
+    library.drift = 1
+    with pytest.raises(ValueError, match="set attention_backend to triton or enforce_eager"):
+        captured.check([9, 8])
+
+
+def test_what_flashinfer_cannot_read_is_captured_with_our_kernels(attention: FlashInferAttention) -> None:
+    """And is not refreshed in vain: the rows stay on the device."""
+    seen: list[Any] = []
+    attention._by_triton = SimpleNamespace(  # type: ignore[assignment]
+        plan_decode=attention._by_triton.plan_decode, paged=lambda q, cache, layer, plan, scale: seen.append(plan)
+    )
+    context, tables = torch.ones(2, dtype=torch.int32), torch.zeros((2, 4), dtype=torch.int32)
+    plan = attention.plan_decode(context, tables)
+    attention.paged(torch.randn(2, 4, 72), random_cache(dim=72), 0, plan, SCALE)
+    assert seen[0].native is plan.native.triton and seen[0].num_context is context
+
+
+def test_captured_encodes_stay_with_triton(attention: FlashInferAttention, library: Library) -> None:
+    plan = attention.plan_packed(torch.tensor([0, 5, 12, 12], dtype=torch.int32), 12)
+    assert isinstance(plan, PackedPlan) and plan.max_length == 12 and not library.plans
 
 
 def test_a_wrapper_is_planned_anew_only_once_its_plan_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Event, "waits", 0)
+    install(monkeypatch)
     made: list[list[str]] = []
 
     def make() -> list[str]:
@@ -246,13 +295,21 @@ def test_a_wrapper_is_planned_anew_only_once_its_plan_was_copied(monkeypatch: py
 # ---- the choice
 
 
-def choose(wanted: str, **changes: Any) -> str:
-    given: dict[str, Any] = {"on_gpu": True, "dtype": torch.bfloat16, "head_dim": 128, "block_size": 16}
-    return resolve_attention(wanted, **({"deterministic": False} | given | changes))
+def choose(wanted: str, *, head_dim: int = 128, block_size: int = 16, **changes: Any) -> str:
+    given: dict[str, Any] = {"on_gpu": True, "dtype": torch.bfloat16, "deterministic": False}
+    return resolve_attention(wanted, **(given | {"heads": Heads(8, 4, head_dim, block_size)} | changes))
 
 
-def test_auto_is_triton_everywhere() -> None:
+def test_auto_is_triton_where_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert choose("auto") == choose("triton") == choose("auto", on_gpu=False, dtype=torch.float32) == "triton"
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(fast_decode_plan=None))
+    assert choose("auto") == "auto" and choose("triton") == "triton"
+    assert {choose("auto", **wrong) for wrong in ({"deterministic": True}, {"head_dim": 80}, {"on_gpu": False})} == {
+        "triton"
+    }
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    assert choose("auto") == "triton"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +329,18 @@ def test_what_flashinfer_cannot_do_is_refused_with_the_reason(changes: dict[str,
     assert refused.value.param == "attention_backend"
 
 
-def test_flashinfer_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_is_refused_where_it_is_not_installed_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(BackendError, match="flashinfer: the package is not installed; `pip install flashinfer-python`"):
+    with pytest.raises(BackendError, match="the package is not installed; `pip install -U flashinfer-python`"):
         choose("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    with pytest.raises(BackendError, match=r"the package is older than 0\.4; `pip install"):
+        choose("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(fast_decode_plan=None))
+    assert choose("flashinfer") == "flashinfer"
+
+
+def test_lines_of_the_table() -> None:
+    assert choices(Chosen("flashinfer")).keys() == {"attention_paged", "attention_packed"}
+    measured = choices(Chosen("flashinfer", "measured", only_paged=True))
+    assert measured == {"attention_paged": ("flashinfer", "measured; head dims other than 64, 128 and 256 take Triton")}

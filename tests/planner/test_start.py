@@ -116,6 +116,34 @@ def test_another_setting_has_a_file_of_its_own(config: EngineConfig) -> None:
     assert one.file != two.file and one.file.exists() and two.file.exists()
 
 
+def test_what_changes_step_times_on_a_gpu_has_a_file_of_its_own(config: EngineConfig) -> None:
+    """Graphs of every size that there may be are those of fewer rows too; sizes that were chosen are others."""
+    plain: dict[str, object] = {
+        "gpu": "NVIDIA H200",
+        "attention": "triton",
+        "sm_split": (),
+        "graph_sizes": (1, 2, 4, 8),
+        "captured_patches": 1024,
+    }
+    changes: list[dict[str, object]] = [
+        {"gpu": "NVIDIA L4"},
+        {"attention": "flashinfer"},
+        {"sm_split": (32,)},
+        {"sm_split": (32, 64)},
+        {"graph_sizes": ()},
+        {"captured_patches": 0},
+    ]
+    first = found(config, subject(**plain))
+    files = {found(config, subject(**plain | change)).file for change in changes}
+    chosen = replace(config, cuda_graph_sizes=(1, 2, 4, 8))
+    files.add(found(chosen, subject(**plain)).file)
+    files.add(found(replace(config, encoder_cuda_graph_sizes=(256, 1024)), subject(**plain)).file)
+    files.add(found(replace(config, deterministic=not config.deterministic), subject(**plain)).file)
+    assert len(files | {first.file}) == len(changes) + 4
+    fewer = found(config, subject(**plain | {"graph_sizes": (1, 2, 4)}))
+    assert fewer.file == first.file and fewer.source == "saved profile"
+
+
 def test_a_folder_that_cannot_be_written_is_said_and_no_reason_to_fail(
     config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,8 @@ def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
 def test_another_machine_model_or_setting_is_refused_and_named(file: Path, name: str) -> None:
     value = getattr(IDENTITY, name)
     other = not value if isinstance(value, bool) else (value + 1 if isinstance(value, int) else value + "x")
-    with pytest.raises(Refused, match="model's files" if name == "model" else f"measured with {name} {value}"):
+    had = f"no {name}$" if value == "" else f"{name} {value}"
+    with pytest.raises(Refused, match="model's files" if name == "model" else f"measured with {had}"):
         load(file, msgspec.structs.replace(IDENTITY, **{name: other}), REACH)
 
 
@@ -150,6 +152,31 @@ def test_the_name_says_directory_and_setting_but_not_versions(tmp_path: Path) ->
     assert name != file_name(tmp_path, msgspec.structs.replace(IDENTITY, threads=1))
     assert name != file_name(tmp_path / "other", IDENTITY)
     assert "/" not in file_name(Path("/some where/ünusual name"), IDENTITY)
+
+
+LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl")
+
+
+def test_what_was_added_later_is_part_of_the_name_where_there_is_something_to_say() -> None:
+    """A profile from before keeps its name, which was written down then."""
+    directory = Path("/models/some-model")
+    before = file_name(directory, IDENTITY)
+    assert before == "some-model-590fc824ae685ce9.json"
+    others = {file_name(directory, msgspec.structs.replace(IDENTITY, **{name: "x"})) for name in LATER}
+    assert len(others | {before}) == 1 + len(LATER)
+
+
+def test_a_profile_from_before_holds_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+    body = msgspec.to_builtins(PROFILE)
+    for name in LATER:
+        del body["identity"][name]
+    encoded = msgspec.json.encode(body)
+    digest = hashlib.blake2b(encoded, digest_size=32).hexdigest()
+    path = tmp_path / "old.json"
+    path.write_bytes(msgspec.json.encode({"digest": digest, "profile": body}))
+    assert load(path, IDENTITY, REACH) == PROFILE
+    with pytest.raises(Refused, match=r"measured with no sm_split, no graphs$"):
+        load(path, msgspec.structs.replace(IDENTITY, sm_split="32", graphs="default"), REACH)
 
 
 def test_a_model_is_another_one_when_its_files_change(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache
+from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
 from hydra_engine.backend.cpu import CpuDevice
 from hydra_engine.backend.reference import ReferenceOps
 from hydra_engine.backend.reference_sampling import sample
@@ -81,6 +81,9 @@ class FakeOps:
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         return ReferenceOps().plan_decode(num_context, block_tables)
 
+    def plan_states(self, rows: StateRows) -> StateRows:
+        return rows
+
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         for x, values in enumerate(rows):
             for t, slot in enumerate(slots.tolist()):
@@ -133,6 +136,7 @@ class FakeModel:
     broken_forwards: set[int] = field(default_factory=set)  # numbers; with two rows or more they raise late
     num_slices: int = 1
     can_be_captured: bool = True
+    tower: None = None
 
     def reserve_positions(self, end: int) -> None: ...
 

@@ -73,6 +73,10 @@ class LateDevice(CpuDevice):
         launch()
         return CountedCalls(launch, self)
 
+    def finish(self) -> None:
+        if self.broken:
+            raise BackendError("the device has failed")
+
     def trim(self) -> None:
         self.trims += 1
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import CacheConfig, EngineConfig
 from hydra_engine.core.plans import PullJob, PullResult
@@ -34,14 +35,17 @@ def make_rig(
     dtype: torch.dtype = torch.float32,
     block: int = BLOCK,
     shared: bool = True,
+    backend: Backend | None = None,
 ) -> Rig:
     """Caches full of NaN; those that the role sends lie in memory that peers can map."""
     role, spec = Role.parse(letters), load_spec(model_dir)
-    backend = create_backend("cpu", dtype, backend=backend_name, threads=1)
+    backend = backend or create_backend("cpu", dtype, backend=backend_name, threads=1)
+    on = backend.device.torch_device
     config = EngineConfig(cache=CacheConfig(num_kv_blocks=64, num_image_blocks=48))
     plan = plan_memory(spec, role, config, dtype, 1 << 30, shares=3)
     share = backend.device.share if shared else None
-    kv = allocate_kv_cache(spec, plan, block, dtype, poison=True, share=share if Role.P in role else None)
+    kv_share = share if Role.P in role else None
+    kv = allocate_kv_cache(spec, plan, block, dtype, device=on, poison=True, share=kv_share)
     return Rig(
         load_model(model_dir, spec, backend, role),
         backend=backend,
@@ -49,7 +53,7 @@ def make_rig(
         caches=(
             kv if role.needs_language else None,
             allocate_image_cache(
-                spec, plan, IMAGE_BLOCK, dtype, poison=True, share=share if role.needs_vision else None
+                spec, plan, IMAGE_BLOCK, dtype, device=on, poison=True, share=share if role.needs_vision else None
             ),
         ),
         faults=FaultPoints(enabled=True),

@@ -13,8 +13,10 @@ from hydra_engine.backend.cpu import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.batches import feature_slots, language_input, vision_input
+from hydra_engine.worker.batches import feature_slots, language_input, vision_input, vision_slots
+from hydra_engine.worker.ports import WorkerRequest
 from hydra_engine.worker.positions import PromptPositions
+from hydra_engine.worker.sampler import Recipe
 from hydra_engine.worker.seats import Seats
 from hydra_engine.worker.states import StateTable
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
@@ -222,6 +224,18 @@ def test_a_seat_that_is_anothers_is_a_bug() -> None:
         language_input(plan_of(StepId(0), [row]), seats, FakeOps(), block_size=4, image_block_size=5, device=CPU)
 
 
+def test_a_seat_that_has_become_anothers_is_noticed_although_the_plan_before_had_the_same_rows() -> None:
+    rows: list[Row] = [Decode(RequestId(1), 3, 7, 5, 1, np.arange(4, dtype=np.int32))]
+    seats, plan = seats_for(rows), plan_of(StepId(0), rows, block_size=4)
+    for _ in range(2):
+        assert seats.tokens(plan.decodes).tolist() == [7]
+    other = make_request(2, [5, 6])
+    chunk = ChunkRow(other.id, 3, other.prompt_token_ids, 0, np.arange(4, dtype=np.int32), 4, True, 0)
+    seats.take(plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, Recipe.of(other), {}, 0)])
+    with pytest.raises(AssertionError, match="not its request's"):
+        seats.tokens(plan.decodes)
+
+
 def test_feature_slots_follow_the_blocks() -> None:
     assert feature_slots(np.asarray([7, 2, 9], dtype=np.int32), 2, 5, 3).tolist() == [23, 6, 7, 8, 27]
     large = feature_slots(np.asarray([2**31 - 1], dtype=np.int32), 0, 2, 64)
@@ -233,7 +247,7 @@ def test_vision_input_keeps_pixels_and_order() -> None:
     pictures = [make_picture(name, fill, start) for name, fill, start in (("a", 10, 0), ("b", 20, 5))]
     request = make_request(1, [96] * 10, images=tuple(item for item, _ in pictures))
     items = [rig.item(request, index) for index in (0, 1)]
-    inputs = vision_input(items, request.images, [p for _, p in pictures], block_size=3, device=CPU.torch_device)
+    inputs = vision_input(request.images, [p for _, p in pictures], vision_slots(items, 3), CPU)
     assert all(pixels.shape == (1, 8, 8, 3) and pixels.dtype == torch.uint8 for pixels in inputs.pixels)
     assert [int(pixels[0, 7, 7, 2]) for pixels in inputs.pixels] == [10, 20]
     assert inputs.sources == ((8, 8), (8, 8)) and inputs.arrays == ()

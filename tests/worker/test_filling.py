@@ -6,6 +6,7 @@ The device is the processor's with peaks that a test gives; everything that is m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from hydra_engine.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.specs.registry import load_spec
 from hydra_engine.worker.device_share import own_part
 from hydra_engine.worker.memory import GIB, MARGIN_BYTES, CachePlan, Filling, WorkingMemory, plan_memory
-from hydra_engine.worker.working_memory import GRAPH_BYTES, counts_of_largest, estimate, largest_encode, measure
+from hydra_engine.worker.working_memory import (
+    ENCODE_GRAPH_BYTES,
+    GRAPH_BYTES,
+    counts_of_largest,
+    estimate,
+    largest_encode,
+    measure,
+)
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
 
 MIB = 1 << 20
@@ -240,16 +248,65 @@ def test_peaks_of_a_role_are_those_of_its_stages(tiny: Path) -> None:
         )
 
 
+def test_graphs_take_memory_at_every_place(tiny: Path) -> None:
+    spec = load_spec(tiny)
+    settings = config(token_budget=24, max_num_seqs=4, dtype="float32")
+
+    class Divided(MeasuringDevice):
+        asynchronous = True
+        num_places = 3
+
+    device = Divided([40])
+    backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
+    made = plan_memory(spec, Role.D, settings, torch.float32, 0, filling=Filling(device.total_bytes))
+    model = load_model(tiny, spec, backend, Role.D, random_weights=True)
+    with torch.inference_mode():
+        assert measure(model, backend, spec, Role.D, settings, made).graph_bytes == 3 * (40 + GRAPH_BYTES)
+
+
 def test_estimates_count_what_the_role_runs() -> None:
     spec, settings = fake_spec(), config(token_budget=1000, max_num_seqs=10)
     decode = 4 * 10 * spec.language.vocab_size * 4
     whole = estimate(spec, EPD, settings, 4)
     assert whole.encode_bytes == 2 * 5 * 4 * 4  # two pictures of five patches, four values a patch
     assert whole.language_bytes == max(1000 * 3 * 2 * 4, (4 * 10 + 256) * spec.language.vocab_size * 4)
-    assert whole.graph_bytes == decode + GRAPH_BYTES
-    assert estimate(spec, Role.E, settings, 4) == WorkingMemory(whole.encode_bytes)
+    encodes = whole.encode_bytes + ENCODE_GRAPH_BYTES  # the largest is captured too
+    assert whole.graph_bytes == decode + GRAPH_BYTES + encodes
+    assert estimate(spec, Role.E, settings, 4) == WorkingMemory(whole.encode_bytes, 0, encodes)
+    few, eager = replace(settings, encoder_cuda_graph_sizes=(5,)), replace(settings, enforce_eager=True)
+    assert estimate(spec, Role.E, few, 4).graph_bytes == whole.encode_bytes // 2 + ENCODE_GRAPH_BYTES
+    paused = replace(settings, scheduler=replace(settings.scheduler, tpot_slo=0.05))
+    assert estimate(spec, Role.E, eager, 4).graph_bytes == 0
+    assert estimate(spec, EPD, paused, 4).graph_bytes == decode + GRAPH_BYTES
+    assert estimate(spec, Role.E, paused, 4).graph_bytes == encodes, "beside no decodes an encode never pauses"
     assert estimate(spec, Role.P, settings, 4) == WorkingMemory(0, whole.language_bytes)
     assert estimate(spec, Role.D, settings, 4).language_bytes == decode
+
+
+def test_every_place_of_a_divided_device_keeps_memory_of_its_own() -> None:
+    """Streams do not share what an allocator keeps for them."""
+    spec, whole = fake_spec(), config(token_budget=1000, max_num_seqs=10)
+    divided, language = config(token_budget=1000, max_num_seqs=10, sm_split="16,32"), Role.P | Role.D
+    once = estimate(spec, EPD, whole, 4)
+    assert estimate(spec, EPD, divided, 4) == once.times(3) and once.times(3).total_bytes == 3 * once.total_bytes
+    for role in (language, Role.E):  # an instance of one model is whole
+        assert estimate(spec, role, divided, 4) == estimate(spec, role, whole, 4)
+
+
+class DividedDevice(MeasuringDevice):
+    num_places = 2
+
+
+def test_peaks_are_measured_once_and_count_for_every_place(tmp_path: Path) -> None:
+    make_tiny("llava", tmp_path, seed=1)
+    spec, settings = load_spec(tmp_path), config(token_budget=24, max_num_seqs=4, dtype="float32")
+    device = DividedDevice([300, 40, 50])
+    backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
+    made = plan_memory(spec, EPD, settings, torch.float32, 0, filling=Filling(device.total_bytes))
+    model = load_model(tmp_path, spec, backend, EPD, random_weights=True)
+    with torch.inference_mode():
+        assert measure(model, backend, spec, EPD, settings, made) == WorkingMemory(600, 100, 0)
+    assert device.num_measured == 3
 
 
 # ---- an engine on such a device

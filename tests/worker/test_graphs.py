@@ -18,6 +18,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.rotary import RotaryTable
 from hydra_engine.models.tiny import make_tiny
+from hydra_engine.worker.batches import StepRows
 from hydra_engine.worker.decode_graphs import default_sizes
 from tests.worker.fakes import Rig, make_request
 from tests.worker.late import LateDevice
@@ -73,6 +74,8 @@ def requests(rig: Rig, base: int, *, on_host: bool = False) -> list[Request]:
         with_pictures(rig, base + 3, seed=8, count=2),
         with_pictures(rig, base + 4, seed=9, count=1, temperature=0.9, top_k=20),
     ]
+    if isinstance(rig.backend.device, LateDevice):
+        rig.backend.device.replays.clear()  # those of encodes
     return [*made, *pictures]
 
 
@@ -113,6 +116,25 @@ def test_replayed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model
         assert generate(*made) == expected(model_dir)
         leave(rig, made)
         assert len(device.replays) == 7  # of eight steps the first is a prefill
+
+
+def test_tables_may_be_wider_than_any_context(
+    rig: Rig, device: LateDevice, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And hold anything behind the blocks of their row."""
+    graphs = rig.worker._graphs
+    assert graphs is not None
+    replay = graphs.replay
+
+    def wider(rows: StepRows, *given: Any) -> Any:
+        more = graphs._width + 3 - rows.block_tables.shape[1]
+        wide = rows._replace(block_tables=np.pad(rows.block_tables, ((0, 0), (0, more)), constant_values=-9))
+        assert graphs.fits(wide)
+        return replay(wide, *given)
+
+    monkeypatch.setattr(graphs, "replay", wider)
+    assert rig.generate_ahead(*requests(rig, 20)) == expected(model_dir)
+    assert len(device.replays) == 7
 
 
 def test_steps_with_rows_for_the_host_are_not_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
@@ -194,6 +216,29 @@ def test_one_send_a_replay_and_two_an_eager_step(rig: Rig, device: LateDevice) -
     assert len(device.sent) == 2 and device.sent[-1] == 2 and len(device.replays) == 1
 
 
+def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: LateDevice) -> None:
+    """Of three requests, the last row is padded: what it computes is kept nowhere."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    make_tiny("qwen3_5_text", tmp_path, seed=7, text={"num_hidden_layers": 4, **heads, **sizes})
+    plain, rig = make_rig(tmp_path, "reference"), graph_rig(tmp_path, device, num_seats=6, cuda_graph_sizes=(4,))
+    made = [make_request(number, prompt) for number, prompt in enumerate((range(10, 40), [9], range(50, 57)), 1)]
+    answers = []
+    for one, generate in ((plain, plain.generate), (rig, rig.generate_ahead)):
+        for request in made:
+            one.add(request)
+        answers.append(generate(*made))
+    assert answers[0] == answers[1] and len(device.replays) == 7
+    graphs = rig.worker._graphs
+    assert graphs is not None and graphs._parts.states is not None
+    cache = graphs._parts.states.cache
+    for states in cache.conv, cache.recurrent:
+        unwritten = states.isnan().flatten(1).any(1).view(6, 2)
+        assert sorted(unwritten.sum(1).tolist()) == [0, 0, 0, 2, 2, 2]
+    plain.worker.close()
+    rig.worker.close()
+
+
 # ---- what is captured
 
 
@@ -201,9 +246,11 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_place(model_dir
     device, seen = LateDevice(num_places=2), list[tuple[int, int]]()
     rig = make_rig(model_dir, "reference", num_seats=6, asynchronous=True, device=device)
     rig.worker.capture_graphs(lambda done, total: seen.append((done, total)))
-    assert seen == [(done, 8) for done in range(1, 9)] and rig.worker.graph_bytes == 8000
-    graphs = rig.worker._graphs
-    assert graphs is not None and [size for _, size in graphs.wanted] == [6, 4, 2, 1] * 2
+    graphs, encodes = rig.worker._graphs, rig.worker._encode_graphs
+    assert graphs is not None and [size for _, size in graphs.wanted] == [6, 4, 2, 1] * 2 and encodes is not None
+    total = 8 + len(encodes.wanted)
+    assert seen == [(done, total) for done in range(1, total + 1)] and rig.worker.graph_bytes == 1000 * total
+    device.replays.clear()
     device.here = 1
     rig.add(request := make_request(1, [5, 6, 7]))
     rig.generate_ahead(request, steps=3)
@@ -276,9 +323,10 @@ def test_positions_that_were_reserved_stay_where_they_are(rig: Rig) -> None:
     """A graph reads the table that it was captured with, which must not be given away when a longer one is made."""
     table = RotaryTable(rig.spec.language, torch.device("cpu"))
     table.reserve(100)
-    reserved = table._table
+    reserved = table._table.up_to(100)
     axes = () if rig.spec.language.rope_sections is None else (3,)
     far = torch.full((*axes, 1), 5000)
     table(far, 5001)
-    assert table._table is not reserved and any(kept is reserved for kept in table._reserved)
-    assert np.array_equal(table._table[: len(reserved)].numpy(), reserved.numpy())
+    grown = table._table.up_to(100)
+    assert grown is not reserved and any(kept is reserved for kept in table._table._reserved)
+    assert np.array_equal(grown[: len(reserved)].numpy(), reserved.numpy())

@@ -134,6 +134,24 @@ class Reference:
         return self._logits[key]
 
     @torch.inference_mode()
+    def logits_of(self, token_ids: Sequence[int], prompt: Prompt) -> Tensor:
+        """[N, V] float32: what was said where each of these stands behind the prompt. They are text, also those that
+        would be placeholders in a prompt: BOS stands in for all of them and gets their embeddings."""
+        embed = self.model.get_input_embeddings()
+        behind = token_ids[:-1]
+        rows = embed(torch.tensor([behind]))
+
+        def replace_rows(_module: Any, _args: Any, output: Tensor) -> Tensor:
+            return torch.cat([output[:, : -len(behind)], rows], dim=1)
+
+        handle = embed.register_forward_hook(replace_rows)
+        try:
+            outputs = self.model(**self._inputs(prompt.followed_by([BOS_ID] * len(behind))))
+        finally:
+            handle.remove()
+        return outputs.logits[0, len(prompt.token_ids) - 1 :].float()
+
+    @torch.inference_mode()
     def embeddings(self, prompt: Prompt) -> Tensor:
         """[T, C]: what goes into the first layer."""
         seen: list[Tensor] = []

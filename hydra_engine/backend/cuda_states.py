@@ -1,0 +1,104 @@
+"""Recurrent states on a CUDA device: which tokens belong to which state, sent once a step for all layers, and what the
+two kernels are given of it. Does not know who uses which place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.device import Send
+from hydra_kernels import causal_conv as convolution
+from hydra_kernels import delta_rule as recurrence
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStateRows:
+    """`StateRows.native`. `tiles` [M, 2] int32 are those of the convolution, of `tile` tokens each."""
+
+    num_tokens: int
+    num_places: int  # that there must be; 0: only the device knows
+    tiles: Tensor
+    tile: int
+
+
+def plan(rows: StateRows, send: Send) -> StateRows:
+    """The rows on the device. Reads them before it returns."""
+    checks.check_state_rows(rows)
+    cu_q, reads, writes = rows.cu_q.numpy(), rows.reads.numpy(), rows.writes.numpy()
+    counts = np.diff(cu_q)
+    num_tokens = int(cu_q[-1])
+    if cu_q[0] != 0 or (counts < 0).any():
+        raise ValueError(f"rows: expected cu_q to rise from 0, got {cu_q[:8].tolist()}")
+    places = np.concatenate((reads, writes))
+    if (places < 0).any():
+        raise ValueError(f"rows: expected places of 0 and more, got {int(places.min())}")
+    tile = 1 if counts.max(initial=0) <= 1 else convolution.TILE
+    tiles, *sent = send((_tiles(counts, tile), cu_q, rows.starts.numpy(), reads, writes))
+    native = CudaStateRows(num_tokens, int(places.max(initial=-1)) + 1, tiles, tile)
+    return StateRows(sent[0], sent[1], sent[2], sent[3], native)
+
+
+def plan_decode(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+    """Of rows of one token each, from tensors on the device, which are looked at when they are used."""
+    batch = checks.check_indices("starts", starts)
+    for name, places in (("reads", reads), ("writes", writes)):
+        checks.check_indices(name, places, batch)
+    checks.check_device(starts.device, (("reads", reads), ("writes", writes)))
+    cu_q = torch.arange(batch + 1, device=starts.device)
+    tiles = torch.stack((cu_q[:-1], torch.zeros_like(starts)), dim=1).int()
+    return StateRows(cu_q, starts, reads, writes, native=CudaStateRows(batch, 0, tiles, 1))
+
+
+def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    native = _checked(rows, x.shape[0], cache.conv, layer)
+    return convolution.causal_conv(
+        *(x, weight, cache.conv[:, layer], native.tiles, rows.cu_q, rows.starts, rows.reads, rows.writes),
+        tokens=native.tile,
+    )
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    shift: Tensor,
+    cache: StateCache,
+    layer: int,
+    rows: StateRows,
+) -> Tensor:
+    _checked(rows, v.shape[0], cache.recurrent, layer)
+    states = cache.recurrent[:, layer]
+    return recurrence.delta_rule(
+        *(q, k, v, a, b, rates, shift, states, rows.cu_q, rows.starts, rows.reads, rows.writes)
+    )
+
+
+def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:
+    native = rows.native
+    assert isinstance(native, CudaStateRows), "rows that Ops.plan_states of these ops has not seen"
+    places, layers = states.shape[:2]
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
+    if native.num_tokens != tokens:
+        raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {native.num_tokens} tokens")
+    if native.num_places > places:
+        raise ValueError(f"rows: expected places 0 to {places - 1}, got {native.num_places - 1}")
+    return native
+
+
+def _tiles(counts: npt.NDArray[np.int64], tile: int) -> npt.NDArray[np.int32]:
+    """[M, 2]: of each row at least one, for its state moves on without tokens too."""
+    per_row = np.maximum(-(-counts // tile), 1)
+    rows = np.repeat(np.arange(len(counts)), per_row)
+    firsts = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    return np.stack((rows, firsts * tile), axis=1).astype(np.int32)

@@ -1,0 +1,76 @@
+"""Steps of nobody's requests, as warm-ups and measurements run them: pictures of zeros, tokens of zeros.
+
+Every slot is -1 and every block the first, so nothing is written to a cache and caches of one block do; what is left in
+recurrent states is never read, for a request begins without one. Does not know which steps say something, nor lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hydra_engine.backend.base import Draws, Ops, PagedCache, StateCache, StateRows
+from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
+from hydra_engine.specs.base import ItemPlan, LanguageSpec
+
+
+def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:
+    """`count` times what the family made of a picture of `source` (width, height)."""
+    shape = (item.num_pictures, item.height, item.width, 3)
+    pixels = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count))
+    slots = torch.full((count * item.num_tokens,), -1, dtype=torch.int64, device=device)
+    return VisionInput(pixels, (source,) * count, (item.grid,) * count, slots)
+
+
+def blank_rows(
+    ops: Ops,
+    language: LanguageSpec,
+    cache: PagedCache,
+    states: StateCache | None,
+    counts: Sequence[int],
+    contexts: Sequence[int],
+    device: torch.device,
+    *,
+    merged: int = 0,
+    scored: bool = False,
+) -> LanguageInput:
+    """Row r has `counts[r]` tokens, the last of `contexts[r]`. The first `merged` tokens of the step take features,
+    whose cache then has to be there. `scored`: all rows of the prompts pass through the head."""
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
+    longest, num_tokens = max(contexts), int(ends[-1])
+    tables = torch.zeros((len(counts), -(-longest // cache.block_size)), dtype=torch.int32)
+    places = [torch.arange(end - count, end, device=device) for count, end in zip(counts, contexts, strict=True)]
+    positions = torch.cat(places)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    every = torch.arange(num_tokens, dtype=torch.int64, device=device)
+    return LanguageInput(
+        token_ids=zeros,
+        positions=positions if language.rope_sections is None else positions.expand(3, -1),
+        slots=zeros - 1,
+        attention=ops.plan_attention(cu_q, torch.tensor(contexts, dtype=torch.int32), tables),
+        logit_rows=ends.to(device=device, dtype=torch.int64) - 1,
+        position_end=longest,
+        image_rows=every[:merged] if merged else None,
+        image_slots=zeros[:merged] if merged else None,
+        states=None if states is None else States(states, ops.plan_states(_state_rows(cu_q))),
+        scored=Scored(every, _drop) if scored else None,
+    )
+
+
+def blank_draws(count: int, device: torch.device) -> Draws:
+    """With every filter, which is what takes most."""
+    top_k = torch.full((count,), 50, dtype=torch.int32, device=device)
+    temperatures, top_p, min_p, numbers = (torch.full((count,), x, device=device) for x in (1.0, 0.9, 0.01, 0.5))
+    return Draws(temperatures, top_k, top_p, min_p, numbers)
+
+
+def _drop(logits: torch.Tensor) -> None:
+    """What becomes of a prompt's logits happens in host memory."""
+
+
+def _state_rows(cu_q: torch.Tensor) -> StateRows:
+    """Each row in a place of its own, of which every slot has two, with a state before none of them."""
+    places = torch.arange(cu_q.shape[0] - 1, dtype=torch.int64)
+    return StateRows(cu_q.to(torch.int64), torch.zeros_like(places), places, places)
