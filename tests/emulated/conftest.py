@@ -1,0 +1,64 @@
+"""What tests of an emulated device share: the device, and what the engine is known to wait for on it.
+
+Torch takes the emulated device for the one of the process, which a process with a GPU must not have: there these tests
+are left out, as tests/gpu has the device itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.models.tiny import make_tiny
+from tests.emulated.streams import Streams
+
+collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() else []
+
+# Where a lane may wait for the device besides `Device.fetch` and `Device.finish`, and why.
+MAY_WAIT = {
+    "worker/scores.py PromptScoring._take": "logits of prompt tokens are looked at slice by slice, so that they fit",
+    "worker/cache_store.py checksums_of": "checksums are for those who check transfers",
+}
+HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    """Inside of a test `device="cuda"` is an emulated one."""
+    from tests.emulated.cuda import emulated_cuda  # torch learns of the device
+
+    with emulated_cuda() as streams:
+        yield streams
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory)
+
+
+class Models:
+    """Miniatures by family, made when they are first asked for; "hybrid" keeps recurrent states."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._made: dict[str, Path] = {}
+
+    def __call__(self, family: str) -> Path:
+        if family not in self._made:
+            options: dict[str, Any] = {}
+            if family == "hybrid":
+                options = {"text_type": "qwen3_5_text", "text": HYBRID | HYBRID_SIZES}
+            directory: Path = self._factory.mktemp(f"tiny-{family}")
+            make_tiny("minicpmv4_6" if family == "hybrid" else family, directory, seed=7, **options)
+            self._made[family] = directory
+        return self._made[family]
+
+
+def assert_clean(streams: Streams) -> None:
+    wrong = [f"{f.place}: {f.what} ({n} times)" for f, n in streams.findings.items() if f.function not in MAY_WAIT]
+    assert not wrong, "\n".join(wrong)

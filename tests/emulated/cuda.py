@@ -1,0 +1,201 @@
+"""The CUDA backend on an emulated device: the engine's own files, with torch.cuda, kernels and the extension replaced.
+
+`emulated_cuda` puts everything in place for a test and takes it back. Nothing of hydra_engine is written again here but
+pools that other processes map, which take the host's shared memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_engine.backend import (
+    cuda,
+    cuda_attention,
+    cuda_cache,
+    cuda_copies,
+    cuda_graphs,
+    cuda_host,
+    cuda_lanes,
+    cuda_split,
+    devices,
+    select,
+)
+from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.device import PeerMemory, SharedMemory
+from hydra_engine.core.pools import PoolExport
+from hydra_engine.models import random_weights
+from tests.emulated import graphs, streams
+from tests.emulated.graphs import Capturing
+from tests.emulated.kernels import Extension, Launches, functions_of, kernel
+from tests.emulated.streams import Streams
+from tests.emulated.tensors import DEVICE, Present, new, pinned
+
+WITH_TORCH = (cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes, cuda_split, select)
+WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split)
+
+
+class TorchCuda:
+    """In place of torch.cuda."""
+
+    def __init__(self, present: Streams) -> None:
+        self._streams = present
+
+    # ---- streams
+
+    def Stream(self, device: Any = None, priority: int = 0) -> streams.Stream:
+        return self._streams.make()
+
+    def ExternalStream(self, handle: int, device: Any = None) -> streams.Stream:
+        return self._streams.by_handle[handle]
+
+    def Event(self) -> streams.Event:
+        return streams.Event(self._streams)
+
+    def current_stream(self, device: Any = None) -> streams.Stream:
+        return self._streams.current
+
+    def default_stream(self, device: Any = None) -> streams.Stream:
+        return self._streams.default
+
+    def set_stream(self, stream: streams.Stream) -> None:
+        self._streams.use(stream)
+
+    def stream(self, stream: streams.Stream) -> AbstractContextManager[None]:
+        return self._streams.using(stream)
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in [*self._streams.by_handle.values()]:
+            stream.synchronize()
+
+    # ---- memory
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return Present.total_bytes - Present.used_bytes, Present.total_bytes
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return Present.used_bytes
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return Present.peak_bytes
+
+    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        Present.peak_bytes = Present.used_bytes
+
+    def empty_cache(self) -> None: ...
+
+    # ---- graphs
+
+    def CUDAGraph(self) -> graphs.CUDAGraph:
+        return graphs.CUDAGraph(self._streams)
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def graph(
+        self, graph: graphs.CUDAGraph, *, pool: object, stream: streams.Stream, capture_error_mode: str
+    ) -> Capturing:
+        assert capture_error_mode == "thread_local", "other lanes may launch meanwhile"
+        return Capturing(self._streams, graph, stream, pool)
+
+
+class Torch:
+    """In place of torch in files that name CUDA."""
+
+    def __init__(self, present: Streams) -> None:
+        self.cuda = TorchCuda(present)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, kind: str, index: int | None = None) -> torch.device:
+        return DEVICE if kind == "cuda" else torch.device(kind)
+
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = torch.empty(*args, **kwargs)
+        return pinned(made) if pin_memory else made
+
+    def Generator(self, device: torch.device) -> torch.Generator:
+        """Weights come out as on the host."""
+        return torch.Generator()
+
+
+class SharedDevicePool:
+    """`SharedMemory` of backend/device.py, in the host's."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._tensor = new(memory.tensor(), lasting=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+
+def share(self: cuda_host.CudaDevice, num_bytes: int) -> Any:
+    return SharedDevicePool(CpuDevice(1).share(num_bytes))
+
+
+def open_peer(self: cuda_host.CudaDevice, export: PoolExport, descriptor: int) -> PeerMemory:
+    pool: Any = SharedDevicePool(CpuDevice(1).open_peer(export, descriptor))  # type: ignore[arg-type]
+    return pool
+
+
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+    """torch.tensor, which keeps torch's dispatcher out while it copies."""
+    made = _REAL_TENSOR(data, **kwargs)
+    return made if device is None else made.to(device)
+
+
+_REAL_TENSOR = torch.tensor
+
+
+@contextmanager
+def emulated_cuda(*, total_bytes: int = 1 << 32) -> Iterator[Streams]:
+    """`Device` and `Ops` that are made inside are those of an emulated device, also by `Engine(.., device="cuda")`."""
+    present = Present.begin(total_bytes)
+    fake: Any = Torch(present)
+    extension = Extension(lambda: present.make().cuda_stream)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in WITH_TORCH:
+            patch.setattr(module, "torch", fake, raising=False)
+        patch.setattr(random_weights, "torch", fake)
+        patch.setattr(torch, "tensor", _tensor)
+        for module in WITH_EXTENSION:
+            patch.setattr(module, "_C", extension)
+        patch.setattr(cuda_split.Track.__init__, "__defaults__", (fake.cuda.set_stream,))
+        for module in backend_modules():
+            for place, name, function in [*functions_of(module)]:
+                patch.setattr(place, name, kernel(function))
+        for name in [name for name in sys.modules if name.startswith("hydra_kernels.")]:
+            for attribute in [name for name in vars(importlib.import_module(name)) if name.endswith("_kernel")]:
+                patch.setattr(importlib.import_module(name), attribute, Launches(attribute))
+        patch.setattr(cuda_host.CudaDevice, "share", share)
+        patch.setattr(cuda_host.CudaDevice, "open_peer", open_peer)
+        patch.setattr(devices, "resolve", _resolve)
+        yield present
+
+
+def backend_modules() -> list[ModuleType]:
+    """Those of CUDA that are loaded."""
+    return [module for name, module in [*sys.modules.items()] if name.startswith(cuda.__name__)]
+
+
+def _resolve(device: str) -> devices.Chosen:
+    if device.startswith("cuda"):
+        return devices.Chosen("cuda:0", 0, 4, "emulated")
+    return devices.Chosen(devices.CPU, None, 0, "as asked")

@@ -1,0 +1,336 @@
+"""Kernels of an emulated device: the Python around every kernel as it is, launches checked and left out, results those
+of the reference ops.
+
+Checks of arguments, memory for results and for what lies between are those of the package of kernels and of the
+extension's wrappers, on tensors of the device; then the reference fills the results in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend.base import Draws, PagedCache, StateCache, StateRows
+from hydra_engine.backend.reference import ReferenceOps, activation
+from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
+
+OPS = ReferenceOps()
+_inside = threading.local()  # of a function that has a reference
+
+
+class Launches:
+    """In place of a Triton kernel: `kernel[grid](..)` looks at what it is given."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(isinstance(size, int) and size > 0 for size in grid), f"{self._name}: a grid of {grid}"
+        return self._launch
+
+    def _launch(self, *args: Any, **kwargs: Any) -> None:
+        if not getattr(_inside, "function", ""):
+            raise NotImplementedError(f"tests/emulated/kernels.py has no reference of what launches {self._name}")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and not isinstance(value, OnDevice):
+                Present.streams.found(f"{self._name}: a kernel gets a tensor of the host")
+                raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {self._name}")
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the package of kernels, whose results the reference computes."""
+    reference = REFERENCES[function.__name__]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _inside.function = function.__name__
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _inside.function = ""
+        streams = Present.streams
+        given = flat((*args, *kwargs.values()))
+        outs = [value for value in flat(result) if isinstance(value, OnDevice)]
+        plain = tuple(map(held_by, args)), {name: held_by(value) for name, value in kwargs.items()}
+        targets = [out.held for out in outs]
+
+        def compute() -> None:
+            found = reference(*plain[0], **plain[1])
+            for target, value in zip(targets, found if isinstance(found, tuple) else (found,), strict=True):
+                assert target.shape == value.shape and target.dtype == value.dtype, function.__name__
+                target.copy_(value)
+
+        with streams.lock:
+            compute()
+            changed = [args[place] for place in CHANGED.get(function.__name__, ())]
+            touch(given, [*outs, *changed], streams.current.issue())
+        if streams.current.trace is not None:
+            streams.current.trace.call(compute)
+        return result
+
+    return call
+
+
+# ---- references of the kernels' functions
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: Any = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return OPS.linear(x, OPS.pack_linear(weight, bias), act=act, residual=residual, out_dtype=out_dtype)
+
+
+def _finish(
+    product: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: Any = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    sums = product.float() if bias is None else product.float() + bias
+    result = activation(sums, act)
+    return (result if residual is None else result + residual).to(out_dtype or product.dtype)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed, total = OPS.add_rms_norm(x, residual, weight, eps)
+    residual.copy_(total)
+    return normed
+
+
+def _sample(logits: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
+    return OPS.sample(logits, Draws(*draws))
+
+
+def _paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, cu_q: Tensor, num_context: Tensor, scale: float
+) -> Tensor:
+    cache = PagedCache(torch.stack((k_cache, v_cache), dim=1).unsqueeze(1))
+    used = (-(-num_context // cache.block_size)).tolist()
+    rows = [row[:count].clamp(0, cache.num_blocks - 1) for row, count in zip(tables, used, strict=True)]
+    assert all(torch.equal(row, all_of[: len(row)]) for row, all_of in zip(rows, tables, strict=True)), "no such block"
+    safe = torch.zeros_like(tables)
+    for row, blocks in enumerate(rows):
+        safe[row, : len(blocks)] = blocks
+    return OPS.attention_paged(q, cache, 0, OPS.plan_attention(cu_q, num_context.contiguous(), safe), scale)
+
+
+def _decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    num_context: Tensor,
+    scale: float,
+    *,
+    num_splits: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    cu_q = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    return _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
+
+
+def _prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_q: Tensor,
+    num_context: Tensor,
+    scale: float,
+    *,
+    max_q: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    assert max_q >= max(end - begin for begin, end in pairwise(cu_q.tolist())), "max_q is too small"
+    return _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
+
+
+def _packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    *,
+    max_length: int,
+    one_tile: bool = False,
+    search: bool = False,
+) -> Tensor:
+    assert max_length >= max(end - begin for begin, end in pairwise(cu_seqlens.tolist())), "max_length is too small"
+    return OPS.attention_packed(q, k, v, cu_seqlens.tolist(), scale)
+
+
+def _causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    tiles: Tensor,
+    cu_q: Tensor,
+    starts: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    *,
+    tokens: int,
+) -> Tensor:
+    with _places(states, writes) as (cache, written):
+        return OPS.causal_conv(x, weight, cache, 0, StateRows(cu_q, starts, reads, written))
+
+
+def _delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    shift: Tensor,
+    states: Tensor,
+    cu_q: Tensor,
+    starts: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    with _places(states, writes) as (cache, written):
+        return OPS.delta_rule(q, k, v, a, b, rates, shift, cache, 0, StateRows(cu_q, starts, reads, written))
+
+
+@contextmanager
+def _places(states: Tensor, writes: Tensor) -> Iterator[tuple[StateCache, Tensor]]:
+    """The states of a layer with one place more, for those that are not kept (-1)."""
+    more = torch.cat((states, torch.zeros_like(states[:1])))
+    layer = more.unsqueeze(1)
+    yield StateCache(layer, layer), torch.where(writes < 0, len(states), writes)
+    states.copy_(more[:-1])
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "small_linear": _linear,
+    "invariant_linear": _linear,
+    "finish": _finish,
+    "rms_norm": OPS.rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "gated_rms_norm": OPS.gated_rms_norm,
+    "layer_norm": OPS.layer_norm,
+    "act_and_mul": OPS.act_and_mul,
+    "sigmoid_mul": OPS.sigmoid_mul,
+    "rotate": OPS.rotate,
+    "sample": _sample,
+    "causal_conv": _causal_conv,
+    "delta_rule": _delta_rule,
+    "decode_attention": _decode_attention,
+    "prefill_attention": _prefill_attention,
+    "packed_attention": _packed_attention,
+}
+# Arguments that functions write, by place.
+CHANGED = {"add_rms_norm": (1,), "causal_conv": (2,), "delta_rule": (7,)}
+
+
+# ---- the extension
+
+
+class CacheDesc:
+    """In place of `_C.CudaCacheDesc`: that of the processor, on the same addresses. Lanes use different blocks of a
+    cache at once, so who comes behind whom is known of blocks; those of attention are not looked at."""
+
+    def __init__(self, *args: int) -> None:
+        *shape, self._device = args
+        self._desc = _C.CacheDesc(*shape)
+        self._block_size = shape[4]
+        self._blocks = Present.blocks.setdefault(shape[0], {})
+
+    def write(self, stream: int, layer: int, *args: Any) -> None:
+        *_, slots, count = args
+        self._do(stream, lambda: self._desc.write(layer, *args), written=self._of(slots, count))
+
+    def rope_and_write(self, stream: int, *args: Any) -> None:
+        slots, count = args[12:14]
+        self._do(stream, lambda: self._desc.rope_and_write(*args), written=self._of(slots, count))
+
+    def merge(self, stream: int, plane: int, slots: int, rows: int, count: int, *args: Any) -> None:
+        merge = partial(self._desc.merge, plane, slots, rows, count, *args)
+        self._do(stream, merge, read=self._of(slots, count))
+
+    def gather(self, stream: int, layer: int, index: int, slots: int, count: int, out: int) -> None:
+        gather = partial(self._desc.gather, layer, index, slots, count, out)
+        self._do(stream, gather, read=self._of(slots, count))
+
+    def copy_to(self, stream: int, target: CacheDesc, pairs: int, count: int) -> None:
+        """Of the source nothing is asked: it is another process's."""
+        self._do(stream, lambda: self._desc.copy_to(target._desc, pairs, count))
+        written = {int(block) for block in numbers_at(pairs, 2 * count)[1::2]}
+        target._touch(set(), written)
+
+    def _of(self, slots: int, count: int) -> set[int]:
+        return {int(slot) // self._block_size for slot in numbers_at(slots, count) if slot >= 0}
+
+    def _touch(self, read: set[int], written: set[int]) -> None:
+        streams = Present.streams
+        number = streams.current.issue()
+        for block in read | written:
+            clock = self._blocks.setdefault(block, Accesses(streams))
+            clock.touch(streams.current, number, write=block in written)
+
+    def _do(
+        self,
+        handle: int,
+        launch: Callable[[], None],
+        read: Iterable[int] = (),
+        written: Iterable[int] = (),
+    ) -> None:
+        streams = Present.streams
+        stream = streams.current
+        assert handle == stream.cuda_stream, "a launch on another stream than the current one"
+        with streams.lock:
+            self._touch(set(read), set(written))
+            launch()
+        if stream.trace is not None:
+            stream.trace.call(launch)
+
+
+def numbers_at(address: int, count: int) -> list[int]:
+    """int64"""
+    return list((ctypes.c_int64 * count).from_address(address)) if count else []
+
+
+class Extension:
+    """In place of `_C` in files of the backend that use its CUDA half."""
+
+    CudaCacheDesc = CacheDesc
+
+    def __init__(self, make_stream: Callable[[], int]) -> None:
+        self._make_stream = make_stream
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cuda_"):
+            raise NotImplementedError(f"tests/emulated/kernels.py does not emulate _C.{name}")
+        return getattr(_C, name)
+
+    def cuda_check_faults(self, device: int) -> None: ...
+
+    def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int) -> list[Any]:
+        return [(self._make_stream(), self._make_stream(), count, 8 - count) for count in counts]
+
+
+def functions_of(module: ModuleType) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+    """(where it is named, its name, it): those of the package of kernels that a module of the backend calls, by its own
+    name or by a module's, and that have a reference."""
+    named = [part for part in vars(module).values() if isinstance(part, ModuleType)]
+    for place in (module, *(part for part in named if part.__name__.startswith("hydra_kernels."))):
+        for name, value in [*vars(place).items()]:
+            if name in REFERENCES and getattr(value, "__module__", "").startswith("hydra_kernels."):
+                yield place, name, value

@@ -1,0 +1,185 @@
+"""Streams of an emulated device: what was issued to them, what is known to be done, and what is done late.
+
+Nothing is done before somebody waits for it: a copy to the host arrives, and a copy from pinned memory is checked to
+have found that memory as it was, when its stream is waited for. So what is read or changed too early is wrong every
+time and not now and then. Does not know tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tests.emulated.graphs import Trace
+
+PACKAGE = f"{Path(__file__).parents[2] / 'hydra_engine'}/"
+
+
+class Finding(NamedTuple):
+    """Something that a device would punish, and the line of the engine that did it."""
+
+    what: str
+    place: str  # "worker/scores.py:61 PromptScoring._take"
+
+    @property
+    def function(self) -> str:
+        """Without the line, which moves: "worker/scores.py PromptScoring._take"."""
+        file, _, rest = self.place.partition(":")
+        return f"{file} {rest.partition(' ')[2]}"
+
+
+class Streams:
+    """The streams of one device, which of them each thread works on, and what was found. One lock for all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.findings: Counter[Finding] = Counter()
+        self.serving = False  # from then on lanes must not wait for the device
+        self._handles = itertools.count()
+        self.default = Stream(self, "default")
+        self.by_handle = {self.default.cuda_stream: self.default}
+        self._of_thread = threading.local()
+        self.working = threading.Event()  # unset: whoever waits for the device waits until it is set
+        self.working.set()
+        self.waiting = threading.Event()  # somebody waits, or did
+
+    def make(self, name: str = "") -> Stream:
+        with self.lock:
+            made = Stream(self, name)
+            self.by_handle[made.cuda_stream] = made
+        return made
+
+    @property
+    def current(self) -> Stream:
+        found: Stream = getattr(self._of_thread, "stream", self.default)
+        return found
+
+    def use(self, stream: Stream) -> None:
+        self._of_thread.stream = stream
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        before = self.current
+        self.use(stream)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+    def found(self, what: str) -> None:
+        with self.lock:
+            self.findings[Finding(what, place_in_engine())] += 1
+
+    def wait_for_device(self) -> None:
+        self.waiting.set()
+        assert self.working.wait(20), "nobody lets the device work"
+
+    def waits(self, what: str) -> None:
+        """An op that returns only when all before it is done, and that no capture permits."""
+        stream = self.current
+        if stream.trace is not None:
+            self.found(f"{what} while a graph is captured")
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+        if self.serving and stream is not self.default:
+            self.found(f"{what} waits for the device")
+        stream.synchronize()
+
+
+class Stream:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.cuda_stream: int = next(streams._handles)
+        self.name = name or f"stream {self.cuda_stream}"
+        self.issued = 0
+        self.done = 0
+        self.behind: dict[Stream, int] = {}  # what of other streams comes before all that is issued from now on
+        self.trace: Trace | None = None  # a graph is captured from what is issued
+        self._streams = streams
+        self._late: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def issue(self, late: Callable[[], None] | None = None) -> int:
+        """The number of one more launch; `late` is called when it is known to be done."""
+        with self._streams.lock:
+            self.issued += 1
+            if late is not None:
+                self._late.append((self.issued, late))
+            return self.issued
+
+    def is_behind(self, other: Stream, number: int) -> bool:
+        """Whether what is issued here now comes after that launch of another stream."""
+        return other is self or other.done >= number or self.behind.get(other, 0) >= number
+
+    def complete(self, number: int) -> None:
+        with self._streams.lock:
+            while self._late and self._late[0][0] <= number:
+                self._late.popleft()[1]()
+            self.done = max(self.done, number)
+
+    # ---- as torch.cuda.Stream
+
+    def synchronize(self) -> None:
+        issued = self.issued
+        if self.done < issued:
+            self._streams.wait_for_device()
+        self.complete(issued)
+
+    def query(self) -> bool:
+        return self.done == self.issued
+
+    def wait_event(self, event: Event) -> None:
+        if event.stream is None or event.stream is self:
+            return
+        with self._streams.lock:
+            for other, number in (*event.behind.items(), (event.stream, event.number)):
+                if other is not self:
+                    self.behind[other] = max(self.behind.get(other, 0), number)
+        stream, number = event.stream, event.number
+        self.issue(lambda: stream.complete(number))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self._streams)
+        event.record(other)
+        self.wait_event(event)
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, streams: Streams, **_: Any) -> None:
+        self._streams = streams
+        self.stream: Stream | None = None
+        self.number = 0
+        self.behind: dict[Stream, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._streams.current
+        assert stream.trace is None, "an event of a stream that is captured"
+        with self._streams.lock:
+            self.stream, self.number, self.behind = stream, stream.issue(), dict(stream.behind)
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            if self.stream.done < self.number:
+                self._streams.wait_for_device()
+            self.stream.complete(self.number)
+
+    def query(self) -> bool:
+        return self.stream is None or self.stream.done >= self.number
+
+
+def place_in_engine() -> str:
+    """The innermost line of the engine on this thread's stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE):
+            function = frame.f_code.co_qualname.split(".<locals>")[0]
+            return f"{name.removeprefix(PACKAGE)}:{frame.f_lineno} {function}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "tests"

@@ -1,0 +1,150 @@
+"""Engines on an emulated device, from the choice of the device to the answers: loading, measuring, caches, warm-up,
+graphs, scheduling, both lanes, aborts. The tokens are those of a processor, and lanes wait for nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydra_engine import Engine, Grammar
+from hydra_engine.cluster.supervisor import Supervisor
+from hydra_engine.errors import ResourceError
+from tests.emulated.conftest import Models, assert_clean
+from tests.emulated.cuda import emulated_cuda
+from tests.emulated.process import FINDINGS
+from tests.emulated.streams import Streams
+from tests.engine.conftest import assert_at_rest, picture
+
+SMALL: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 24}
+WORDS = Grammar("regex", "([a-f]{3} ){2,6}")
+ENDLESS = {"max_tokens": 10, "ignore_eos": True}
+ASKED: list[tuple[str, list[Any] | None, dict[str, Any]]] = [
+    ("one text", None, {"temperature": 0}),
+    ("a text that is longer than what one step computes of a prompt", None, {"temperature": 1.0, "seed": 9}),
+    ("see", [picture(1)], {"temperature": 0}),
+    ("look", [picture(2), picture(3, 90, 40)], {"temperature": 0.8, "seed": 4, "top_k": 12, "min_p": 0.02}),
+    ("see", [picture(1)], {"temperature": 0.5, "seed": 3, "top_p": 0.9}),
+    ("with logprobs", None, {"temperature": 0, "logprobs": 2}),
+    ("with penalties", None, {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.7, "min_tokens": 4}),
+    ("with a bias", None, {"temperature": 1.0, "seed": 6, "logit_bias": {5: 3.0}}),
+    ("scored", None, {"temperature": 0, "prompt_logprobs": 1}),
+    ("in a grammar", None, {"temperature": 1.0, "seed": 7, "grammar": WORDS, "ignore_eos": False}),
+]
+FAMILIES = ("llava_next", "qwen2_5_vl", "qwen3_vl", "internvl", "minicpmv4_6", "hybrid")  # besides the ordinary two
+FORMS: dict[str, dict[str, Any]] = {
+    "graphs": {"cuda_graph_sizes": (1, 4, 6)},
+    "eager": {"enforce_eager": True},
+    "deterministic": {"deterministic": True, "cuda_graph_sizes": (6,)},
+    "divided": {"sm_split": "2,4", "cuda_graph_sizes": (2, 6)},
+    "full": {"num_kv_blocks": 40, "cuda_graph_sizes": (6,)},
+    "sliced": {"tpot_slo": 0.05, "enforce_eager": True},
+    "bfloat16": {"dtype": "bfloat16", "deterministic": True, "cuda_graph_sizes": (1, 6)},
+}
+SIXTEEN_BITS: dict[str, Any] = {"dtype": "bfloat16", "backend": "reference"}  # on a processor
+
+
+def ask(engine: Engine) -> list[tuple[int, ...]]:
+    handles = [engine.submit(text, pictures, **(ENDLESS | options)) for text, pictures, options in ASKED]
+    return [handle.result(60).token_ids for handle in handles]
+
+
+@cache
+def expected(model_dir: Path, **options: Any) -> list[tuple[int, ...]]:
+    with Engine(model_dir, **SMALL, **options) as engine:
+        return ask(engine)
+
+
+def check(streams: Streams, model_dir: Path, **options: Any) -> None:
+    wanted = expected(model_dir, **(SIXTEEN_BITS if "dtype" in options else {}))
+    with Engine(model_dir, device="cuda", **(SMALL | {"max_num_seqs": 6} | options)) as engine:
+        streams.serving = True
+        assert ask(engine) == wanted
+        gone = [engine.submit("gone " * count, [picture(8)], max_tokens=50, ignore_eos=True) for count in (1, 3)]
+        time.sleep(0.02)
+        for handle in gone:
+            handle.cancel()
+        assert ask(engine) == wanted, "with what the caches hold"
+        assert_at_rest(engine)
+        streams.serving = False
+    assert_clean(streams)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_tokens_are_those_of_a_processor(streams: Streams, models: Models, family: str) -> None:
+    check(streams, models(family), **FORMS["graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((family, "graphs") for family in FAMILIES), *(("qwen2_5_vl", form) for form in FORMS if form != "graphs")],
+)
+def test_every_family_and_every_form(streams: Streams, models: Models, family: str, form: str) -> None:
+    check(streams, models(family), **FORMS[form])
+
+
+@pytest.mark.slow
+def test_ops_of_sixteen_bits(streams: Streams, models: Models) -> None:
+    """Those that promise no equal tokens round elsewhere, which few of the requests notice."""
+    model_dir = models("qwen2_5_vl")
+    wanted = expected(model_dir, **SIXTEEN_BITS)
+    options = SMALL | FORMS["graphs"] | {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 6}
+    with Engine(model_dir, **options) as engine:
+        streams.serving = True
+        found = ask(engine)
+        streams.serving = False
+    assert sum(one == other for one, other in zip(found, wanted, strict=True)) > len(wanted) / 2
+    assert_clean(streams)
+
+
+def test_random_weights_are_those_of_a_processor(models: Models) -> None:
+    """Drawn on the device and not read; a generator of the device draws others, so here it is the host's."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with emulated_cuda() as streams:
+            options = SMALL | {"device": device, "load_format": "random", "enforce_eager": True}
+            with Engine(models("qwen2_5_vl"), **options) as engine:
+                found.append(engine.generate("random", picture(4), temperature=0, **ENDLESS).token_ids)
+            assert_clean(streams)
+    assert found[0] == found[1]
+
+
+def test_a_device_that_is_too_small_says_so(models: Models) -> None:
+    with emulated_cuda(total_bytes=1 << 19), pytest.raises(ResourceError, match="memory"):
+        Engine(models("llava"), device="cuda", threads=1).close()
+
+
+def test_without_memory_for_a_step_requests_are_computed_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    with emulated_cuda() as streams, Engine(models("llava"), device="cuda", **SMALL, **FORMS["eager"]) as engine:
+        streams.serving = True
+        for point in ("eng.before_step", "eng.mid_step"):
+            engine.front.set_fault(point, "oom", "times=1")
+            assert ask(engine) == expected(models("llava"))
+        engine.front.set_fault("vis.before_step", "raise", "times=1")
+        assert ask(engine) == expected(models("llava"))
+        streams.serving = False
+    assert_clean(streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["E+P+D", "EP+D"])
+def test_blocks_move_between_instances(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, topology: str
+) -> None:
+    """Each a process with a device of its own."""
+    command = [sys.executable, "-m", "tests.emulated.process"]
+    monkeypatch.setitem(Supervisor.__init__.__kwdefaults__, "command", command)
+    monkeypatch.setenv(FINDINGS, str(tmp_path))
+    options = SMALL | {"device": "cuda", "topology": topology, "max_num_seqs": 6, "cuda_graph_sizes": (1, 4, 6)}
+    with emulated_cuda(), Engine(models("qwen2_5_vl"), **options) as engine:
+        for _ in range(2):
+            assert ask(engine) == expected(models("qwen2_5_vl"))
+        assert_at_rest(engine)
+    found = [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()]
+    assert found == [""] * len(topology.split("+"))

@@ -1,0 +1,214 @@
+"""The worker on an emulated device: the tokens of a processor, whatever is late, fails or is divided, and nothing that
+a device would punish."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.backend.select import create_backend
+from hydra_engine.core.pools import PoolKind
+from hydra_engine.models.qwen_patches import PatchRotary
+from hydra_engine.models.rotary import RotaryTable
+from hydra_engine.specs.registry import load_spec
+from tests.emulated.conftest import Models, assert_clean
+from tests.emulated.graphs import CUDAGraph
+from tests.emulated.streams import Stream, Streams
+from tests.worker.fakes import Rig, make_request, outcomes_of
+from tests.worker.pulling import VALID, connect, pull
+from tests.worker.pulling import make_rig as make_peer
+from tests.worker.test_graphs import requests
+from tests.worker.test_real_model import ask, make_rig, texts, with_pictures
+
+SIZES = (1, 2, 8)
+POINTS = ("eng.before_step", "eng.mid_step")
+Rigs = Callable[..., Rig]
+
+
+@pytest.fixture
+def on_device(streams: Streams, models: Models) -> Any:
+    """Rigs that serve."""
+    made: list[Rig] = []
+
+    def make(family: str, *, sm_split: tuple[int, ...] = (), **options: Any) -> Rig:
+        backend = create_backend("cuda", torch.float32, threads=1, sm_split=sm_split)
+        options = {"num_seats": 12, "cuda_graph_sizes": SIZES, **options}
+        rig = make_rig(models(family), "", asynchronous=True, backend=backend, **options)
+        made.append(rig)
+        rig.worker.warm_up(lambda done, total: None)
+        rig.worker.capture_graphs(lambda done, total: None)
+        streams.serving = True
+        return rig
+
+    yield make
+    streams.working.set()
+    for rig in made:
+        rig.worker.close()
+    assert_clean(streams)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[CUDAGraph]:
+    seen: list[CUDAGraph] = []
+    replay = CUDAGraph.replay
+
+    def seen_replay(self: CUDAGraph) -> None:
+        seen.append(self)
+        replay(self)
+
+    monkeypatch.setattr(CUDAGraph, "replay", seen_replay)
+    return seen
+
+
+@cache
+def expected(model_dir: Path, *, on_host: bool) -> list[list[int]]:
+    rig = make_rig(model_dir, "reference")
+    tokens = rig.generate(*requests(rig, 10, on_host=on_host))
+    rig.worker.close()
+    return tokens
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_tokens_are_those_of_a_processor(
+    on_device: Rigs, models: Models, replays: list[CUDAGraph], family: str
+) -> None:
+    rig = on_device(family)
+    for number, (on_host, chunk) in enumerate(((True, 7), (False, 1000)), start=1):
+        for generate in (rig.generate, rig.generate_ahead):
+            replays.clear()
+            made = requests(rig, 100 * number, on_host=on_host)
+            assert generate(*made, chunk=chunk) == expected(models(family), on_host=on_host)
+            assert replays or on_host
+            for request in made:
+                rig.leave(request)
+
+
+def test_steps_are_launched_while_the_device_does_nothing(on_device: Rigs, models: Models, streams: Streams) -> None:
+    """What steps and results lie in is not used again before it was read."""
+    rig = on_device("llava")
+    made = requests(rig, 10)
+    streams.working.clear()
+    rows = [[rig.row(r, 0, r.prompt_token_ids, 0) for r in made]]
+    rows += [[rig.row(r, r.num_prompt + count - 1, [-1], count) for r in made] for count in range(1, 4)]
+    steps = [rig.submit(*row) for row in rows]
+    assert streams.waiting.wait(10)
+    time.sleep(0.2)
+    assert rig.worker.poll() == []
+    streams.working.set()
+    found = [rig.wait(step).token_ids for step in steps]
+    assert [list(tokens) for tokens in zip(*found[1:], strict=True)] == [
+        tokens[1:4] for tokens in expected(models("llava"), on_host=False)
+    ]
+
+
+def test_a_row_that_fails_fails_alone(on_device: Rigs, models: Models) -> None:
+    rig = on_device("llava", cuda_graph_sizes=(8,))
+    for number, (point, action) in enumerate(product(POINTS, ("raise", "nan", "oom")), start=1):
+        made, poison = requests(rig, 20 * number, on_host=number % 2 == 0), make_request(1000 + number, [60, 61, 62])
+        rig.add(poison)
+        rig.worker.faults.arm(point, action, "token=61")
+        tokens = rig.generate_ahead(*made, poison, chunk=20)
+        assert tokens == [*expected(models("llava"), on_host=number % 2 == 0), []], (point, action)
+        for request in (*made, poison):
+            rig.leave(request)
+
+
+def test_features_that_are_no_numbers_fail_their_picture(on_device: Rigs) -> None:
+    rig = on_device("llava")
+    sound, sick = with_pictures(rig, 1, seed=3, count=2), with_pictures(rig, 2, seed=4, count=1)
+    rig.worker.faults.arm("vis.before_step", "nan", "request=2")
+    outcomes = rig.vision(rig.item(sound, 0), rig.item(sick, 0), rig.item(sound, 1))
+    assert [outcome.error is None for outcome in outcomes] == [True, False, True]
+
+
+def test_encodes_that_no_graph_takes_wait_for_nothing(on_device: Rigs) -> None:
+    """Not for the copies of what their pictures' sizes make of them either."""
+    with_pictures(on_device("qwen2_5_vl", enforce_eager=True), 1, seed=3, count=2)
+
+
+@pytest.mark.slow
+def test_recurrent_states_follow_their_requests(on_device: Rigs, models: Models) -> None:
+    host = make_rig(models("hybrid"), "reference", num_seats=6)
+    together = ask(host, texts(10), host.generate)
+    host.worker.close()
+    rig = on_device("hybrid", num_seats=6)
+    rig.worker.faults.arm("eng.mid_step", "raise", "times=1")
+    assert ask(rig, texts(30), rig.generate_ahead, chunk=15) == together
+
+
+def test_a_lane_that_moves_between_places_keeps_its_order(
+    on_device: Rigs, models: Models, replays: list[CUDAGraph], streams: Streams
+) -> None:
+    """The language lane has its own part of the device while the other one has work."""
+    rig = on_device("llava", sm_split=(4,))
+    assert rig.worker._vision is not None
+    made, found = requests(rig, 10), list[tuple[int, ...]]()
+    replays.clear()
+    for count in range(8):
+        busy = threading.Event()
+        if count % 2:
+            rig.worker._vision[0].submit(lambda busy=busy: busy.wait(10) and None)  # type: ignore[misc]
+        if count:
+            rows = [rig.row(r, r.num_prompt + count - 1, [-1], count) for r in made]
+        else:
+            rows = [rig.row(r, 0, r.prompt_token_ids, 0) for r in made]
+        step = rig.submit(*rows)
+        found.append(tuple(outcome.token_id or 0 for outcome in outcomes_of(rows, rig.wait(step))))
+        busy.set()
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == expected(models("llava"), on_host=False)
+    assert len({id(graph.place) for graph in replays}) == 2 and len(replays) == 7
+    with_pictures(rig, 50, seed=3, count=1)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "tower"])
+def test_a_lane_outgrows_tables_that_were_made_outside_of_it(streams: Streams, models: Models, kind: str) -> None:
+    device = create_backend("cuda", torch.float32, threads=1).device
+    lane, found = device.lane("language"), list[torch.Tensor]()
+    spec = load_spec(models("llava")).language
+    on = device.torch_device
+    table = RotaryTable(spec, on) if kind == "decoder" else PatchRotary(16, 1e4, on)
+    places = [torch.full((1,), 7000, device=on)] * (1 if kind == "decoder" else 2)
+    lane.submit(lambda: found.extend(table(*places, 7001)))
+    lane.close()
+    assert len(found) == 2 and found[0].isfinite().all().item()
+    assert_clean(streams)
+
+
+@pytest.mark.parametrize("pool", [PoolKind.FEATURES, PoolKind.KV])
+def test_blocks_are_pulled(streams: Streams, models: Models, pool: PoolKind) -> None:
+    rigs = [
+        make_peer(models("llava"), "EP", backend=create_backend("cuda", torch.float32, threads=1)) for _ in range(2)
+    ]
+    source, target = rigs
+    streams.serving = True
+    caches: list[Any] = [rig.kv_cache if pool is PoolKind.KV else rig.image_cache for rig in rigs]
+    caches[0].data.copy_(torch.arange(caches[0].data.numel(), dtype=torch.float32).view(caches[0].data.shape))
+    source.worker.set_word(0, VALID)
+    connect(target, "source", source)
+    pairs = [(3, 1), (4, 7), (9, 0)]
+    sums = source.worker.checksums(pool, [3, 4, 9])
+    result = pull(target, pool, pairs, checksums=sums)
+    assert result.valid and result.problem is None
+    for begin, end in pairs:
+        assert torch.equal(caches[1].data[end].cpu(), caches[0].data[begin].cpu())
+    for rig in rigs:
+        rig.worker.close()
+    assert_clean(streams)
+
+
+def test_streams_of_lanes_are_told_apart(on_device: Rigs, streams: Streams) -> None:
+    """The test's own teeth: lanes work on streams of their own."""
+    rig = on_device("llava")
+    seen: set[Stream] = set()
+    for lane, _ in (rig.worker._language, rig.worker._vision):  # type: ignore[misc]
+        lane.submit(lambda: seen.add(streams.current))
+    rig.worker.close()
+    assert len(seen) == 2 and streams.default not in seen
