@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.common import ROOT
 from bench.micro.goals import BENCHES
@@ -32,9 +32,12 @@ from bench.summary import table
 
 BUDGET_S = 540.0
 _SUMMARY_S = 8.0  # of the budget, for what comes after the parts
-_SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")
+# One decoder with a KV head for each query head and one with few. The decoder of the third is the second's.
+_SHAPES = ("llava-1.5-7b", "qwen2.5-vl-7b")
+_TWIN = "qwen2-vl-7b"
 _BY_SHAPE = ("decode", "prefill", "encode", "colocate")
 _ON_DEVICE = (*_BY_SHAPE, "ceilings", "attn_decode", "cache_write", "migrate")
+_WORKERS = 8  # processes that share the device in tests that allow it: most of their time is compiling
 
 # Modules -> what goes without them. torch, numpy and pybind11 are needed by everything.
 PACKAGES = {
@@ -71,7 +74,7 @@ _NEEDS = {
     "preprocess": _ENGINE,
     "frontend": _ENGINE,
 }
-# Full runs that say most come first: what the time does not reach is not run.
+# What says most comes first: what the time does not reach is not run.
 _FULL = ("ceilings", "decode", "attn_decode", "prefill", "encode", "cache_write", "colocate", "migrate")
 
 
@@ -120,27 +123,39 @@ def look() -> Machine:
 # ---- what is run
 
 
-def plan(folder: Path, machine: Machine, *, jobs: int, shapes: Sequence[str] = _SHAPES) -> list[Part]:
-    """All parts, in order."""
+def plan(folder: Path, machine: Machine, *, jobs: int) -> list[Part]:
+    """All parts, in order. Benchmarks that another machine could run come last."""
     archs = os.environ.get("HYDRA_CUDA_ARCHS") or machine.capability
     built = {"HYDRA_CUDA_ARCHS": archs} if archs else {}
     command = (sys.executable, "setup.py", "build_ext", "--inplace")
     build = {"HYDRA_BUILD_JOBS": str(jobs), **built}
     parts = [Part("build", command, 240.0, packages=("pybind11", "setuptools"), environment=build)]
-    parts += [_tests(folder, name, limit_s, where, built) for name, limit_s, where in _TESTS]
-    for name in BENCHES:
-        parts.append(_bench(folder, name, "quick", 120.0, ()))
+    parts += [_tests(folder, tests, min(jobs, _WORKERS), built) for tests in _TESTS]
+    for name in (name for name in BENCHES if name in _ON_DEVICE):
+        parts.append(_bench(folder, name, "quick", 150.0, _SHAPES if name in _BY_SHAPE else ()))
     for name in _FULL:
-        for shape in shapes if name in _BY_SHAPE else ("",):
-            parts.append(_bench(folder, name, "full", 120.0, (shape,) if shape else ()))
+        shapes: Sequence[str] = (*_SHAPES, _TWIN) if name == "encode" else _SHAPES if name in _BY_SHAPE else ("",)
+        parts += [_bench(folder, name, "full", 200.0, (shape,) if shape else ()) for shape in shapes]
+    parts += [_bench(folder, name, "full", 200.0, (_TWIN,)) for name in _BY_SHAPE if name != "encode"]
+    for name in (name for name in BENCHES if name not in _ON_DEVICE):
+        parts.append(_bench(folder, name, "quick", 120.0, ()))
     return parts
 
 
-# What a device computes; how wide its loads are; and that the kernels compile with the Triton that is here.
+class Tests(NamedTuple):
+    name: str
+    limit_s: float
+    where: tuple[str, ...]
+    side_by_side: bool = False  # in several processes at once
+
+
+# What a device computes; what needs it for itself; how wide loads are; and that the kernels compile with the Triton
+# that is here.
 _TESTS = (
-    ("tests-gpu", 240.0, ("-m", "cuda", "tests/gpu", "tests/kernels", "tests/ops")),
-    ("tests-native", 90.0, ("tests/native",)),
-    ("tests-compiled", 120.0, ("tests/kernels/test_compiled.py", "-m", "not cuda")),
+    Tests("tests-gpu", 240.0, ("-m", "cuda and not alone", "tests/gpu"), True),
+    Tests("tests-device", 150.0, ("-m", "cuda and alone", "tests/gpu")),
+    Tests("tests-native", 90.0, ("tests/native",)),
+    Tests("tests-compiled", 120.0, ("-m", "not cuda", "tests/kernels/test_compiled.py"), True),
 )
 _INI = """[pytest]
 addopts = -ra --strict-markers --import-mode=importlib -p no:cacheprovider
@@ -148,22 +163,27 @@ xfail_strict = true
 markers =
     slow: takes more than about ten seconds
     cuda: needs an NVIDIA GPU
+    alone: needs the GPU for itself
 """
 
 
-def _tests(folder: Path, name: str, limit_s: float, where: Sequence[str], built: Mapping[str, str]) -> Part:
+def _tests(folder: Path, tests: Tests, workers: int, built: Mapping[str, str]) -> Part:
     """With settings of its own: those of pyproject.toml name plugins that may not be here, and turn every warning of
     other versions into an error."""
+    name, limit_s, where, side_by_side = tests
     report = f"--junitxml={folder / name}.xml"
     command = (sys.executable, "-m", "pytest", "-q", "-c", str(folder / "pytest.ini"), f"--rootdir={ROOT}", report)
     if not missing(("pytest_timeout",)):
-        command += ("--timeout=150", "--timeout-method=thread")  # says where it hung
+        command += ("--timeout=200", "--timeout-method=thread")  # says where it hung
     environment = {"HYDRA_REQUIRE_CUDA": "1", "HYDRA_STRESS_REQUESTS": "1000", **built}
+    if side_by_side and workers > 1 and not missing(("xdist",)):
+        command += ("-n", str(workers), "--dist", "worksteal")
+        environment |= {"OMP_NUM_THREADS": "2"}  # of each; what tests compare with is computed on the processor
     return Part(name, (*command, *where), limit_s, 15.0, ("torch", "pytest"), "build", environment)
 
 
 def _bench(folder: Path, name: str, mode: str, limit_s: float, models: Sequence[str]) -> Part:
-    title = "-".join((mode, name, *models))
+    title = "-".join((mode, name, *(models if len(models) == 1 else ())))
     command = [sys.executable, "-m", f"bench.micro.{name}", f"--{mode}", "--json", str(folder / f"{title}.json")]
     if models:
         command += ["--model", ",".join(models)]
@@ -192,7 +212,7 @@ def chosen(parts: Sequence[Part], only: Sequence[str], skip: Sequence[str]) -> l
 
 def versions() -> str:
     found = []
-    for name in ("torch", "triton", "transformers", "numpy", "pytest"):
+    for name in ("torch", "triton", "transformers", "numpy", "setuptools", "pybind11", "pytest"):
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -251,7 +271,11 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _on_device(name: str) -> bool:
-    return name == "tests-gpu" or name.startswith("full-") or name.removeprefix("quick-").split("-")[0] in _ON_DEVICE
+    return (
+        name in ("tests-gpu", "tests-device")
+        or name.startswith("full-")
+        or name.removeprefix("quick-").split("-")[0] in _ON_DEVICE
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

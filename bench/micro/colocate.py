@@ -33,13 +33,14 @@ from bench.micro.floors import (
 )
 from bench.micro.harness import Report, Run, agree, parse, timed
 from bench.micro.side_by_side import Duo, Together
-from bench.micro.subject import Row, Step, Subject, graph_of, in_lane, release, run_models
+from bench.micro.subject import Row, Step, Subject, in_lane, release, run_models
 from hydra_engine.backend.device import Lane
 
 QUICK_COUNTS, FULL_COUNTS = (2, 8), (2, 4, 8, 16)  # pictures of a tower of a fraction of a TFLOP
 QUICK_ROWS, FULL_ROWS = (8, 64), (8, 32, 64, 128)
 SMALL_ROWS, SMALL_COUNTS = (4,), (1,)
 _LARGE_FLOPS = 2e12  # a picture of more is encoded alone
+QUICK_SPLITS, FULL_SPLITS = (32,), (32, 64)  # multiprocessors for decodes
 _PROMPT = 1024
 _BESIDE_S = 0.3  # of encodes, at least three
 
@@ -50,6 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, help="tokens that each decode sees")
     parser.add_argument("--prompt", type=int, help="tokens of the prompt beside decodes, 0: none")
     parser.add_argument("--picture", default="896x896", help="width x height of a picture")
+    parser.add_argument("--splits", help="of a GPU: multiprocessors for decodes at each place, with commas; 0: none")
 
 
 class Mode(NamedTuple):
@@ -79,6 +81,13 @@ def modes(subject: Subject) -> list[Mode]:
     return [Mode("two streams", 0), *(Mode(f"place {place}", place) for place in range(1, parts))]
 
 
+def splits(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """As `create_backend` takes them."""
+    if not arguments.device.startswith("cuda"):
+        return ()
+    return tuple(filter(None, numbers(arguments.splits, arguments.quick, QUICK_SPLITS, FULL_SPLITS)))
+
+
 def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> None:
     device = subject.backend.device
     vision, language = device.lane("vision"), device.lane("language")
@@ -103,15 +112,25 @@ def cases(
 ) -> Iterator[Case]:
     context, rows = _context(arguments, subject), _rows(arguments, report, subject)
     for count in rows:
-        step, steps = in_lane(language, partial(_decodes, subject, count, context)).result()
+        made: tuple[Step, dict[int, Run]] | None = None
+        with report.case(f"{subject.name} decode B={count}"):
+            made = in_lane(language, partial(_decodes, report, subject, count, context)).result()
+        if made is None:
+            continue
+        step, steps = made
         decodes = decode_work(subject.spec.language, count, context, subject.width)
         inputs = {"rows": count, "context": context}
         if subject.spec.vision is not None:
             picture = picture_of(arguments)
             image = image_work(subject.spec, picture, subject.width)
             for pictures in _counts(arguments, report, subject, image):
-                first, how = in_lane(vision, partial(_encode, subject, pictures, picture, image)).result()
                 what = f"{subject.name} encode b={pictures} || decode B={count}"
+                encode: tuple[Run, str] | None = None
+                with report.case(what):
+                    encode = in_lane(vision, partial(_encode, subject, pictures, picture, image)).result()
+                if encode is None:
+                    continue
+                first, how = encode
                 about = {**inputs, "pictures": pictures, "picture": picture, "encode": how}
                 yield Case(what, first, steps, encode_work(image, pictures), decodes, about)
         prompt = _prompt(arguments, subject)
@@ -120,7 +139,7 @@ def cases(
             what = f"{subject.name} prefill S={prompt} || decode B={count}"
             work = prefill_work(subject.spec.language, 1, prompt, subject.width)
             yield Case(what, first, steps, work, decodes, {**inputs, "prompt": prompt})
-        del step, steps
+        del made, step, steps
 
 
 def _context(arguments: argparse.Namespace, subject: Subject) -> int:
@@ -145,18 +164,19 @@ def _counts(arguments: argparse.Namespace, report: Report, subject: Subject, ima
     return numbers(arguments.counts, report.quick, QUICK_COUNTS, FULL_COUNTS)
 
 
-def _decodes(subject: Subject, rows: int, context: int) -> tuple[Step, dict[int, Run]]:
-    """One step, and how to run it at each place."""
+def _decodes(report: Report, subject: Subject, rows: int, context: int) -> tuple[Step, dict[int, Run]]:
+    """One step, and how to run it at each place. Without a part of the device the others are measured all the same."""
     step = subject.language([Row(context - 1)] * rows, subject.kv_cache(rows, context))
     expected = step()
     if not subject.on_gpu:
         return step, {0: step}
     steps: dict[int, Run] = {}
     for mode in modes(subject):
-        with subject.backend.device.at(mode.place) if mode.place else nullcontext():
+        what = f"{subject.name} decode B={rows} at {mode.name}"
+        with report.optional(what) if mode.place else nullcontext(), subject.backend.device.at(mode.place):
             graph = step.graph()
             graph.replay()
-            agree(f"{subject.name} decode B={rows} at {mode.name}", graph.logits, expected)
+            agree(what, graph.logits, expected)
             steps[mode.place] = graph.replay
     return step, steps
 
@@ -164,7 +184,7 @@ def _decodes(subject: Subject, rows: int, context: int) -> tuple[Step, dict[int,
 def _encode(subject: Subject, count: int, picture: tuple[int, int], image: ImageWork) -> tuple[Run, str]:
     encode = subject.encode(count, picture, subject.image_cache(count * image.tokens))
     encode()
-    graph = graph_of(subject.backend, encode)
+    graph = encode.graph()
     return (encode, "eager") if isinstance(graph, str) else (graph, "graph")
 
 
@@ -173,7 +193,7 @@ def _encode(subject: Subject, count: int, picture: tuple[int, int], image: Image
 
 def _pairs(report: Report, subject: Subject, case: Case, vision: Lane, language: Lane) -> None:
     turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
-    for mode in modes(subject):
+    for mode in [mode for mode in modes(subject) if mode.place in case.steps]:
         found = _duo(subject, case, mode.place, vision, language).together(report.effort)
         gains = _gains(report, case, turns, found)
         row = report.row(
@@ -208,7 +228,7 @@ def _beside(report: Report, subject: Subject, case: Case, vision: Lane, language
     assert report.ceilings is not None
     turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
     count = max(3, int(_BESIDE_S / turns.first.median))
-    for mode in modes(subject):
+    for mode in [mode for mode in modes(subject) if mode.place in case.steps]:
         found = _duo(subject, case, mode.place, vision, language).beside(count)
         serial = count * turns.first.median + found.num_steps * turns.second.median
         mix = [part.times(count) for part in case.first_work] + [part.times(found.num_steps) for part in case.step_work]
@@ -262,7 +282,8 @@ def _one_batch(arguments: argparse.Namespace, report: Report, subject: Subject, 
                 gain=(seconds["prefill"].median + seconds["decode"].median) / seconds["mixed"].median,
             )
 
-        in_lane(language, run).result()
+        with report.case(f"{subject.name} prefill S={prompt} with decode B={rows}, one batch"):
+            in_lane(language, run).result()
 
 
 def _merged(prefill: list[Work], decode: list[Work]) -> list[Work]:
@@ -280,7 +301,9 @@ def _merged(prefill: list[Work], decode: list[Work]) -> list[Work]:
 def main() -> None:
     arguments = parse(__doc__, options)
     with torch.inference_mode():
-        run_models("colocate", arguments, lambda report, subject: measure(arguments, report, subject))
+        run_models(
+            "colocate", arguments, lambda report, subject: measure(arguments, report, subject), splits(arguments)
+        )
 
 
 if __name__ == "__main__":

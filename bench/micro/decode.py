@@ -17,12 +17,12 @@ import torch
 from bench.micro.encode import numbers
 from bench.micro.floors import decode_work
 from bench.micro.harness import Report, Run, Seconds, agree, captured, parse, require, timed
-from bench.micro.peers import HfPeer, compiled
+from bench.micro.peers import HfPeer, compiled, peer_of
 from bench.micro.subject import Graphed, Row, Step, Subject, noise, release, run_bench
 
 QUICK_ROWS, FULL_ROWS = (1, 8, 64, 128), (1, 2, 4, 8, 16, 32, 64, 128, 192, 224, 256, 384, 512)
 SMALL_ROWS = (1, 4, 16)  # of a processor
-QUICK_CONTEXTS, FULL_CONTEXTS = (1024,), (256, 1024, 4096)
+QUICK_CONTEXTS, FULL_CONTEXTS = (1024,), (1024, 4096, 256)
 SMALL_CONTEXTS = (256,)
 _SPARE_BYTES = 4 << 30  # of a GPU, for what a step computes
 
@@ -61,7 +61,7 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
     with_peers = not arguments.no_peers and subject.spec.vision is not None
     asked = cases(arguments, report.quick, subject)
     compared = [case for case in asked if with_peers and (not subject.on_gpu or case in _COMPARED)]
-    peer = HfPeer(subject) if compared else None
+    peer = peer_of(report, subject) if compared else None
     for case in compared + [case for case in asked if case not in compared]:
         if case not in compared and peer is not None:
             peer = None
@@ -91,7 +91,8 @@ def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, 
             del runs["eager"]
     # Two more copies of the contexts must fit.
     if peer is not None and (not subject.on_gpu or 2 * subject.kv_bytes(*case) + _SPARE_BYTES < subject.free_bytes):
-        runs |= _peer_runs(report, subject, case, step, peer, with_compiled=with_compiled)
+        with report.optional(case.what(subject, "of peers")):
+            runs |= _peer_runs(report, subject, case, step, peer, with_compiled=with_compiled)
     seconds = timed(report.device, runs, report.effort)
     ours = {how: seconds.pop(how) for how in ("graph", "eager") if how in seconds}
     for how, value in ours.items():

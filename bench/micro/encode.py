@@ -1,5 +1,6 @@
 """Pictures to features: seconds of one encode of 1 to 16 pictures, whole tower and projector, into the image cache.
 
+A row says `eager` (launch by launch) or `graph` (replayed as the engine does it, with what it plans, cuts and copies).
 The floor is the tower's FLOP at the rate of the same run's best matrix product, or the reading of its weights where
 that takes longer. The peer is transformers' module on the same pictures, normalised and cut beforehand, with the same
 weights; features are compared first. `hydra-engine bench encode [--full] [--model NAMES]`.
@@ -13,8 +14,8 @@ import torch
 
 from bench.micro.floors import ImageWork, encode_work, image_work
 from bench.micro.harness import Report, Run, agree, parse, require, timed
-from bench.micro.peers import HfPeer, compiled
-from bench.micro.subject import Subject, graph_of, noise, run_bench
+from bench.micro.peers import HfPeer, compiled, peer_of
+from bench.micro.subject import Subject, noise, run_bench
 
 QUICK_COUNTS, FULL_COUNTS = (1, 4), (1, 2, 4, 8, 16)
 _TOWER_LAYERS = 32  # of the largest towers, to bound rounding
@@ -45,7 +46,7 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
         return
     picture = picture_of(arguments)
     image = image_work(subject.spec, picture, subject.width)
-    peer = None if arguments.no_peers else HfPeer(subject)
+    peer = None if arguments.no_peers else peer_of(report, subject)
     for count in numbers(arguments.counts, report.quick, QUICK_COUNTS, FULL_COUNTS):
         with report.case(f"{subject.name} encode b={count}"):
             _measure(report, subject, count, picture, image, peer, with_compiled=arguments.compile)
@@ -67,7 +68,7 @@ def _measure(
     expected = encode.features().clone()
     require(bool(torch.isfinite(expected).all()), what)
     runs: dict[str, Run] = {"eager": encode}
-    graph = graph_of(subject.backend, encode)
+    graph = encode.graph()
     if not isinstance(graph, str):
         encode.cache.data.zero_()
         graph()
@@ -76,11 +77,12 @@ def _measure(
     elif subject.on_gpu:
         report.skip(f"{subject.name} encode graph b={count}", graph)
     if peer is not None:
-        theirs = peer.encode(encode)
-        agree(what, expected, theirs(), tolerance=noise(_TOWER_LAYERS))
-        runs["transformers"] = theirs
-        if with_compiled:
-            runs["compiled"] = compiled(theirs)
+        with report.optional(f"{what} of transformers"):
+            theirs = peer.encode(encode)
+            agree(what, expected, theirs(), tolerance=noise(_TOWER_LAYERS))
+            runs["transformers"] = theirs
+            if with_compiled:
+                runs["compiled"] = compiled(theirs)
     seconds = timed(report.device, runs, report.effort)
     for how in [how for how in ("graph", "eager") if how in seconds]:
         ours = seconds.pop(how)

@@ -16,7 +16,10 @@ import argparse
 import functools
 import itertools
 import json
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +37,7 @@ from bench.micro.machine import Power, device_card
 Run = Callable[[], object]
 
 _COLD_CPU_BYTES = 96 << 20  # what rotated inputs of a processor fill at least
+_REASON_LENGTH = 300
 _COLD_L2S = 3  # times the second-level cache of a GPU
 
 
@@ -202,9 +206,9 @@ def agree(what: str, result: Tensor, expected: Tensor, *, tolerance: float = 0.0
 
 
 class Report:
-    """The document of one benchmark: card, ceilings of the same run, rows. Printed as the last line of the output, and
-    written to `--json`, when the block ends without an error; then the process ends with status 1 if a result of some
-    case was wrong."""
+    """The document of one benchmark: card, ceilings of the same run, rows. Written to `--json` after every row, so that
+    what ends a benchmark takes no row with it (`complete` says whether it came to its end), and printed as the last
+    line of the output. The process ends with status 1 if a case failed or its result was wrong."""
 
     def __init__(self, bench: str, arguments: argparse.Namespace, ceilings: Ceilings | None = None) -> None:
         self.device = torch.device(arguments.device)
@@ -216,6 +220,7 @@ class Report:
         self._rows: list[dict[str, Any]] = []
         self._skipped: list[dict[str, str]] = []
         self._wrong: list[dict[str, str]] = []
+        self._failed: list[dict[str, str]] = []
         self._extra: dict[str, Any] = {}
         self._power = Power(self.device)
         self._since = self._began = time.perf_counter()
@@ -227,18 +232,18 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._power.close()
-        if kind is not None:
+        if error is not None:
+            self._fail("the rest", error)
+            self._write()
             return
-        document = self.document()
-        if self._json is not None:
-            self._json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        emit(document)
-        if self._wrong:
-            raise SystemExit(f"{len(self._wrong)} results were wrong")
+        emit(self._write(complete=True))
+        if self._wrong or self._failed:
+            raise SystemExit(f"{len(self._wrong)} results were wrong, {len(self._failed)} cases failed")
 
     @contextmanager
     def case(self, what: str) -> Iterator[None]:
-        """Where a result is wrong or memory does not suffice inside, the next case goes on and the document says so."""
+        """Where a result is wrong, memory does not suffice or anything fails inside, the next case goes on and the
+        document says so. Raises where the device itself has failed."""
         try:
             yield
         except WrongResult as error:
@@ -246,6 +251,25 @@ class Report:
             print(f"{what:58} NOT TIMED: {error}", flush=True)
         except torch.OutOfMemoryError as error:
             self.skip(what, str(error).split(". ")[0])
+        except Exception as error:  # noqa: BLE001 - a kernel that does not compile for one size is that size's
+            self._fail(what, error)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def optional(self, what: str) -> Iterator[None]:
+        """What a case can do without, as a peer: where it fails, or finds no memory, the document says so and the case
+        goes on. A wrong result is one of the case."""
+        try:
+            yield
+        except WrongResult:
+            raise
+        except torch.OutOfMemoryError as error:
+            self.skip(what, str(error).split(". ")[0])
+        except Exception as error:  # noqa: BLE001 - other people's code, of any release
+            self._fail(what, error)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
 
     def row(
         self,
@@ -282,6 +306,7 @@ class Report:
         self._since = now
         self._rows.append(row)
         print(_line(row), flush=True)
+        self._write()
         return row
 
     def skip(self, what: str, reason: str) -> None:
@@ -293,6 +318,25 @@ class Report:
         """Goes into the document under `name`."""
         self._extra[name] = value
 
+    def _fail(self, what: str, error: BaseException) -> None:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON_LENGTH]
+        self._failed.append({"what": what, "reason": reason})
+        print(f"{what:58} FAILED: {reason}", flush=True)
+        print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+
+    def _write(self, *, complete: bool = False) -> dict[str, Any]:
+        """In one piece: whoever ends the process finds the document before this one or this one."""
+        document = self.document() | {"complete": complete}
+        if self._json is not None:
+            fresh = self._json.with_name(f".{self._json.name}.{os.getpid()}")
+            fresh.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            os.replace(fresh, self._json)
+        return document
+
+    @functools.cached_property
+    def _card(self) -> dict[str, Any]:
+        return card() | device_card(self.device)
+
     def document(self) -> dict[str, Any]:
         return {
             "bench": self._bench,
@@ -303,8 +347,9 @@ class Report:
             "rows": self._rows,
             "skipped": self._skipped,
             "wrong": self._wrong,
+            "failed": self._failed,
             **self._extra,
-            "card": card() | device_card(self.device),
+            "card": self._card,
         }
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from bench.micro.harness import Report
 from bench.micro.subject import Encode, Step, Subject
 from hydra_engine.models.random_weights import NamedDraws
 from hydra_engine.models.registry import FAMILIES
@@ -101,6 +102,13 @@ class HfPeer:
             blocks = step.cache.data[:, layer][tables]  # [B, W, 2, S, Hkv, D]
             both = blocks.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)[:, :, :, :start]
             yield both[0].contiguous(), both[1].contiguous()
+
+
+def peer_of(report: Report, subject: Subject) -> HfPeer | None:
+    """None where this release of transformers does not build the model: then ours is measured alone."""
+    with report.optional(f"{subject.name} of transformers"):
+        return HfPeer(subject)
+    return None
 
 
 class StaticDecode:

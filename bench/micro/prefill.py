@@ -14,7 +14,7 @@ import torch
 from bench.micro.encode import numbers
 from bench.micro.floors import prefill_work
 from bench.micro.harness import Report, Run, agree, parse, require, timed
-from bench.micro.peers import HfPeer, compiled
+from bench.micro.peers import HfPeer, compiled, peer_of
 from bench.micro.subject import Row, Subject, noise, release, run_bench
 
 QUICK_TOKENS, FULL_TOKENS = (1024, 2048), (256, 676, 1024, 2048, 4096)
@@ -32,7 +32,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> None:
     language = subject.spec.language
-    peer = None if arguments.no_peers or subject.spec.vision is None else HfPeer(subject)
+    peer = None if arguments.no_peers or subject.spec.vision is None else peer_of(report, subject)
     few = QUICK_TOKENS if subject.on_gpu else SMALL_TOKENS
     for rows in numbers(arguments.rows, report.quick, QUICK_ROWS, FULL_ROWS):
         for tokens in numbers(arguments.tokens, report.quick, few, FULL_TOKENS):
@@ -54,11 +54,12 @@ def _measure(
     require(bool(torch.isfinite(logits).all()), what)
     runs: dict[str, Run] = {"ours": step}
     if peer is not None:
-        theirs = peer.prefill(step)
-        agree(what, logits, theirs(), tolerance=noise(language.num_layers))
-        runs["transformers"] = theirs
-        if with_compiled:
-            runs["compiled"] = compiled(theirs)
+        with report.optional(f"{what} of transformers"):
+            theirs = peer.prefill(step)
+            agree(what, logits, theirs(), tolerance=noise(language.num_layers))
+            runs["transformers"] = theirs
+            if with_compiled:
+                runs["compiled"] = compiled(theirs)
     seconds = timed(report.device, runs, report.effort)
     ours = seconds.pop("ours")
     report.row(

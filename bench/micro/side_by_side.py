@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
@@ -103,7 +102,8 @@ class Duo:
 
     def _after(self, barrier: threading.Barrier, job: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
-            with self._at():
+            # Also at place 0: lanes of a divided device move by themselves while both have work.
+            with self._device.at(self._place):
                 barrier.wait(timeout=60)
                 return job()
 
@@ -114,9 +114,6 @@ class Duo:
         run()
         self._device.finish()
         return Span(began, perf_counter())
-
-    def _at(self) -> AbstractContextManager[None]:
-        return self._device.at(self._place) if self._place else nullcontext()  # 0 is where lanes are anyway
 
 
 def _of_spans(spans: list[tuple[Span, Span]]) -> Together:

@@ -25,12 +25,13 @@ from hydra_engine.backend.device import Lane
 from hydra_engine.backend.select import create_backend, resolve_dtype
 from hydra_engine.config import DEMO_MODEL, EngineConfig
 from hydra_engine.core.roles import EPD
-from hydra_engine.errors import BackendError
+from hydra_engine.errors import BackendError, HydraError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.registry import load_model
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.specs.base import ModelSpec
 from hydra_engine.specs.registry import load_spec
+from hydra_engine.worker.encode_graphs import EncodeGraphs
 
 BLOCK = 16
 IMAGE_BLOCK = 64
@@ -79,20 +80,6 @@ def noise(num_layers: int) -> float:
     """How far two right results of so many random layers in 16 bits may be apart, as `agree` counts it: measured
     against transformers, it grows by one or two hundredths a layer. Two unrelated results are 1.4 apart."""
     return min(0.5, 0.05 + 0.02 * num_layers)
-
-
-def graph_of(backend: Backend, run: Callable[[], object]) -> Callable[[], None] | str:
-    """Replays of `run`, captured by the calling lane, or why there are none."""
-    if backend.device.torch_device.type != "cuda":
-        return "this device has no graphs"
-
-    def launch() -> None:
-        run()
-
-    try:
-        return backend.device.capture(launch).replay
-    except BackendError as error:
-        return str(error)[:200]
 
 
 class Subject:
@@ -161,7 +148,7 @@ class Encode:
     def __init__(self, subject: Subject, count: int, picture: tuple[int, int], cache: PagedCache) -> None:
         vision = subject.spec.vision
         assert vision is not None
-        self._model, self.cache = subject.model, cache
+        self._subject, self._model, self.cache = subject, subject.model, cache
         self.items = [item for _ in range(count) for item in vision.plan_image(*picture).items]
         shapes = [(item.num_pictures, item.height, item.width, 3) for item in self.items]
         generator = torch.Generator().manual_seed(1)
@@ -171,10 +158,36 @@ class Encode:
         self.num_tokens = sum(item.num_tokens for item in self.items)
         self.slots = torch.arange(self.num_tokens, device=subject.device)
         grids = tuple(item.grid for item in self.items)
-        self.inputs = VisionInput(self.pixels, (picture,) * len(self.items), grids, self.slots)
+        self.inputs = VisionInput(
+            self.pixels, (picture,) * len(self.items), grids, self.slots, send=subject.backend.device.send
+        )
 
     def __call__(self) -> None:
         self._model.encode(self.inputs, self.cache)
+
+    def graph(self) -> Callable[[], None] | str:
+        """The engine's replay of it at any place, with all that it does beside the graph; captured by the calling
+        lane. Or why there is none."""
+        subject, tower = self._subject, self._model.tower
+        if not subject.on_gpu:
+            return "this device has no graphs"
+        assert tower is not None, "models without a tower encode nothing"
+        num_patches = sum(item.num_patches for item in self.items)
+        graphs = EncodeGraphs(tower, subject.backend, self.cache, (num_patches,))
+        try:
+            graphs.prepare()
+            for place, size in graphs.wanted:
+                graphs.capture(place, size)
+        except BackendError as error:
+            return str(error)[:200]
+        slots = self.slots.cpu().numpy()
+        if not graphs.replay(self.inputs, slots, num_patches):
+            return "no graph of the engine takes this encode"
+
+        def replay() -> None:
+            graphs.replay(self.inputs, slots, num_patches)
+
+        return replay
 
     def features(self) -> Tensor:
         """[tokens, C] of the first plane, as they are in the cache now."""
@@ -248,17 +261,19 @@ class Graphed:
         self._graph.replay()
 
 
-def create(name: str, arguments: argparse.Namespace) -> Subject:
-    """The model called `name` on the device of the arguments."""
+def create(name: str, arguments: argparse.Namespace, sm_split: Sequence[int] = ()) -> Subject:
+    """The model called `name` on the device of the arguments. Raises HydraError where that cannot be divided so."""
     directory = directory_of(name)
     dtype = dtype_of(directory, arguments.device)
-    return Subject(Path(name).name, directory, backend_of(arguments, dtype))
+    return Subject(Path(name).name, directory, backend_of(arguments, dtype, sm_split))
 
 
-def backend_of(arguments: argparse.Namespace, dtype: torch.dtype) -> Backend:
+def backend_of(arguments: argparse.Namespace, dtype: torch.dtype, sm_split: Sequence[int] = ()) -> Backend:
     """Batch-invariant on a processor, where that costs nothing, and elsewhere if asked for."""
     deterministic = arguments.device == "cpu" or arguments.deterministic
-    return create_backend(arguments.device, dtype, deterministic=deterministic, threads=arguments.threads)
+    return create_backend(
+        arguments.device, dtype, deterministic=deterministic, threads=arguments.threads, sm_split=sm_split
+    )
 
 
 def dtype_of(directory: Path, device: str) -> torch.dtype:
@@ -280,18 +295,31 @@ def run_bench(bench: str, arguments: argparse.Namespace, job: Callable[[Report, 
     run_models(bench, arguments, lambda report, subject: _in_own_lane(subject.backend, partial(job, report, subject)))
 
 
-def run_models(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None]) -> None:
-    """As `run_bench`, for a job that makes its lanes itself."""
+def run_models(
+    bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None], sm_split: Sequence[int] = ()
+) -> None:
+    """As `run_bench`, for a job that makes its lanes itself, on a device that is divided by `sm_split` if it can be."""
     device = torch.device(arguments.device)
     names = (arguments.model or default_models(device)).split(",")
     _, ceilings = _begin(arguments, dtype_of(directory_of(names[0]), arguments.device))
     with Report(bench, arguments, ceilings) as report:
         report.note("models", names)
         for name in names:
-            subject = create(name, arguments)
+            subject = _divided(report, name, arguments, sm_split) or create(name, arguments)
             job(report, subject)
             del subject
             release(device)
+
+
+def _divided(report: Report, name: str, arguments: argparse.Namespace, sm_split: Sequence[int]) -> Subject | None:
+    """None where there is nothing to divide, or nothing can."""
+    if not sm_split:
+        return None
+    try:
+        return create(name, arguments, sm_split)
+    except HydraError as error:
+        report.skip(f"{name} on parts of the device", error.message)
+        return None
 
 
 def _begin(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[Backend, Ceilings]:
@@ -303,6 +331,9 @@ def _begin(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[Backend, 
     with torch.inference_mode():
         ceilings = measure(torch.device(arguments.device), dtype, quick=arguments.quick)
     print(show(ceilings), flush=True)
+    # What is loaded by now stays: `release` passes over it, which it does once a case.
+    gc.collect()
+    gc.freeze()
     return backend, ceilings
 
 

@@ -45,7 +45,7 @@ class Document(NamedTuple):
     bench: str
     mode: str
     rows: tuple[Row, ...]
-    skipped: tuple[Mapping[str, str], ...]
+    remarks: tuple[str, ...]  # what was not measured and why, a sentence each
     ceilings: Mapping[str, Any]
     card: Mapping[str, Any]
 
@@ -69,7 +69,13 @@ def read(folder: Path) -> tuple[list[Document], list[str]]:
 def document_of(name: str, made: Mapping[str, Any]) -> Document:
     card = made["card"]
     rows = tuple(_row(made["bench"], row, str(card.get("device", "cpu"))) for row in made["rows"])
-    return Document(name, made["bench"], made["mode"], rows, tuple(made["skipped"]), made.get("ceilings") or {}, card)
+    return Document(name, made["bench"], made["mode"], rows, _remarks(made), made.get("ceilings") or {}, card)
+
+
+def _remarks(made: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {"Wrong result": "wrong", "Failed": "failed", "Skipped": "skipped"}
+    found = [f"{kind}: {each['what']}: {each['reason']}" for kind, name in kinds.items() for each in made.get(name, ())]
+    return (*found, *(() if made.get("complete", True) else ("It ended before its last row.",)))
 
 
 def _row(bench: str, row: Mapping[str, Any], device: str) -> Row:
@@ -106,7 +112,7 @@ def table(documents: Sequence[Document], notes: Iterable[str] = ()) -> str:
             lines += ["| what | time | floor | of floor | goal: par, moonshot | got | | over peers |"]
             lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
             lines += [_cells(row) for row in document.rows]
-        lines += [f"\nSkipped: {each['what']}: {each['reason']}" for each in document.skipped]
+        lines += [f"\n{remark}" for remark in document.remarks]
     return "\n".join(lines) + "\n"
 
 

@@ -29,8 +29,10 @@ def test_what_comes_first_is_what_the_rest_depends_on() -> None:
     assert found[:2] == ["build", "tests-gpu"]
     assert found.index("quick-ceilings") < found.index("quick-decode") < found.index("full-ceilings")
     assert [name for name in found if name.startswith("quick-")] == [f"quick-{bench}" for bench in BENCHES]
-    shapes = [name.removeprefix("full-decode-") for name in found if name.startswith("full-decode-")]
-    assert shapes == ["llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b"]
+    for bench in ("decode", "encode"):
+        shapes = [name.removeprefix(f"full-{bench}-") for name in found if name.startswith(f"full-{bench}-")]
+        assert shapes == ["llava-1.5-7b", "qwen2.5-vl-7b", "qwen2-vl-7b"]
+    assert found.index("full-migrate") < found.index("full-decode-qwen2-vl-7b") < found.index("quick-sched")
     assert len(set(found)) == len(found)
 
 
@@ -52,13 +54,25 @@ def test_the_build_is_for_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_parts_are_chosen_by_name_by_beginning_and_by_benchmark() -> None:
-    assert names(only=("build", "tests")) == ["build", "tests-gpu", "tests-native", "tests-compiled"]
+    tests = ["tests-gpu", "tests-device", "tests-native", "tests-compiled"]
+    assert names(only=("build", "tests")) == ["build", *tests]
     assert names(only=("ceilings",)) == ["quick-ceilings", "full-ceilings"]
     assert names(only=("quick",), skip=("decode", "cpu_decode"))[:2] == ["quick-ceilings", "quick-prefill"]
     assert names(only=("full-decode-qwen2-vl-7b",)) == ["full-decode-qwen2-vl-7b"]
     assert "quick-attn_decode" in names(skip=("decode",)), "a benchmark is not part of another one's name"
     with pytest.raises(ValueError, match="no part 'sceilings'; there are: build,"):
         names(only=("sceilings",))
+
+
+def test_what_shares_the_device_runs_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commands() -> dict[str, str]:
+        return {part.name: " ".join(part.command) for part in plan(Path("/results"), HOPPER, jobs=16)}
+
+    found = commands()
+    assert "-n 8 --dist worksteal -m cuda and not alone" in found["tests-gpu"]
+    assert "-n " not in found["tests-device"] and "-m cuda and alone" in found["tests-device"]
+    monkeypatch.setattr(gpu_check, "missing", lambda names: [name for name in names if name == "xdist"])
+    assert "-n " not in commands()["tests-gpu"]
 
 
 def test_without_the_build_the_rest_takes_the_one_that_is_there() -> None:

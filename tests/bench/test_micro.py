@@ -7,15 +7,19 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.micro.colocate import options, splits
 from bench.micro.floors import Ceilings, Rates, Work, overlap_s, serial_s
 from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn, parse, require, scaled, timed
 from bench.micro.side_by_side import Duo
+from bench.micro.subject import _divided
+from bench.summary import table
 from hydra_engine.backend.cpu import CpuDevice
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +35,7 @@ def document_of(name: str, path: Path, *flags: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found == json.loads(path.read_text())
     assert (found["bench"], found["suite"], found["mode"]) == (name, "micro", "quick")
-    assert not found["wrong"] and found["rows"]
+    assert not found["wrong"] and not found["failed"] and found["complete"] and found["rows"]
     assert {"cpu", "torch", "triton", "commit", "command", "threads", "device"} <= set(found["card"])
     return found
 
@@ -113,6 +117,50 @@ def test_a_wrong_result_is_not_timed_and_ends_the_run(capsys: pytest.CaptureFixt
     assert "NOT TIMED" in capsys.readouterr().out
 
 
+def test_a_case_that_fails_takes_no_row_with_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    report = Report("x", arguments("--json", str(path)))
+    with pytest.raises(SystemExit, match="0 results were wrong, 2 cases failed"), report:
+        with report.case("first"):
+            report.row("first", Seconds(1.0, 1.0, 1.0, 1))
+        assert [row["what"] for row in json.loads(path.read_text())["rows"]] == ["first"]
+        with report.case("second"):
+            raise RuntimeError("no kernel for\nthis size")
+        with report.case("third"):
+            with report.optional("a peer"):
+                raise KeyError("gone")
+            report.row("third", Seconds(1.0, 1.0, 1.0, 1))
+    document = json.loads(path.read_text())
+    assert [row["what"] for row in document["rows"]] == ["first", "third"] and document["complete"]
+    assert document["failed"] == [
+        {"what": "second", "reason": "RuntimeError: no kernel for this size"},
+        {"what": "a peer", "reason": "KeyError: 'gone'"},
+    ]
+    said = capsys.readouterr()
+    assert "FAILED: RuntimeError: no kernel for this size" in said.out and "Traceback" in said.err
+
+
+def test_what_ends_a_benchmark_leaves_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with pytest.raises(ZeroDivisionError), Report("x", arguments("--json", str(path))) as report:
+        report.row("first", Seconds(1.0, 1.0, 1.0, 1))
+        raise ZeroDivisionError("by zero")
+    document = json.loads(path.read_text())
+    assert [row["what"] for row in document["rows"]] == ["first"] and not document["complete"]
+    assert document["failed"] == [{"what": "the rest", "reason": "ZeroDivisionError: by zero"}]
+    text = table.table([table.document_of("out", document)])
+    assert "Failed: the rest: ZeroDivisionError: by zero" in text and "ended before its last row" in text
+
+
+def test_a_wrong_peer_is_a_wrong_result_of_its_case() -> None:
+    report = Report("x", arguments())
+    with report.case("case"):
+        with report.optional("a peer"):
+            agree("a peer", torch.ones(3), torch.zeros(3))
+        report.row("case", Seconds(1.0, 1.0, 1.0, 1))
+    assert [wrong["what"] for wrong in report.document()["wrong"]] == ["case"] and not report.document()["rows"]
+
+
 def test_a_shape_that_does_not_fit_is_wrong() -> None:
     report = Report("x", arguments())
     with report.case("shape"):
@@ -120,6 +168,44 @@ def test_a_shape_that_does_not_fit_is_wrong() -> None:
     with report.case("fine"):
         require(True, "nothing")
     assert [wrong["what"] for wrong in report.document()["wrong"]] == ["shape"]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_work_is_held_at_the_place_that_is_measured(place: int) -> None:
+    """The whole device too: lanes of one that is divided would move to a part of it."""
+    asked: list[int] = []
+
+    class Divided(CpuDevice):
+        def at(self, place: int) -> nullcontext[None]:
+            asked.append(place)
+            return nullcontext()
+
+    device = Divided(1)
+    lanes = device.lane("vision"), device.lane("language")
+    Duo(device, *lanes, lambda: None, lambda: None, place).together(Effort(1, 0.0, 1.0))
+    for lane in lanes:
+        lane.close()
+    assert asked == [place] * 4
+
+
+def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
+    report = Report("x", arguments())
+    assert _divided(report, "demo", parse(None, argv=["--device", "cpu"]), (32,)) is None
+    (skipped,) = report.document()["skipped"]
+    assert skipped["what"] == "demo on parts of the device" and "sm_split" in skipped["reason"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--device", "cuda:0"], (32,)),
+        (["--device", "cuda:0", "--full"], (32, 64)),
+        (["--device", "cuda:0", "--splits", "0"], ()),
+        (["--device", "cpu"], ()),
+    ],
+)
+def test_parts_of_a_gpu_are_measured_unless_told_otherwise(flags: list[str], wanted: tuple[int, ...]) -> None:
+    assert splits(parse(None, options, flags)) == wanted
 
 
 def test_two_lanes_run_at_once() -> None:
