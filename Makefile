@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests start hundreds of processes, each of which would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: demo serve test test-all check support bench gpu-check build dist clean help
@@ -10,7 +12,7 @@ help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
 	@echo "make test    the test suite, under ten minutes"
-	@echo "make test-all  with the slow tests, most of them instances that die"
+	@echo "make test-all  with the slow tests, most of them instances that die, and all examples"
 	@echo "make check   format, lint, types, architecture"
 	@echo "make support the README's table of model families, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
@@ -44,7 +46,7 @@ test: build
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: build
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal --hypothesis-profile=thorough $(ARGS)
 
 check: build
 	$(BIN)/ruff format --check .

@@ -2,17 +2,18 @@
 
 import gc
 
-from hypothesis import settings
+from tests.examples import register_profiles
 
-# How long an example takes says how busy the machine is; speed is what benchmarks are for.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+register_profiles()
+# Ten thousand tests and what they import are no garbage.
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
     """What was loaded stays: full collections, which some tests ask for, pass over it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

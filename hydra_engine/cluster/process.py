@@ -9,7 +9,9 @@ and ends when the front asks or is gone. Does not know what an instance computes
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
+import gc
 import signal
 import socket
 import sys
@@ -51,9 +53,20 @@ class RunInstance(Protocol):
 
 
 def load_instance() -> RunInstance:
-    """Reads torch, which takes seconds; whoever waits for this process can end it meanwhile."""
+    """Reads torch, which takes seconds; whoever waits for this process can end it meanwhile. Collections would find
+    nothing in what is read, neither now nor during a step nor at the end of the process, so they pass over it."""
+    gc.disable()
     run: RunInstance = import_module("hydra_engine.instance.build").run_instance
+    gc.freeze()
+    gc.enable()
+    atexit.register(_thaw_for_triton)
     return run
+
+
+def _thaw_for_triton() -> None:
+    """Which prints, when the process ends, what of it was not collected."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def die_with_parent() -> None:

@@ -7,6 +7,7 @@ Frames in both directions are a length, a msgpack head and raw bytes.
 
 from __future__ import annotations
 
+import gc
 import resource
 import signal
 import socket
@@ -63,8 +64,11 @@ def main() -> None:
 
 
 def serve(connection: socket.socket, setup: Setup) -> None:
+    gc.disable()
     from hydra_engine.specs.hf_processor import PictureProcessor  # torch and transformers; the parent imports this file
 
+    gc.freeze()  # in what was read there is no garbage, so nobody looks for it
+    gc.enable()
     try:
         processor = PictureProcessor(
             Path(setup.model_dir),

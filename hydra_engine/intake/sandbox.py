@@ -69,7 +69,7 @@ class Sandbox:
         return VideoInfo(*INFO.unpack(answer))
 
     def warm_up(self) -> None:
-        """Blocking. Starts the first child, so that the first picture does not wait for it."""
+        """Starts the first child and does not wait for it: the first picture waits for what is left of that."""
         self._pictures.warm_up()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class _Children:
         return answer
 
     def warm_up(self) -> None:
-        self._give_back(self._take())
+        self._give_back(self._start())
 
     def close(self) -> None:
         with self._lock:
@@ -118,16 +118,29 @@ class _Children:
             child.end()
 
     def _take(self) -> _Child:
+        """One that has started."""
+        child = self._idle_child() or self._start()
+        try:
+            child.wait_until_started()
+        except (OSError, EOFError) as error:
+            child.end()
+            raise _no_child() from error
+        return child
+
+    def _idle_child(self) -> _Child | None:
         with self._lock:
             while self.idle:
                 child = self.idle.pop()
                 if child.is_alive:
                     return child
                 child.end()
+        return None
+
+    def _start(self) -> _Child:
         try:
             return _Child(self._command)
-        except (OSError, EOFError) as error:
-            raise Unavailable("no process to decode images could be started; try again later") from error
+        except OSError as error:
+            raise _no_child() from error
 
     def _give_back(self, child: _Child) -> None:
         with self._lock:
@@ -135,6 +148,10 @@ class _Children:
                 self.idle.append(child)
                 return
         child.end()
+
+
+def _no_child() -> Unavailable:
+    return Unavailable("no process to decode images could be started; try again later")
 
 
 class _Memory:
@@ -163,16 +180,20 @@ class _Memory:
 
 
 class _Child(SpawnedChild):
+    """Still starting when this returns. Raises OSError."""
+
     def __init__(self, command: Sequence[str]) -> None:
         self._memory: _Memory | None = None
+        self._started = False
         super().__init__(spawn(command, settings=_ONE_THREAD))
-        try:
+
+    def wait_until_started(self) -> None:
+        """Raises OSError or EOFError when it does not start."""
+        if not self._started:
             self._socket.settimeout(START_SECONDS)
             if self._read(1) != DONE:
                 raise EOFError
-        except (OSError, EOFError):
-            self.end()
-            raise
+            self._started = True
 
     def run(self, job: Struct, num_pixel_bytes: int, seconds: float, num_more: int) -> tuple[bytes, bytes] | None:
         """None when the file is broken. Raises OSError or EOFError when the child is."""

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
 
 _WATCH_S = 0.5
+_SERVING_THRESHOLD = 700  # new objects until the collector looks; the command line raises it for the start
 
 
 class Door(Protocol):
@@ -139,6 +140,7 @@ async def _run(
         return 0
     gc.collect()
     gc.freeze()  # full collections pass over what has been loaded, which would take them a tenth of a second
+    gc.set_threshold(_SERVING_THRESHOLD)
     engine.add_observer(commons.metrics.observe)
     if config.enable_log_requests:
         request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest

@@ -1,5 +1,6 @@
 """The shape of the house: imports point to earlier rooms only, deciding rooms stay free of torch, nothing prints.
 
+Each test looks at all files and tells all that is wrong, for there are some four hundred of them.
 Rooms and their order are the table of docs/architecture.md. Size limits are warnings, shown with `pytest -rA`.
 """
 
@@ -9,10 +10,9 @@ import ast
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hydra_engine"
@@ -89,6 +89,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
+@cache
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -103,13 +104,24 @@ def room_of(path: Path) -> str:
 
 
 @cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(text_of(path))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[str, int]]:
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -121,10 +133,13 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_point_to_earlier_rooms(path: Path) -> None:
+def test_every_room_is_in_the_table() -> None:
+    rooms = {room_of(path) for path in modules()}
+    assert rooms <= ALLOWED.keys(), "a new room: add it to the table here and in docs/architecture.md"
+
+
+def forbidden_imports(path: Path) -> Iterator[str]:
     room = room_of(path)
-    assert room in ALLOWED, f"{room} is a new room: add it to the table here and in docs/architecture.md"
     for module, line in imports_of(path):
         if module.split(".")[0] != "hydra_engine":
             continue
@@ -136,9 +151,18 @@ def test_imports_point_to_earlier_rooms(path: Path) -> None:
             continue
         if (name_of(path), module) == ASKS_FOR_DEVICES:
             continue
-        assert target in ALLOWED[room], f"{name_of(path)}:{line} imports {module}: not allowed for room {room!r}"
-        if (room, target) == ("server", "cluster"):
-            assert path.name in SERVER_PROCESSES, f"{name_of(path)}:{line} imports {module}"
+        if target not in ALLOWED[room]:
+            yield f"{name_of(path)}:{line} imports {module}: not allowed for room {room!r}"
+        if (room, target) == ("server", "cluster") and path.name not in SERVER_PROCESSES:
+            yield f"{name_of(path)}:{line} imports {module}"
+
+
+def in_all_modules(look: Callable[[Path], Iterator[str]]) -> list[str]:
+    return [problem for path in modules() for problem in look(path)]
+
+
+def test_imports_point_to_earlier_rooms() -> None:
+    assert in_all_modules(forbidden_imports) == []
 
 
 def test_the_import_order_has_no_cycle() -> None:
@@ -152,87 +176,95 @@ def test_the_import_order_has_no_cycle() -> None:
             del edges[room]
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_deciding_and_connecting_files_do_not_import_torch(path: Path) -> None:
-    if room_of(path) not in TORCH_FREE and name_of(path) not in TORCH_FREE_FILES:
-        return
-    heavy = [f"{m} (line {line})" for m, line in imports_of(path) if m.split(".")[0] in ("torch", "triton")]
-    assert not heavy, f"{name_of(path)} imports {heavy}"
+def test_deciding_and_connecting_files_do_not_import_torch() -> None:
+    def heavy(path: Path) -> Iterator[str]:
+        if room_of(path) in TORCH_FREE or name_of(path) in TORCH_FREE_FILES:
+            for module, line in imports_of(path):
+                if module.split(".")[0] in ("torch", "triton"):
+                    yield f"{name_of(path)}:{line} imports {module}"
+
+    assert in_all_modules(heavy) == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_only_the_backend_knows_devices(path: Path) -> None:
-    if room_of(path) in ("backend", "demo"):
-        return
-    text = path.read_text(encoding="utf-8")
-    extension = () if name_of(path) == PICTURES_IN_C else ("hydra_engine._C", "import _C\n")
-    for word in ("torch.cuda", ".is_cuda", "import triton", *extension):
-        assert word not in text, f"{name_of(path)} mentions {word}"
+def test_only_the_backend_knows_devices() -> None:
+    def devices(path: Path) -> Iterator[str]:
+        if room_of(path) in ("backend", "demo"):
+            return
+        extension = () if name_of(path) == PICTURES_IN_C else ("hydra_engine._C", "import _C\n")
+        for word in ("torch.cuda", ".is_cuda", "import triton", *extension):
+            if word in text_of(path):
+                yield f"{name_of(path)} mentions {word}"
+
+    assert in_all_modules(devices) == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_nothing_unpickles_or_evaluates(path: Path) -> None:
-    banned_modules = {"pickle", "marshal", "shelve", "dill", "multiprocessing"}
-    for module, line in imports_of(path):
-        assert module.split(".")[0] not in banned_modules, f"{name_of(path)}:{line} imports {module}"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in ("eval", "exec"), f"{name_of(path)}:{node.lineno} calls {node.func.id}"
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "multiprocessing"}
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    def dangers(path: Path) -> Iterator[str]:
+        for module, line in imports_of(path):
+            if module.split(".")[0] in BANNED_MODULES:
+                yield f"{name_of(path)}:{line} imports {module}"
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+                yield f"{name_of(path)}:{node.lineno} calls {node.func.id}"
             # The training script resumes from a file that it wrote itself; nothing that serves may.
-            loads = (node.value.id, node.attr) == ("torch", "load") and room_of(path) != "demo"
-            assert not loads, f"{name_of(path)}:{node.lineno} uses torch.load"
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load" and room_of(path) != "demo":
+                yield f"{name_of(path)}:{node.lineno} uses torch.load"
+
+    assert in_all_modules(dangers) == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    if path.stat().st_size:
-        assert ast.get_docstring(tree_of(path)), f"{name_of(path)} has no module docstring"
+def test_every_module_says_what_it_is_for() -> None:
+    assert [name_of(path) for path in modules() if text_of(path) and not ast.get_docstring(tree_of(path))] == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_sizes(path: Path) -> None:
-    """Warnings, not failures: a long file or function is a question to the next reader."""
-    lines = path.read_text(encoding="utf-8").count("\n")
-    long = [f"{lines} lines"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(tree_of(path)):
+def too_long(path: Path) -> Iterator[str]:
+    lines = text_of(path).count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{name_of(path)} has {lines} lines"
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
-                long.append(f"{node.name} has {length} lines")
-    if long:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn(f"{name_of(path)}: {', '.join(long)}", stacklevel=1)
+                yield f"{name_of(path)}: {node.name} has {length} lines"
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+def test_sizes() -> None:
+    """Warnings, not failures: a long file or function is a question to the next reader."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for problem in in_all_modules(too_long):
+            warnings.warn(problem, stacklevel=1)
 
 
-def test_importing_the_front_loads_no_torch_and_no_model_code() -> None:
-    done = run_python(
-        "import sys, hydra_engine.engine, hydra_engine.server.runner, hydra_engine.cli.serve\n"
-        "print([m for m in ('torch', 'triton', 'hydra_engine.models') if m in sys.modules])"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+IMPORTS = """
+import gc, importlib, sys
+gc.disable()  # there is nothing to collect in what is imported
+import hydra_engine.engine, hydra_engine.server.runner, hydra_engine.cli.serve
+print([name for name in ("torch", "triton", "hydra_engine.models") if name in sys.modules])
+for name in hydra_engine.__all__:
+    getattr(hydra_engine, name)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(sys.modules["torch"].cuda.is_initialized())
+gc.freeze()
+"""
 
 
-def test_importing_every_module_touches_no_gpu() -> None:
+def test_importing_the_front_loads_no_torch_and_importing_everything_touches_no_gpu() -> None:
+    """Also that exported names exist."""
     names = [
         "hydra_engine." + name_of(p).removesuffix(".py").replace("/", ".").removesuffix(".__init__") for p in modules()
     ]
-    skip = ("__main__", "hydra_engine.__init__")
-    wanted = [n for n in names if not n.endswith(skip)]
-    code = f"import importlib, torch\nfor n in {wanted!r}: importlib.import_module(n)\n"
-    done = run_python(code + "assert not torch.cuda.is_initialized()")
+    wanted = [name for name in names if not name.endswith(("__main__", "hydra_engine.__init__"))]
+    command = [sys.executable, "-c", IMPORTS, *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_exported_names_exist() -> None:
-    done = run_python("import hydra_engine as h\nfor n in h.__all__: getattr(h, n)")
-    assert done.returncode == 0, done.stderr
+    heavy_in_the_front, gpu_in_use = done.stdout.split("\n")[:2]
+    assert heavy_in_the_front == "[]"
+    assert gpu_in_use == "False"
 
 
 def test_the_repository_has_no_import_named_like_a_known_package() -> None:

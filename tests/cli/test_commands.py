@@ -1,4 +1,4 @@
-"""Every command as a person types it."""
+"""Every command as a person types it: in a process once, and in this one for what differs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hydra_engine.__main__ import main
 from hydra_engine.backend.cuda_device import probe
 from hydra_engine.cli.commands import build_parser
+from tests.cli.conftest import Here
 
 ROOT = Path(__file__).parents[2]
 PICTURE = "hydra_engine/demo/pictures/stars.png"
@@ -37,45 +38,51 @@ def test_generate_streams_an_answer() -> None:
     assert done.stdout.startswith("There is") and "prefill" in done.stdout
 
 
-def test_generate_says_what_is_wrong() -> None:
+def test_generate_says_what_is_wrong_and_ends_with_its_code() -> None:
+    done = hydra("generate", "x", "--image", "no-such-file.png")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("hydra-engine: ") and "cannot be opened" in last
+
+
+def test_generate_says_what_is_wrong(here: Here) -> None:
     for arguments, code, words in (
-        (("x", "--image", "no-such-file.png"), 1, "cannot be opened"),
         (("x", "--temperature", "9"), 1, "temperature"),
         (("x", "--model", "no-such-folder"), 3, "no model directory"),
         (("x", "--kv-cache-gib", "0.000001"), 4, "KV cache"),
         (("x", "--config", "no-such-file.yaml"), 2, "configuration file"),
         (("x", "--tpot-slo", "soon"), 2, "--tpot-slo"),
     ):
-        done = hydra("generate", *arguments)
+        done = here("generate", *arguments, "--threads", "1")
         assert done.returncode == code, (arguments, done.stderr)
         assert done.stderr.strip().splitlines()[-1].startswith("hydra-engine: ") and words in done.stderr
         assert "Traceback" not in done.stderr
 
 
-def test_a_configuration_file_is_read_and_flags_win(tmp_path: Path) -> None:
+def test_a_configuration_file_is_read_and_flags_win(tmp_path: Path, here: Here) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("token-budget: 7\nmax_num_seqs: 3\nlog-level: error\n")
-    done = hydra("demo", "--config", str(file), "--max-num-seqs", "5")
+    done = here("demo", "--config", str(file), "--max-num-seqs", "5", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert "7 tokens a language step" in done.stdout
     file.write_text("\nmax-num-sequences: 1\n")
-    refused = hydra("demo", "--config", str(file))
+    refused = here("demo", "--config", str(file))
     assert refused.returncode == 2
     assert "line 2 of the configuration file: 'max-num-sequences' is not an option" in refused.stderr
     assert "the nearest one is max-num-seqs" in refused.stderr
 
 
-@pytest.mark.parametrize("name", ["doctor", "env"])
-def test_doctor_lists_every_operation_with_a_reason(name: str) -> None:
-    done = hydra(name)
-    assert done.returncode == 0, done.stderr
+def test_doctor_lists_every_operation_with_a_reason(here: Here) -> None:
+    done, again = hydra("doctor"), here("env")
+    assert done.returncode == again.returncode == 0, done.stderr
+    assert again.stdout.splitlines()[0] == done.stdout.splitlines()[0]
     table = done.stdout.split("operations\n")[1].strip().splitlines()
     assert len(table) >= 12 and all(len(line.split(maxsplit=2)) == 3 for line in table)
 
 
-def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take() -> None:
+def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take(here: Here) -> None:
     found = probe()
-    lines = [line.strip() for line in hydra("doctor").stdout.splitlines()]
+    lines = [line.strip() for line in here("doctor").stdout.splitlines()]
     section = lines[lines.index("cuda") + 1 : lines.index("device")]
     assert any(line.startswith("extension") and " ".join(found.codes) in line for line in section)
     assert [line.split()[0] for line in section if line.startswith("cuda:")] == [
@@ -86,15 +93,15 @@ def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take() -> None:
         assert lines[lines.index("device") + 1] == f"taken{' ' * 16}cpu: {found.problem}"
 
 
-def test_doctor_says_why_a_device_cannot_be_had() -> None:
-    done = hydra("doctor", "--device", "cuda:63")
+def test_doctor_says_why_a_device_cannot_be_had(here: Here) -> None:
+    done = here("doctor", "--device", "cuda:63")
     assert done.returncode == 0 and "device cuda:63 cannot be used: " in done.stdout.split("operations\n")[1]
 
 
-def test_bench_lists_its_benchmarks_and_refuses_others() -> None:
-    done = hydra("bench")
+def test_bench_lists_its_benchmarks_and_refuses_others(here: Here) -> None:
+    done = here("bench")
     assert done.returncode == 0 and "serve" in done.stdout and "ops.linear" in done.stdout
-    assert hydra("bench", "nonsense").returncode == 2
+    assert here("bench", "nonsense").returncode == 2
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Here
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,7 +20,9 @@ def profile(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
 
 
-def test_the_demo_is_measured_saved_drawn_and_shown_again(tmp_path: Path) -> None:
+def test_the_demo_is_measured_saved_drawn_and_shown_again(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     picture, output = tmp_path / "p.png", tmp_path / "p.json"
     options = ("demo", "--tpot-slo", "40ms", "--seconds", "4", "--threads", "1")
@@ -30,7 +34,8 @@ def test_the_demo_is_measured_saved_drawn_and_shown_again(tmp_path: Path) -> Non
     (saved,) = (tmp_path / "hydra-engine" / "profiles").iterdir()
     assert saved.read_bytes() == output.read_bytes() and str(saved) in done.stdout
 
-    again = profile(*options, "--cached", cache=tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    again = here("profile", *options, "--cached")
     assert again.returncode == 0, again.stderr
     assert "saved profile" in again.stdout and "measured just now" not in again.stdout
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.__main__ import main
+from tests.cli.conftest import Here
 from tests.cli.terminal import Terminal
 from tests.cli.test_commands import ROOT, hydra
 
@@ -26,10 +27,10 @@ def answers(text: str) -> dict[str, Any]:
     return {one["custom_id"]: one["response"]["body"] for one in map(json.loads, text.splitlines())}
 
 
-def test_a_file_in_a_file_out(tmp_path: Path) -> None:
+def test_a_file_in_a_file_out(tmp_path: Path, here: Here) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(request(f"r{i}") for i in range(20)) + "\n\n", encoding="utf-8")
-    done = hydra("run-batch", str(source), "-o", str(target), "--threads", "1", "--max-concurrent", "4")
+    done = here("run-batch", str(source), "-o", str(target), "--threads", "1", "--max-concurrent", "4")
     assert done.returncode == 0 and done.stdout == "", done.stderr
     found = answers(target.read_text(encoding="utf-8"))
     assert found.keys() == {f"r{i}" for i in range(20)}

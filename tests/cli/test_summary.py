@@ -172,6 +172,11 @@ def test_on_a_gpu_it_says_what_steps_take() -> None:
     one = instance("pd0", "PD", graph_bytes=GIB // 2, **gpu)
     lines = summary_lines(one)
     assert lines[4] == "  steps        activations 3.0 GiB, 9.0 GiB of 80.0 GiB free"
+    assert lines[5] == "  graphs       512.0 MiB for captured decode steps"
+    whole = instance("epd0", "EPD", graph_bytes=GIB, captured_patches=4096, **gpu)
+    assert "  graphs       1.0 GiB for captured decode steps and encodes of up to 4096 patches" in summary_lines(whole)
+    encoding = instance("e0", "E", graph_bytes=GIB // 4, captured_patches=640, **gpu)
+    assert "  graphs       256.0 MiB for captured encodes of up to 640 patches" in summary_lines(encoding)
     lines = start_lines([instance("e0", "E", **gpu), one])
     assert lines[6:8] == [
         "  steps        e0: activations 3.0 GiB, 9.0 GiB of 80.0 GiB free",

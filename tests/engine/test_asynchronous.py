@@ -17,6 +17,7 @@ from hydra_engine.cli.summary import size, summary_lines
 from hydra_engine.core.messages import Loading
 from hydra_engine.errors import RequestAborted, Unavailable
 from hydra_engine.worker.decode_graphs import DecodeGraphs
+from hydra_engine.worker.encode_graphs import EncodeGraphs
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 ENDLESS = {"max_tokens": 24, "ignore_eos": True}
@@ -57,6 +58,20 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.fixture
+def encodes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of those that might be replayed, whether they were."""
+    seen: list[bool] = []
+    replay = EncodeGraphs.replay
+
+    def counting(self: EncodeGraphs, *arguments: Any) -> bool:
+        seen.append(replay(self, *arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(EncodeGraphs, "replay", counting)
+    return seen
+
+
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[str, tuple[int, ...]]:
     with Engine(tiny_model, threads=1, block_size=4, num_kv_blocks=512, token_budget=64) as engine:
@@ -73,6 +88,7 @@ def test_every_kind_of_request_gets_the_same_tokens(
     make_engine: EngineFactory,
     behind: None,
     replays: list[int],
+    encodes: list[bool],
     expected: dict[str, tuple[int, ...]],
     form: str,
     look_ahead: bool,
@@ -84,7 +100,8 @@ def test_every_kind_of_request_gets_the_same_tokens(
             text: expected[text] for text in handles
         }
         assert_at_rest(engine)
-    assert bool(replays) == (form == "graphs")
+    assert bool(replays) == any(encodes) == (form == "graphs")
+    assert form != "graphs" or all(encodes)
 
 
 @pytest.mark.parametrize("form", ["native", "graphs"])
@@ -146,7 +163,7 @@ def test_what_was_captured_is_told(make_engine: EngineFactory, behind: None, mon
     seen: list[Loading] = []
     monkeypatch.setattr("hydra_engine.front.front.Front.on_progress", lambda self, name, loading: seen.append(loading))
     engine = make_engine(**FORMS["graphs"])
-    assert [loading.total for loading in seen if loading.what == "capturing graphs"][-1] == 4
-    assert engine.summary.graph_bytes == 4 << 20
+    assert [loading.total for loading in seen if loading.what == "capturing graphs"][-1] == 5
+    assert engine.summary.graph_bytes == 5 << 20 and engine.summary.captured_patches > 0
     (line,) = (line for line in summary_lines(engine.summary) if "captured decode steps" in line)
-    assert f" {size(4 << 20)} " in line
+    assert f" {size(5 << 20)} " in line and "encodes" in line

@@ -46,7 +46,7 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("topology", ["EPD", "E+P+D", "2EPD"])
+@pytest.mark.parametrize("topology", ["EPD", pytest.param("E+P+D", marks=pytest.mark.slow), "2EPD"])
 @pytest.mark.parametrize("options", [{"token_budget": 7}], ids=str)
 def test_every_answer_is_that_of_its_seed_and_finds_the_prompt_computed(
     make_engine: EngineFactory, golden: list[tuple[int, ...]], topology: str, options: dict[str, Any]

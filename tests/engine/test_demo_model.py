@@ -39,7 +39,7 @@ def transformers_answers(questions: list[Question]) -> list[str]:
 )
 def test_held_out_questions(dtype: str, count: int) -> None:
     questions = held_out_questions(count, seed=2024)
-    with Engine("demo", dtype=dtype) as engine:
+    with Engine("demo", dtype=dtype, threads=1) as engine:
         results = engine.generate(
             [q.text for q in questions], images=[q.image for q in questions], temperature=0, max_tokens=64
         )

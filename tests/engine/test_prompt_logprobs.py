@@ -67,7 +67,9 @@ def assert_right(result: Result, logits: torch.Tensor) -> None:
         assert entry.top[0][0] == int(best.indices[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"model_impl": "transformers"}], ids=["own", "generic"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"model_impl": "transformers"}, marks=pytest.mark.slow)], ids=["own", "generic"]
+)
 def test_scores_are_those_of_transformers(
     make_engine: EngineFactory, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from hydra_engine.core.messages import Finished, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
+from tests.examples import examples
 from tests.front.played import Played
 from tests.front.rig import Rig, token
 from tests.front.test_router import status
@@ -246,7 +247,7 @@ def run(**options: Any) -> None:
 
 
 def test_each_request_ends_once_whatever_happens() -> None:
-    run(max_examples=200, stateful_step_count=25)
+    run(max_examples=examples(200), stateful_step_count=25)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hydra_engine.front.active import ActiveRequest
 from hydra_engine.front.flights import Flight
 from hydra_engine.front.handle import Handle
 from hydra_engine.intake.detokenize import IncrementalDetokenizer
+from tests.examples import examples
 from tests.front.rig import EOS, Rig, make_request, tokenizer
 
 NAME = "epd0"
@@ -65,7 +66,7 @@ def play(
     return [list(handle) for handle in handles], ends
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), sampling=samplings, joined=st.booleans())
 def test_both_ways_show_the_same(data: st.DataObject, sampling: dict[str, Any], joined: bool) -> None:
     length = data.draw(st.integers(1, 12))

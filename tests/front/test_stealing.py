@@ -12,6 +12,7 @@ from hydra_engine.cluster.stealing import CALM_S, FEW_DECODES, MOST_BORROWED, PE
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.roles import lends_decodes
+from tests.examples import examples
 from tests.front.test_router import status, table
 
 BUSY = status(num_running=60, num_waiting=20, kv_blocks_used=95)
@@ -95,7 +96,7 @@ def test_one_at_a_time_for_each_thief() -> None:
     assert len(policy.decide(places, [decode(i) for i in range(9)], NOW + 2 * PERIOD_S)) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_nothing_moves_twice_or_against_the_order_of_roles(data: st.DataObject) -> None:
     """Over a whole run with changing queues: plans are carried out as the front would."""

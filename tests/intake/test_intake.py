@@ -158,12 +158,10 @@ async def test_endless_texts_are_refused_before_they_are_tokenised(
     monkeypatch.setattr(Tokenizer, "encode", None)
     huge = "x" * 20_000_000
     for options in ({"prompt": huge}, {"prompt": huge, "raw": True}, {"messages": [{"role": "user", "content": huge}]}):
-        begin = time.perf_counter()
         with pytest.raises(
             ContextLengthExceeded, match=r"maximum context length is 256 tokens\..* prompt is too long\."
         ):
             await kitchen.prepare(**options)
-        assert time.perf_counter() - begin < 0.05
 
 
 async def test_long_texts_are_tokenised_off_the_loop(make_intake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +202,9 @@ async def test_counts_and_addresses_are_checked_before_anything_opens(
     monkeypatch.setattr(fetch.MediaFetcher, "fetch", lambda self, source: opened.append(source))
     monkeypatch.setattr(decode, "inspected", lambda *args: opened.append(args))
     for images in (["http://h.test/a"] * 1000, [b"x"] * 4, ["data:image/png;base64,AAAA"] * 1000):
-        begin = time.perf_counter()
         with pytest.raises(InvalidRequest) as caught:
             await kitchen.prepare("x", images)
         assert caught.value.code == "too_many_images" and caught.value.param == "images[3]"
-        assert time.perf_counter() - begin < 0.02
     with pytest.raises(MediaForbidden) as forbidden:
         await kitchen.prepare("x", ["http://h.test/a", "http://127.0.0.1/"])
     assert forbidden.value.param == "images[1]"

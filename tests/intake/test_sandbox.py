@@ -154,6 +154,7 @@ def test_a_child_that_died_while_idle_is_replaced(sandbox: Sandbox, encoded: Enc
     good = encoded(picture(40, 30))
     sandbox.warm_up()
     (child,) = sandbox._pictures.idle
+    assert sandbox.render(job(good)) == expected(good) and sandbox._pictures.idle == [child], "the one that was started"
     child._process.send_signal(signal.SIGTERM)  # ignored
     assert sandbox.render(job(good)) == expected(good) and sandbox._pictures.idle == [child]
     child._process.kill()
@@ -184,13 +185,24 @@ def test_threads_share_children_and_closing_ends_them(encoded: Encode, picture: 
 def test_the_child_holds_no_secrets_and_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_API_KEY", "secret")
     sandbox = Sandbox()
-    sandbox.warm_up()
-    pid = sandbox._pictures.idle[0]._process.pid
+    child = sandbox._pictures._take()  # it has started
+    sandbox._pictures._give_back(child)
+    pid = child._process.pid
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert b"secret" not in file.read()
     assert len(os.listdir(f"/proc/{pid}/fd")) == 4  # three times nothing and the socket
     sandbox.close()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_one_that_did_not_start_is_noticed_by_the_first_picture(encoded: Encode, picture: Picture) -> None:
+    for seconds in (0.0, 0.3):  # still starting, gone
+        sandbox = Sandbox([sys.executable, "-c", "raise SystemExit(1)"])
+        sandbox.warm_up()
+        time.sleep(seconds)
+        with pytest.raises(Unavailable):
+            sandbox.render(job(encoded()))
+        sandbox.close()
 
 
 def test_no_child_means_try_again_later(encoded: Encode) -> None:

@@ -244,10 +244,10 @@ async def test_after_the_last_token(one: Rig) -> None:
     ("name", "point"),
     [
         ("ep0", "vis.before_step"),
-        ("ep0", "eng.mid_step"),
+        pytest.param("ep0", "eng.mid_step", marks=pytest.mark.slow),
         ("ep0", "src.after_offer"),
-        ("ep0", "src.before_free"),
-        ("d0", "dst.after_reserve"),
+        pytest.param("ep0", "src.before_free", marks=pytest.mark.slow),
+        pytest.param("d0", "dst.after_reserve", marks=pytest.mark.slow),
         ("d0", "dst.mid_copy"),
         ("d0", "dst.before_ack"),
         ("d0", "eng.mid_step"),

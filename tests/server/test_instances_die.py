@@ -116,20 +116,31 @@ def shared_names() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def start(*arguments: str) -> Served:
+    return Served("--topology", "EP+D", "--block-size", "8", "--recovery-s", "30", *arguments)
+
+
 def started(*arguments: str) -> Iterator[Served]:
-    server = Served("--topology", "EP+D", "--block-size", "8", "--recovery-s", "30", *arguments)
+    server = start(*arguments)
     yield server
     server.end()
 
 
 @pytest.fixture(scope="module")
-def lasting() -> Iterator[Served]:
-    yield from started()
+def servers() -> Iterator[list[Served]]:
+    """One after the other, of which only the last may live."""
+    found: list[Served] = []
+    yield found
+    for server in found:
+        server.end()
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    yield from started()
+def served(servers: list[Served]) -> Served:
+    """One that lives, started by an earlier test or now. A test may end it."""
+    if not servers or servers[-1].process.poll() is not None:
+        servers.append(start())
+    return servers[-1]
 
 
 @pytest.fixture
@@ -137,8 +148,8 @@ def impatient() -> Iterator[Served]:
     yield from started("--recovery-s", "0.2")
 
 
-def test_pictures_are_seen_and_health_names_the_instances(lasting: Served) -> None:
-    health = health_of(lasting)
+def test_pictures_are_seen_and_health_names_the_instances(served: Served) -> None:
+    health = health_of(served)
     assert [(one["name"], one["role"], one["condition"]) for one in health["instances"]] == [
         ("ep0", "EP", "ready"),
         ("d0", "D", "ready"),
@@ -146,26 +157,26 @@ def test_pictures_are_seen_and_health_names_the_instances(lasting: Served) -> No
     assert health["degraded"] is False
     for question in QUESTIONS:
         body = {"messages": [{"role": "user", "content": content_of(question)}]}
-        stream = Stream().start(lasting.url, body).ended()
+        stream = Stream().start(served.url, body).ended()
         assert (stream.text, stream.error, stream.done) == (question["answer"], None, True)
-    at_rest(lasting)
+    at_rest(served)
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["ep0", "d0"])
-def test_a_stream_goes_on_where_it_was_when_its_instance_is_killed(lasting: Served, victim: int) -> None:
-    expected = [Stream().start(lasting.url, long_chat(index)).ended() for index in range(2)]
+def test_a_stream_goes_on_where_it_was_when_its_instance_is_killed(served: Served, victim: int) -> None:
+    expected = [Stream().start(served.url, long_chat(index)).ended() for index in range(2)]
     assert all(stream.finish_reason == "length" and stream.done for stream in expected)
-    restarts = [one["restarts"] for one in health_of(lasting)["instances"]]
+    restarts = [one["restarts"] for one in health_of(served)["instances"]]
     order = sorted(range(2), key=lambda i: restarts[i])  # who died was started later; before that, as in the topology
-    streams = [Stream().start(lasting.url, long_chat(index)) for index in range(2)]
+    streams = [Stream().start(served.url, long_chat(index)) for index in range(2)]
     wait_for(lambda: all(stream.text for stream in streams), "both streams run")
-    os.kill(children_of(lasting.process.pid)[order.index(victim)], signal.SIGKILL)
+    os.kill(children_of(served.process.pid)[order.index(victim)], signal.SIGKILL)
     for stream, right in zip(streams, expected, strict=True):
         stream.ended()
         assert (stream.text, stream.finish_reason, stream.error, stream.done) == (right.text, "length", None, True)
-    wait_for(lambda: not health_of(lasting)["degraded"], "all instances are back")
-    at_rest(lasting)
-    assert health_of(lasting)["instances"][victim]["restarts"] == restarts[victim] + 1
+    wait_for(lambda: not health_of(served)["degraded"], "all instances are back")
+    at_rest(served)
+    assert health_of(served)["instances"][victim]["restarts"] == restarts[victim] + 1
 
 
 @pytest.mark.slow
@@ -188,19 +199,6 @@ def test_without_recovery_clients_are_told_and_a_killed_server_leaves_nothing(im
     assert shared_names() <= names
 
 
-def test_sigterm_lets_everything_finish_that_moves_between_instances(served: Served) -> None:
-    expected = [Stream().start(served.url, long_chat(index)).ended() for index in range(6)]
-    pids = children_of(served.process.pid)
-    assert len(pids) == 2
-    streams = [Stream().start(served.url, long_chat(index)) for index in range(6)]
-    wait_for(lambda: all(stream.events for stream in streams), "all streams run")
-    assert not all(stream.done for stream in streams)
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(40) == 0
-    assert [(s.ended().text, s.error, s.done) for s in streams] == [(right.text, None, True) for right in expected]
-    assert not any(map(alive, pids))
-
-
 @pytest.mark.slow
 def test_a_second_sigterm_ends_at_once(served: Served) -> None:
     pids = children_of(served.process.pid)
@@ -212,4 +210,17 @@ def test_a_second_sigterm_ends_at_once(served: Served) -> None:
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(10) != 0 and time.monotonic() - began < 8.0
     assert not stream.ended().done
+    assert not any(map(alive, pids))
+
+
+def test_sigterm_lets_everything_finish_that_moves_between_instances(served: Served) -> None:
+    expected = [Stream().start(served.url, long_chat(index)).ended() for index in range(6)]
+    pids = children_of(served.process.pid)
+    assert len(pids) == 2
+    streams = [Stream().start(served.url, long_chat(index)) for index in range(6)]
+    wait_for(lambda: all(stream.events for stream in streams), "all streams run")
+    assert not all(stream.done for stream in streams)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(40) == 0
+    assert [(s.ended().text, s.error, s.done) for s in streams] == [(right.text, None, True) for right in expected]
     assert not any(map(alive, pids))

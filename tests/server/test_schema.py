@@ -25,6 +25,7 @@ from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.messages import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.examples import examples
 from tests.server.conftest import Serve
 from tests.server.stub import StubEngine
 
@@ -142,7 +143,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=examples(200), deadline=None, database=None)
 @given(st.dictionaries(json_text, json_values, max_size=5), st.booleans())
 def test_structure_check_agrees_with_the_standard_parser(document: dict[str, Any], ascii: bool) -> None:
     body = json.dumps(document, ensure_ascii=ascii).encode("utf-8", "surrogatepass")
@@ -166,7 +167,12 @@ def told(check: Callable[[bytes], set[str]], body: bytes) -> set[str] | str:
         return error.message
 
 
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300),
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.dictionaries(json_text, json_values, max_size=5),
     st.sampled_from([None, 1]),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,7 +291,19 @@ def test_a_client_that_leaves_frees_everything(served: Served, client: openai.Op
         at_rest(served)
 
 
-def test_the_readme_commands_work_as_pasted(served: Served) -> None:
+def said_by(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run in this process, which has read what scripts import. Like a process that ends, it closes what they left."""
+    file = folder / "pasted.py"
+    file.write_text(script, encoding="utf-8")
+    capsys.readouterr()
+    with contextlib.chdir(ROOT), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        runpy.run_path(str(file), run_name="__main__")
+        gc.collect()
+    return capsys.readouterr().out
+
+
+def test_the_readme_commands_work_as_pasted(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = [b for b in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "curl" in b]
     blocks = [b.replace("http://127.0.0.1:8000", served.url) for b in blocks]
@@ -298,13 +314,11 @@ def test_the_readme_commands_work_as_pasted(served: Served) -> None:
     scripts = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert len(scripts) == 2
     for script in scripts:
-        code = script.replace("http://127.0.0.1:8000", served.url)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert "There" in done.stdout or "star" in done.stdout
+        said = said_by(script.replace("http://127.0.0.1:8000", served.url), tmp_path, capsys)
+        assert "There" in said or "star" in said
 
 
-def test_the_quick_start_works_as_pasted(served: Served, tmp_path: Path) -> None:
+def test_the_quick_start_works_as_pasted(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8000", served.url)
     program = tmp_path / "hydra-engine"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hydra_engine "$@"\n')
@@ -313,13 +327,14 @@ def test_the_quick_start_works_as_pasted(served: Served, tmp_path: Path) -> None
     blocks = [
         ["bash", "-c", b] for b in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "hydra-engine serve" not in b
     ]
-    blocks += [[sys.executable, "-c", script] for script in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     outputs = []
     for block in blocks:
         done = subprocess.run(block, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-    asked, chatted, chosen, generated, memory, planned, streamed, message = outputs
+    scripts = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    asked, chatted, chosen, generated, memory, planned = outputs
+    streamed, message = (said_by(script, tmp_path, capsys) for script in scripts)
     assert json.loads(asked)["choices"][0]["message"]["content"] == "Two plus three is five."
     assert json.loads(chosen)["choices"][0]["message"]["content"] in ("five", "six")
     assert chatted.strip() == message.strip() == "Two plus three is five."
@@ -349,6 +364,7 @@ def test_sigterm_lets_a_stream_finish_and_exits_zero() -> None:
     served.end()
 
 
+@pytest.mark.slow  # tests/server/test_runner.py sends one to a scripted engine's server
 def test_a_second_signal_ends_at_once() -> None:
     served = Served()
     with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
@@ -373,17 +389,22 @@ def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
-def test_start_faults_are_one_sentence_and_an_exit_code(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("demo", "--port", "{taken}"), 4, "cannot listen"),
+        (("{empty}", "--port", "0"), 3, "config.json"),
+        (("demo", "--port", "0", "--device", "cuda:63"), 5, "cuda:63 cannot be used"),
+        (("demo", "--port", "0", "--topology", "E+X"), 2, "topology"),
+        pytest.param(("demo", "--port", "0", "--num-kv-blocks", "1"), 4, "KV", marks=pytest.mark.slow),
+    ],
+)
+def test_start_faults_are_one_sentence_and_an_exit_code(
+    served: Served, tmp_path: Path, arguments: tuple[str, ...], code: int, words: str
+) -> None:
     port = served.url.rsplit(":", 1)[1]
-    for arguments, code, words in (
-        (["demo", "--port", port], 4, "cannot listen"),
-        ([str(tmp_path), "--port", "0"], 3, "config.json"),
-        (["demo", "--port", "0", "--device", "cuda:63"], 5, "cuda:63 cannot be used"),
-        (["demo", "--port", "0", "--topology", "E+X"], 2, "topology"),
-        (["demo", "--port", "0", "--num-kv-blocks", "1"], 4, "KV"),
-    ):
-        done = run_serve(*arguments)
-        assert done.returncode == code, (arguments, done.stderr)
-        last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("hydra-engine: ") and words in last, last
-        assert "Traceback" not in done.stderr
+    done = run_serve(*(one.format(taken=port, empty=tmp_path) for one in arguments))
+    assert done.returncode == code, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("hydra-engine: ") and words in last, last
+    assert "Traceback" not in done.stderr

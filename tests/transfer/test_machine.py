@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hydra_engine.transfer.offers import Source
 from hydra_engine.transfer.pulls import Destination
+from tests.examples import examples
 from tests.transfer import mutants
 from tests.transfer.world import FAULTS, WORK, World
 
@@ -63,7 +64,7 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 TestTransferMachine = TransferMachine.TestCase
-TestTransferMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTransferMachine.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
 
 
 def walk(world: World, seed: int, num_moves: int = 400) -> World:

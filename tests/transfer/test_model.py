@@ -28,7 +28,13 @@ HOLDS = {
 }
 
 
-@pytest.mark.parametrize("what", HOLDS)
+# Further combinations of what the others have.
+LARGER = {"three parts", "streams, two parts, a new attempt", "streams, two parts, two faults"}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow) if what in LARGER else what for what in HOLDS]
+)
 def test_the_protocol_holds_in_every_state(what: str) -> None:
     outcome = explore(Model(**HOLDS[what]))
     assert not outcome.violation, (outcome.violation, outcome.trace)
