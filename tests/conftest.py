@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import sys
 
 from tests.examples import register_profiles
 
@@ -14,6 +15,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    # Of two processes side by side each would wait for both processors at every operation. Instances set their own.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_sessionfinish() -> None:
