@@ -9,8 +9,8 @@ row's first token to its last. Columns do not know each other. What a token's re
 the same wherever a prompt was cut and whoever shares the call, which a chunked form (products of 64 tokens at a time)
 does not promise: its sums depend on where chunks begin. What a token reads is asked for a token ahead.
 
-Decodes are bound by memory: 8 Hv Dk Dv bytes a row. A prompt is bound by the latency of a token, some 600 clocks with
-Dk = 128, until its rows fill the device.
+Decodes are bound by memory: 8 Hv Dk Dv bytes a row. A prompt is bound by the latency of a token until its rows
+fill the device (bench/NOTES.md has the estimate).
 """
 
 from __future__ import annotations
