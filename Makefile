@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests start hundreds of processes, each of which would compile the package again.
+# Tests start many processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
@@ -11,42 +11,48 @@ NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
-	@echo "make test    the test suite, under ten minutes"
-	@echo "make test-all  with the slow tests, most of them instances that die, and all examples"
+	@echo "make test    the test suite, under four minutes of two idle cores"
+	@echo "make test-all  the campaigns behind it: slow tests, every example of properties, processes that start in full"
 	@echo "make check   format, lint, types, architecture"
-	@echo "make support the README's table of model families, from the parity tests"
+	@echo "make support the table of model families in docs/models.md, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
 	@echo "make build   the environment and the native extension only"
 	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
 
-build: $(VENV)/.native
+build: $(VENV)/.dev
 
-# torch is named first and exactly: any looser pin downloads gigabytes of GPU libraries.
-$(VENV)/.environment: constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) found: install Python 3.11 or set PYTHON=..."; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: set PYTHON=..."; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+# What runs the engine, and what also tests it. Without a GPU's driver the first compiles for the processor alone.
+BOOTSTRAP := bootstrap.py constraints.txt setup.py pyproject.toml $(NATIVE_SOURCES)
+FIND_PYTHON = command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "Python 3.11 or newer is needed: install it or set PYTHON=..."; exit 1; }
+
+$(VENV)/.run: $(BOOTSTRAP)
+	@$(FIND_PYTHON)
+	@$(PYTHON) bootstrap.py
 	@touch $@
 
-$(VENV)/.native: $(VENV)/.environment setup.py pyproject.toml $(NATIVE_SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
-	@touch $@
+$(VENV)/.dev: $(BOOTSTRAP)
+	@$(FIND_PYTHON)
+	@$(PYTHON) bootstrap.py --dev
+	@touch $@ $(VENV)/.run
 
-demo: build
+demo: $(VENV)/.run
 	@$(BIN)/python -m hydra_engine demo
 
-serve: build
+serve: $(VENV)/.run
 	@$(BIN)/python -m hydra_engine serve demo $(ARGS)
 
-test: build
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
+# In another order every time; the head says its seed, which --randomly-seed=N takes.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -p randomly
 
+test: build
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+# What `make test` leaves out, and properties with all their examples. Here every process starts in full, where
+# `make test` forks most of them from one that has torch loaded.
 test-all: build
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal --hypothesis-profile=thorough $(ARGS)
+	@HYDRA_TESTS_EXEC=1 $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
 
 check: build
 	$(BIN)/ruff format --check .
@@ -54,7 +60,7 @@ check: build
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-# The README's table of model families, from the results of the tests that gate them.
+# The table of model families in docs/models.md, from the results of the tests that gate them.
 SUPPORT_TESTS := tests/models tests/server/test_families.py tests/engine/test_generic.py
 support: build
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)

@@ -10,7 +10,7 @@ result imports on machines without a driver. Elsewhere csrc/cuda/absent.cpp stan
 HYDRA_CPU_ONLY=1 leaves CUDA out even where a toolkit exists. HYDRA_CUDA_ARCHS lists what is compiled for: "90" for
 machine code of that compute capability, "90+ptx" for intermediate code that newer devices translate; "80;90;90+ptx"
 unless set. HYDRA_NVCC_FLAGS is added to nvcc's flags, NVCC names it. HYDRA_BUILD_JOBS sets how many files are compiled
-at once (2 unless set). CXX names the compiler.
+at once (as many as there are cores, at most 8, unless set). CXX names the compiler.
 """
 
 import os
@@ -132,7 +132,8 @@ class IncrementalBuild(build_ext):
         self.cxx = shlex.split(compiler())
         self.cuda = toolkit()
         self.objects = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
-        with ThreadPoolExecutor(int(os.environ.get("HYDRA_BUILD_JOBS", "2"))) as pool:
+        jobs = int(os.environ.get("HYDRA_BUILD_JOBS") or min(len(os.sched_getaffinity(0)), 8))
+        with ThreadPoolExecutor(jobs) as pool:
             compiled = list(pool.map(self.compile_one, native_sources(ext.sources, self.cuda)))
         # Says which objects the library is made of: with another choice of CUDA they are others, none of them newer.
         manifest = self.objects / "linked"
@@ -191,7 +192,7 @@ setup(
         "hydra_engine": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
         "hydra_engine.models": ["shapes/*/*"],
-        "hydra_engine.server": ["static/*"],
+        "hydra_engine.server.page": ["static/**/*"],
     },
     ext_modules=[Extension("hydra_engine._C", SOURCES)],
     cmdclass={"build_ext": IncrementalBuild},

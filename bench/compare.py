@@ -32,15 +32,17 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
         found["openvino-genai"] = [
             arguments.openvino_python, "-m", "bench.peers.openvino_genai", "--model", arguments.openvino_model, *common,
         ]  # fmt: skip
-    return found
+    if arguments.before:
+        found["before"] = found["hydra-engine"]
+    return {name: command for name, command in found.items() if name not in arguments.without.split(",")}
 
 
-def run(command: list[str], threads: int) -> dict | None:
+def run(command: list[str], threads: int, root: Path) -> dict | None:
     cores = ",".join(str(c) for c in sorted(os.sched_getaffinity(0))[:threads])
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS=str(threads), VLLM_CPU_KVCACHE_SPACE="2")
+    environment = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS=str(threads), VLLM_CPU_KVCACHE_SPACE="2")
     environment["VLLM_CPU_OMP_THREADS_BIND"] = cores
     done = subprocess.run(
-        ["taskset", "-c", cores, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        ["taskset", "-c", cores, *command], env=environment, cwd=root, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         print(f"{' '.join(command[:3])} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
@@ -67,11 +69,13 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="python of an environment with vllm-cpu")
     parser.add_argument("--openvino-python", help="python of an environment with openvino-genai")
     parser.add_argument("--openvino-model", help="the model converted for OpenVINO")
+    parser.add_argument("--before", type=Path, help="a built clone of an earlier commit, measured like a peer")
+    parser.add_argument("--without", default="", help="peers to leave out, with commas")
     arguments = parser.parse_args()
     results: dict[str, list[dict]] = {}
     for _ in range(arguments.rounds):
         for name, command in commands(arguments).items():
-            document = run(command, arguments.threads)
+            document = run(command, arguments.threads, arguments.before if name == "before" else ROOT)
             if document is not None:
                 results.setdefault(name, []).append(document)
     table = {name: median_points(rounds) for name, rounds in results.items()}

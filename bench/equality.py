@@ -1,8 +1,6 @@
-"""`python -m bench.equality`: the same requests over every topology, and how many get the tokens of one instance.
+"""The same requests over every topology, and how many get the tokens of one instance.
 
-In deterministic mode all must; outside it (`--loose`: torch's matrix products, whose bits depend on the batch) the rate
-of agreement is what there is to say. Each topology serves the mixture twice: with empty caches, then with what they
-hold.
+All must. Each topology serves the mixture twice: with empty caches, then with what they hold.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 from bench.common import card, emit
 from bench.mixed import Mixed, Outcome, agrees, alone, mixture, together
 from hydra_engine import Engine
-from hydra_engine.models.tiny import make_tiny
+from tools.miniatures import make_tiny
 
 TOPOLOGIES = ("EPD", "2EPD", "EP+D", "ED+P", "E+PD", "E+P+D", "2E+P+2D")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -24,7 +22,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no reuse": {"token_budget": 512, "prefix_caching": False},
 }
 COMMON: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 1024}
-LOOSE: dict[str, Any] = {"deterministic": False, "backend": "torch"}
 
 
 def row(model: Path, topology: str, requests: list[Mixed], golden: list[Outcome], **options: Any) -> dict[str, Any]:
@@ -45,24 +42,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--topology", default=",".join(TOPOLOGIES), help="with commas")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--loose", action="store_true", help="outside deterministic mode")
     arguments = parser.parse_args()
-    loose = LOOSE if arguments.loose else {}
     requests, results = mixture(arguments.requests), []
     print(f"{'topology':10} {'setting':20} {'caches empty':>13} {'again':>9} {'pulls':>6} {'MiB moved':>10}")
     with TemporaryDirectory() as folder:
         model = Path(folder)
         make_tiny("llava", model, seed=7)
-        with Engine(model, **(COMMON | {"num_kv_blocks": 2048} | loose)) as engine:
+        with Engine(model, **(COMMON | {"num_kv_blocks": 2048})) as engine:
             golden = alone(engine, requests)
         for topology in arguments.topology.split(","):
             for name, options in SETTINGS.items():
-                found = row(model, topology, requests, golden, **options, **loose) | {"setting": name}
+                found = row(model, topology, requests, golden, **options) | {"setting": name}
                 results.append(found)
                 first, again = (f"{equal}/{found['of']}" for equal in found["equal"])
                 moved = found["pulled_bytes"] / (1 << 20)
                 print(f"{topology:10} {name:20} {first:>13} {again:>9} {found['pulled']:>6} {moved:>10.1f}", flush=True)
-    emit({"bench": "equality", "deterministic": not arguments.loose, "results": results, "card": card()})
+    emit({"bench": "equality", "results": results, "card": card()})
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import torch
 from bench.common import card, emit, interleaved
 from bench.micro.subject import Row, Subject
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.registry import FAMILIES
-from hydra_engine.models.tiny import make_tiny
+from hydra_engine.models.specs.registry import FAMILIES
+from tools.miniatures import make_tiny
 
 PICTURE = (640, 480)
 PROMPT, CONTEXT, ROWS = 128, 256, 8
@@ -56,7 +56,7 @@ def main() -> None:
     print("family          patches  tokens  spans   encode 1   prefill 128   decode 8 rows of 256   (ms)")
     figures = []
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        for family in FAMILIES:
+        for family in (name for name, row in FAMILIES.items() if row.vision):
             row = measure(family, Path(folder) / family, arguments.threads, repeats)
             figures.append(row)
             print(

@@ -1,4 +1,4 @@
-"""`python -m bench.fuzz`: thousands of malformed requests against a served model; what becomes of them and of others.
+"""Thousands of malformed requests against a served model; what becomes of them and of others.
 
 None may be answered by a 500, and nothing that an answer says may come from inside the server. Four golden streams run
 all the while, over and over; each has to bring the tokens that it brought when it ran alone. Afterwards nothing may be

@@ -1,4 +1,4 @@
-"""`python -m bench.kills`: instances are killed or stopped at random moments while requests run; what becomes of them.
+"""Instances are killed or stopped at random moments while requests run; what becomes of them.
 
 Every request must end: with exactly the tokens that it has when it runs alone, or with a clear error. Afterwards
 nothing may be held, no process or shared memory may be left over, and no process may have more descriptors, mappings or
@@ -29,7 +29,7 @@ from hydra_engine import Engine
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
-from hydra_engine.models.tiny import make_tiny
+from tools.miniatures import make_tiny
 
 ANSWER_S = 30.0  # a request without an answer for this long is lost
 SUSPECT_S, FENCE_S = 1.0, 3.0  # with stops

@@ -41,8 +41,8 @@ from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Offer
-from hydra_engine.worker.exchange import Exchange
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.transfer.exchange import Exchange
 
 DTYPE = torch.bfloat16
 KV_BLOCK_KIB = 16 * 28 * 2 * 4 * 128 * 2 >> 10
@@ -215,7 +215,7 @@ def measure(target: Target, kind: PoolKind, num_blocks: int, count: int, rounds:
 
 def round_trips(channel: socket.socket, count: int) -> list[float]:
     """An Offer of 64 blocks there, its Ack back; microseconds, without the first tenth."""
-    offer = Offer(1, 1, RequestId(7), None, SLOT, WORD, tuple(range(64)), 1024)
+    offer = Offer(1, 1, RequestId(7), None, SLOT, WORD, tuple(range(64)))
     reader, decoder, times = FrameReader(), msgspec.msgpack.Decoder(Ack), []
     for _ in range(count):
         began = time.perf_counter()

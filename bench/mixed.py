@@ -16,7 +16,7 @@ from PIL import Image
 from hydra_engine import Engine, SamplingParams
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import RequestAborted
-from hydra_engine.front.handle import Handle
+from hydra_engine.frontend.handle import Handle
 
 WORDS = [
     "red",

@@ -29,13 +29,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from bench.common import Times, card, emit, interleaved
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.intake import pixels, resize
-from hydra_engine.intake.child import Job
-from hydra_engine.intake.decode import inspected
-from hydra_engine.intake.preprocess import content_of_file, payloads_of
-from hydra_engine.intake.sandbox import Sandbox
-from hydra_engine.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
-from hydra_engine.specs.geometry import shortest_edge_size
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
+from hydra_engine.models.specs.geometry import shortest_edge_size
+from hydra_engine.preprocess.media import pixels, resize
+from hydra_engine.preprocess.media.images import inspected
+from hydra_engine.preprocess.media.payloads import content_of_file, payloads_of
+from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.sandbox.image_child import ImageJob
 
 SIZES = [(640, 480), (1280, 960), (1920, 1080)]
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -106,17 +106,17 @@ class Case(NamedTuple):
     grey_levels_off: float
 
 
-def prepare(target: Target, size: tuple[int, int], sandbox: Sandbox) -> Case:
+def prepare(target: Target, size: tuple[int, int], decoders: Decoders) -> Case:
     """Ends the program where pixels differ."""
     data, view = photo(*size), target.view(*size)
     plan = MediaPlan((view,), (ItemPlan(*view.canvas, 1, 1, 1, (1, 1, 1)),))
 
-    def ours(render: Callable[[Job], bytes]) -> PixelPayload:
-        job = Job(inspected(data, LIMITS), plan.views, SPEC.resample)
+    def ours(render: Callable[[ImageJob], bytes]) -> PixelPayload:
+        job = ImageJob(inspected(data, LIMITS), plan.views, SPEC.resample)
         (payload,) = payloads_of(render(job), content_of_file(data), plan, SPEC)
         return payload
 
-    def here(job: Job) -> bytes:
+    def here(job: ImageJob) -> bytes:
         return pixels.render([pixels.decode(job.container)], job.views, job.resample)
 
     def theirs(**options: Any) -> Any:
@@ -124,7 +124,7 @@ def prepare(target: Target, size: tuple[int, int], sandbox: Sandbox) -> Case:
         return target.processor(image, return_tensors="np", **options)
 
     expected = target.picture(theirs(do_rescale=False, do_normalize=False))
-    for payload in (ours(sandbox.render), ours(here)):
+    for payload in (ours(decoders.render), ours(here)):
         found = np.frombuffer(payload.data, np.uint8).reshape(payload.height, payload.width, 3)
         difference = float(np.abs(found - expected.astype(float)).max())
         if difference > 1:
@@ -132,7 +132,7 @@ def prepare(target: Target, size: tuple[int, int], sandbox: Sandbox) -> Case:
     container, decoded = inspected(data, LIMITS), pixels.decode(inspected(data, LIMITS))
     out = np.empty(pixels.num_bytes(plan.views), np.uint8)
     candidates: dict[str, Callable[[], object]] = {
-        "served": lambda: ours(sandbox.render),
+        "served": lambda: ours(decoders.render),
         "in process": lambda: ours(here),
         "transformers": theirs,
         "decode": lambda: pixels.decode(container),
@@ -141,9 +141,9 @@ def prepare(target: Target, size: tuple[int, int], sandbox: Sandbox) -> Case:
     return Case(candidates, len(data), difference)
 
 
-def measure(target: Target, size: tuple[int, int], sandbox: Sandbox, repeats: int) -> dict[str, Any]:
-    case = prepare(target, size, sandbox)
-    times = timed(case, sandbox, repeats)
+def measure(target: Target, size: tuple[int, int], decoders: Decoders, repeats: int) -> dict[str, Any]:
+    case = prepare(target, size, decoders)
+    times = timed(case, decoders, repeats)
     latency = interleaved({"served": case.candidates["served"]}, repeats)["served"]
     return {
         "target": target.name,
@@ -159,16 +159,16 @@ def measure(target: Target, size: tuple[int, int], sandbox: Sandbox, repeats: in
     }
 
 
-def timed(case: Case, sandbox: Sandbox, repeats: int) -> dict[str, Times]:
+def timed(case: Case, decoders: Decoders, repeats: int) -> dict[str, Times]:
     """Seconds of a core. Turns of many pictures: the first one after another candidate finds its caches cold and its
     memory given back."""
-    return interleaved(case.candidates, repeats, 0.05, clock=lambda: time.thread_time() + child_seconds(sandbox))
+    return interleaved(case.candidates, repeats, 0.05, clock=lambda: time.thread_time() + child_seconds(decoders))
 
 
-def child_seconds(sandbox: Sandbox) -> float:
+def child_seconds(decoders: Decoders) -> float:
     """What the decode child has spent on a processor."""
-    (child,) = sandbox._pictures.idle
-    return int(Path(f"/proc/{child._process.pid}/schedstat").read_text().split()[0]) / 1e9
+    (pid,) = decoders.pictures.pids()
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def ratios(times: dict[str, Times]) -> dict[str, float]:
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the smallest picture only, a few seconds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sandbox = Sandbox()
+    decoders = Decoders()
     print(f"ms of a core per picture, resize: {resize.describe()}; best of many [median]")
     names = ("served", "in process", "decode", "resize", "transformers")
     print(f"{'':28}" + "".join(f"{name:>18}" for name in names) + f"{'latency':>9}{'ratio':>7}{'off':>4}")
@@ -189,7 +189,7 @@ def main() -> None:
     try:
         for size in SIZES[:1] if arguments.quick else SIZES:
             for target in TARGETS:
-                row = measure(target, size, sandbox, 5 if arguments.quick else 15)
+                row = measure(target, size, decoders, 5 if arguments.quick else 15)
                 results.append(row)
                 cells = (f"{row['ms_best'][name]:8.2f} [{row['ms'][name]:6.2f}]" for name in names)
                 case = f"{size[0]} x {size[1]}, {target.name}"
@@ -199,7 +199,7 @@ def main() -> None:
                     flush=True,
                 )
     finally:
-        sandbox.close()
+        decoders.close()
     emit({"bench": "preprocess", "resize": resize.describe(), "results": results, "card": card()})
 
 

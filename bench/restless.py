@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra_engine import Engine
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.cluster.watch import Pace
-from hydra_engine.front.front import Front
+from hydra_engine.frontend.frontend import Front
 
 
 class RestlessEngine(Engine):

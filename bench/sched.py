@@ -3,7 +3,7 @@
 The real scheduler and the real loop of an instance over a worker that computes nothing: every step comes back at once
 with made-up tokens. Per scenario the medians of one step in microseconds: `plan` and `take_back` (the scheduler),
 `turn` (the loop's whole pass, with both of these and the messages to the front), `tidy` (naming of full blocks, done
-while the lane computes) and `metadata` (`worker.batches.language_input`, in the lane). `exposed` is turn plus metadata:
+while the lane computes) and `metadata` (`worker.batches`, in the lane). `exposed` is turn plus metadata:
 what lies between two steps without look-ahead; with it, nothing does. `python -m bench.sched [--quick]`; the last line
 of the output is one JSON document.
 """
@@ -25,18 +25,16 @@ import torch
 from bench.common import card, emit
 from hydra_engine.backend.select import create_backend
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.clock import VirtualClock
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Submit, ToFront, ToInstance
+from hydra_engine.core.messages import RequestMessage, Submit, ToFront, ToInstance
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
 from hydra_engine.instance.instance import Instance
-from hydra_engine.scheduler.events import Event
 from hydra_engine.scheduler.scheduler import StageScheduler
-from hydra_engine.worker.batches import language_input
-from hydra_engine.worker.seats import Seats
+from hydra_engine.worker.language.batches import sent_input, step_rows
+from hydra_engine.worker.language.slot_table import SlotTable
 
 BLOCK_SIZE = 16
 PROMPT = 512
@@ -46,7 +44,7 @@ TOKEN = 7
 
 @dataclass(frozen=True)
 class Scenario:
-    """`running` requests decode while `waiting` more wait for a seat. `output`: how many tokens a request gives in the
+    """`running` requests decode while `waiting` more wait for a slot. `output`: how many tokens a request gives in the
     mean before a new one comes in its place, so that most steps hold whole prompts too; 0: nobody ends."""
 
     running: int
@@ -74,7 +72,7 @@ class TimedScheduler(StageScheduler):
     def plan_language(self, now: float) -> LanguagePlan | None:
         return self._timed("plan", lambda: super(TimedScheduler, self).plan_language(now))
 
-    def on_language(self, result: LanguageResult, now: float) -> list[Event]:
+    def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
         return self._timed("take_back", lambda: super(TimedScheduler, self).on_language(result, now))
 
     def tidy(self) -> None:
@@ -85,6 +83,13 @@ class TimedScheduler(StageScheduler):
         found = call()
         self.seconds[name] = perf_counter() - started
         return found
+
+
+class SteppedClock:
+    now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
 
 
 class NothingComputed:
@@ -146,7 +151,7 @@ class Bench:
         self._scheduler = TimedScheduler(EPD, kv, images, config, instance="bench")
         self._scheduler.seconds = {}
         self._worker = NothingComputed()
-        self._clock = VirtualClock()
+        self._clock = SteppedClock()
         self._instance = Instance(
             scheduler=self._scheduler,
             worker=self._worker,
@@ -156,7 +161,7 @@ class Bench:
             clock=self._clock,
         )
         self._backend = create_backend("cpu", torch.float32, threads=1)
-        self._seats = Seats(scenario.running)
+        self._slot_table = SlotTable(scenario.running)
         self._added = self._replaced = 0
         self._add(scenario.running)
         self._settle()
@@ -182,7 +187,7 @@ class Bench:
     def _settle(self) -> None:
         """Until as many run as shall, all in different places of their blocks; then come those that wait."""
         self._instance.turn()
-        while self._scheduler.stats().num_waiting:
+        while self._scheduler.status().num_waiting:
             self._step()
         for _ in range(max(8, self._scenario.output)):
             self._step()
@@ -195,7 +200,8 @@ class Bench:
             self._add(self._worker.num_ended - self._replaced)
             self._replaced = self._worker.num_ended
         now = self._clock.now()
-        self._worker.finish(now, self._clock.advance(STEP_S))
+        self._clock.now_s += STEP_S
+        self._worker.finish(now, self._clock.now_s)
         started = perf_counter()
         self._instance.turn()
         return perf_counter() - started
@@ -220,16 +226,10 @@ class Bench:
     def _metadata(self) -> float:
         plan = self._worker.plan
         assert plan is not None
-        self._seats.owners[plan.decodes.seats] = plan.decodes.request_ids
+        self._slot_table.owners[plan.decodes.seq_slots] = plan.decodes.request_ids
         started = perf_counter()
-        language_input(
-            plan,
-            self._seats,
-            self._backend.ops,
-            block_size=BLOCK_SIZE,
-            image_block_size=64,
-            device=self._backend.device,
-        )
+        rows = step_rows(plan, self._slot_table, BLOCK_SIZE)
+        sent_input(plan, rows, self._backend.ops, self._backend.device, image_block_size=64)
         return perf_counter() - started
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hydra_engine.cli.commands import build_parser, command_of, runner
+from hydra_engine.cli.commands import build_parser, command_of, runner, unknown_command
 from hydra_engine.cli.parser import Parser, unknown_flags
 from hydra_engine.errors import HydraError
 
@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # and again while they are read and once more at the end: a quarter of the time of a short command.
     gc.set_threshold(_LOADING_THRESHOLD)
     atexit.register(_leave_to_the_system)
-    given = list(sys.argv[1:] if argv is None else argv)
-    if len(given) == 2 and given[0] in ("-h", "--help") and command_of(given[1]):
-        given = [given[1], "--help"]
+    given = _with_help(list(sys.argv[1:] if argv is None else argv))
     asked = next((command_of(word) for word in given if not word.startswith("-")), None)
     parser, commands = build_parser(only=asked or "")
+    if asked is None and not given[0].startswith("-"):
+        parser.error(unknown_command(given[0]))
     arguments, extra = parser.parse_known_args(given)
     name = command_of(arguments.command)
     assert name is not None  # argparse knows the others
@@ -40,6 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _with_help(given: list[str]) -> list[str]:
+    """`help`, `help serve` and `--help serve` as argparse knows them; help too where nothing was asked for."""
+    if not given or given == ["help"]:
+        return ["--help"]
+    if len(given) == 2 and (given[0] == "help" or (given[0] in ("-h", "--help") and command_of(given[1]))):
+        return [given[1], "--help"]
+    return given
 
 
 def _leave_to_the_system() -> None:
@@ -56,7 +65,7 @@ def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:
     known = [flag.removeprefix("--") for flag in parser.flags()]
     if not names:
         parser.error(f"{extra[0][:60]!r} is one argument too many")
-    parser.error(unknown_name(names[0], known, f"--{names[0][:60]}", lambda name: f"--{name}"))
+    parser.error(unknown_name(names[0].lstrip("-"), known, names[0][:60], lambda name: f"--{name}"))
 
 
 if __name__ == "__main__":

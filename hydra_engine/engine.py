@@ -8,31 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack, overload
 
-from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
+from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options, find_model
+from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
-from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, Usage
-from hydra_engine.core.prompting import PixelBudget, TemplateOptions
-from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.roles import Topology
-from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest
-from hydra_engine.front.front import Call, Front
-from hydra_engine.front.handle import Handle
-from hydra_engine.front.progress import BatchProgress, LoadProgress
-from hydra_engine.observe.live import Activity
+from hydra_engine.errors import EngineClosed, InvalidRequest
+from hydra_engine.frontend.batch import run_batch
+from hydra_engine.frontend.call import (
+    BatchOptions,
+    CallOptions,
+    Images,
+    Messages,
+    Prompt,
+    Videos,
+    call_of,
+    one_of,
+    with_prompt,
+)
+from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.loop_thread import LoopThread
+from hydra_engine.frontend.progress import LoadProgress
+from hydra_engine.models.specs.generation import default_sampling
+from hydra_engine.telemetry.live import Activity
 
 T = TypeVar("T")
-OnError = Literal["raise", "return"]
-Prompt = str | Sequence[int]
-Messages = Sequence[dict[str, Any]]
 
 
 class Engine:
@@ -41,30 +52,30 @@ class Engine:
         with Engine("path/to/model") as engine:
             print(engine.generate("What is in this picture?", images="cat.jpg", max_tokens=64).text)
 
-    `model` is a Hugging Face directory or "demo". Options are the fields of `EngineConfig` and of its parts
+    `model` is a Hugging Face directory, a hub id or "demo". Options are the fields of `EngineConfig` and of its parts
     (`max_model_len=`, `kv_cache_gib=`, `tpot_slo="40ms"`, ...). `progress`: None shows bars on a terminal. `processes`
-    runs the instance in a process of its own, as `hydra-engine serve` does; several instances always run so. Sampling
-    is given as a `SamplingParams` or as its fields by keyword; `slo` are a request's own limits, `priority` its place
-    (the smaller one goes first).
+    runs the instance in a process of its own, as `hydra-engine serve` does; several instances always run so. What a
+    request may have besides its prompt is listed in `CallOptions`; sampling is given as a `SamplingParams` or as its
+    fields by keyword.
+    `with`, `async with`, `close` and `aclose` end it, also inside a running event loop; so does the interpreter's exit.
     Raises ConfigError, CheckpointError or ResourceError when it cannot start.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None  # where everything of the front runs
-    _thread: threading.Thread | None = None  # that runs the loop, unless the caller does
+    _thread: LoopThread | None = None  # that runs the loop, unless the caller does
 
     def __init__(
         self, model: str | Path = DEMO_MODEL, *, progress: bool | None = None, processes: bool = False, **options: Any
     ) -> None:
         self._prepare(config_from_options(str(model), options), processes=processes)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="hydra-engine", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("hydra-engine")
+        self._loop = self._thread.loop
+        atexit.register(self.close)
         try:
             self._wait(self._start(progress))
         except BaseException:
-            self._stop_thread()
+            self.close()
             raise
-        atexit.register(self.close)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool | None = None, processes: bool = False) -> Self:
@@ -80,32 +91,34 @@ class Engine:
         return engine
 
     def _prepare(self, config: EngineConfig, *, processes: bool) -> None:
-        self.config = config
+        self.config = config = find_model(config)
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._front: Front | None = None
         self._closed = False
+        self._closing: Future[None] | None = None
+        self._lock = threading.Lock()
+        self.default_sampling_params = default_sampling(
+            config.model_path, config.override_generation_config, use_file=config.generation_config == "auto"
+        )
 
-    async def astart(self, progress: bool | None = None) -> None:
+    async def astart(self, progress: bool | None = None, tell: Callable[[str], None] | None = None) -> None:
+        """`tell` gets a line per phase where there are no bars."""
         self._loop = asyncio.get_running_loop()
-        await self._start(progress)
+        await self._start(progress, tell)
 
-    async def _start(self, progress: bool | None) -> None:
-        self._front = Front(self.config, processes=self._processes)
-        with LoadProgress(_wanted(progress)) as bar:
+    async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
+        most = self.default_sampling_params.max_tokens
+        self._front = Front(self.config, processes=self._processes, default_max_tokens=most)
+        with LoadProgress(progress, tell) as bar:
             await self._front.start(bar.update)
 
     # ---- one loop, any caller
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the engine's loop and blocks for it; not from that loop itself."""
-        assert self._loop is not None and self._thread is not threading.current_thread()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+        assert self._thread is not None
+        return self._thread.run(coroutine)
 
     async def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the engine's loop and awaits it from whichever loop this is."""
@@ -117,7 +130,7 @@ class Engine:
     @property
     def front(self) -> Front:
         if self._closed or self._front is None:
-            raise EngineClosed("the engine is closed; make a new Engine")
+            raise _closed()
         return self._front
 
     # ---- one request
@@ -125,23 +138,16 @@ class Engine:
     def submit(
         self,
         prompt: Prompt | Messages,
-        images: Any = None,
+        images: Images = None,
+        videos: Videos = None,
         *,
-        sampling: SamplingParams | None = None,
-        raw: bool = False,
         request_id: str | None = None,
-        slo: Slo | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        template: TemplateOptions | None = None,
-        pixels: PixelBudget | None = None,
-        **parameters: Any,
+        **options: Unpack[CallOptions],
     ) -> Handle:
-        """Starts a request and returns at once; what is wrong with it is raised to the handle's readers. `prompt` is
-        text, token ids or chat messages."""
-        front = self.front
-        call = _call(prompt, images, sampling, parameters, raw, slo, cache_salt, priority, template, pixels)
-        number, handle = front.open_handle(request_id)
+        """Starts a request and returns at once; what is found wrong with it later is raised to the handle's readers.
+        `prompt` is text, token ids or chat messages."""
+        front, call = self.front, self._call(prompt, images, videos, request_id, **options)
+        number, handle = front.open_handle(call.request_id)
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(front.submit_detached(number, handle, call), self._loop)
         return handle
@@ -151,35 +157,44 @@ class Engine:
         prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
-        images: Any = None,
-        sampling: SamplingParams | None = None,
+        images: Images = None,
+        videos: Videos = None,
         request_id: str | None = None,
-        raw: bool = False,
-        slo: Slo | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        template: TemplateOptions | None = None,
-        pixels: PixelBudget | None = None,
-        **parameters: Any,
+        **options: Unpack[CallOptions],
     ) -> Handle:
         """Starts a request and returns when it is admitted; raises its RequestError here if it is refused."""
-        front = self.front
-        what = messages if messages is not None else prompt
-        call = _call(what, images, sampling, parameters, raw, slo, cache_salt, priority, template, pixels)
-        number, handle = front.open_handle(request_id)
-        await self._await(front.submit(number, handle, call))
+        return await self.add_request(self._call(one_of(prompt, messages), images, videos, request_id, **options))
+
+    async def add_request(self, call: GenerationCall) -> Handle:
+        """The same for a call that is made already, as the server makes them."""
+        number, handle = self.front.open_handle(call.request_id)
+        await self._await(self.front.submit(number, handle, call))
         return handle
 
-    def stream(self, prompt: Prompt | Messages, images: Any = None, **options: Any) -> Iterator[Piece]:
+    def _call(
+        self,
+        prompt: Prompt | Messages,
+        images: Images = None,
+        videos: Videos = None,
+        request_id: str | None = None,
+        **options: Unpack[CallOptions],
+    ) -> GenerationCall:
+        return with_prompt(call_of(options, self.default_sampling_params, request_id), prompt, images, videos)
+
+    def stream(
+        self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]
+    ) -> Iterator[Piece]:
         """Pieces of text as they come; the last one carries `.result`. Leaving the loop early cancels the request."""
-        handle = self.submit(prompt, images, **options)
+        handle = self.submit(prompt, images, videos, **options)
         try:
             yield from handle
         finally:
             handle.cancel()
 
-    async def astream(self, prompt: Prompt | Messages, images: Any = None, **options: Any) -> AsyncIterator[Piece]:
-        handle = self.submit(prompt, images, **options)
+    async def astream(
+        self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]
+    ) -> AsyncIterator[Piece]:
+        handle = self.submit(prompt, images, videos, **options)
         try:
             async for piece in handle:
                 yield piece
@@ -188,109 +203,85 @@ class Engine:
 
     # ---- one or many, to the end
 
-    def generate(self, prompts: Any, images: Any = None, **options: Any) -> Any:
-        """Text in, `Result` out; a list in, a list out in the same order. For a list, `images` is a list with one
-        entry per prompt (None, one image or a list). See `SamplingParams` for keywords; `on_error="return"` puts the
-        error of a failed request into its Result, "raise" (default) raises the first one after all have ended. With
-        `n=3` a Result is its first answer and has all three as `.choices`."""
-        partial: list[Result | None] = []
-        return self._wait_batch(self._generate(prompts, images, options, partial), partial)
+    @overload  # text is a sequence of texts to a type checker
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, images: Images = None, videos: Videos = None, **options: Unpack[BatchOptions]
+    ) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        images: Sequence[Images] | None = None,
+        videos: Sequence[Videos] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[Result]: ...
+    def generate(self, prompts: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+        """Text in, `Result` out; a list in, a list out in the same order. For a list, `images` and `videos` are lists
+        with one entry per prompt (None, one or several). See `BatchOptions` for keywords. With `n=3` a Result is its
+        first answer and has all three as `.choices`."""
+        return self._wait_batch(prompts, images, videos, options)
 
-    async def agenerate(self, prompts: Any, images: Any = None, **options: Any) -> Any:
-        return await self._await(self._generate(prompts, images, options, []))
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, images: Images = None, videos: Videos = None, **options: Unpack[BatchOptions]
+    ) -> Result: ...
+    @overload
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt],
+        images: Sequence[Images] | None = None,
+        videos: Sequence[Videos] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[Result]: ...
+    async def agenerate(self, prompts: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+        return await self._await(self._batch(prompts, images, videos, options, []))
 
-    def chat(self, messages: Any, **options: Any) -> Any:
-        """One conversation (a list of messages) or a list of conversations; otherwise as `generate`."""
-        partial: list[Result | None] = []
-        return self._wait_batch(self._chat(messages, options, partial), partial)
+    @overload
+    def chat(
+        self, messages: Messages, images: Images = None, videos: Videos = None, **options: Unpack[BatchOptions]
+    ) -> Result: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        images: Sequence[Images] | None = None,
+        videos: Sequence[Videos] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[Result]: ...
+    def chat(self, messages: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+        """One conversation (a list of messages) or a list of conversations; otherwise as `generate`. `images` and
+        `videos` take the places that the messages leave open for them ({"type": "image"}), or come before the text of
+        the user's last message."""
+        return self._wait_batch(messages, images, videos, options)
 
-    async def achat(self, messages: Any, **options: Any) -> Any:
-        return await self._await(self._chat(messages, options, []))
+    @overload
+    async def achat(
+        self, messages: Messages, images: Images = None, videos: Videos = None, **options: Unpack[BatchOptions]
+    ) -> Result: ...
+    @overload
+    async def achat(
+        self,
+        messages: Sequence[Messages],
+        images: Sequence[Images] | None = None,
+        videos: Sequence[Videos] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[Result]: ...
+    async def achat(self, messages: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+        return await self._await(self._batch(messages, images, videos, options, []))
 
-    def _wait_batch(self, coroutine: Coroutine[Any, Any, T], partial: list[Result | None]) -> T:
+    def _wait_batch(self, prompts: Any, images: Any, videos: Any, options: dict[str, Any]) -> Any:
         """An interrupt cancels what still runs and carries what had ended, None for the others, as `.results`."""
-        if self._thread is threading.current_thread():
-            coroutine.close()
-            raise RuntimeError("blocking calls cannot run on the engine's own loop; use the async form")
-        if self._closed:
-            coroutine.close()
-            raise EngineClosed("the engine is closed; make a new Engine")
+        ended: list[Result | None] = []
         try:
-            return self._wait(coroutine)
+            return self._wait(self._batch(prompts, images, videos, options, ended))
         except KeyboardInterrupt as interrupt:
-            interrupt.results = list(partial)  # type: ignore[attr-defined]
+            interrupt.results = list(ended)  # type: ignore[attr-defined]
             raise
 
-    async def _generate(self, prompts: Any, images: Any, options: dict[str, Any], partial: list[Result | None]) -> Any:
-        single = isinstance(prompts, str) or _is_token_ids(prompts)
-        items = [prompts] if single else list(prompts)
-        if single:
-            pictures = [images]
-        elif images is None:
-            pictures = [None] * len(items)
-        else:
-            pictures = list(images)
-            if len(pictures) != len(items):
-                raise InvalidRequest(f"{len(items)} prompts but {len(pictures)} entries in images", param="images")
-        return await self._batch(items, pictures, single, partial, **options)
-
-    async def _chat(self, messages: Any, options: dict[str, Any], partial: list[Result | None]) -> Any:
-        single = bool(messages) and isinstance(messages[0], dict)
-        items = [messages] if single else list(messages)
-        return await self._batch(items, [None] * len(items), single, partial, **options)
-
-    async def _batch(
-        self,
-        items: list[Any],
-        pictures: list[Any],
-        single: bool,
-        partial: list[Result | None],
-        *,
-        sampling: SamplingParams | None = None,
-        raw: bool = False,
-        slo: Slo | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        template: TemplateOptions | None = None,
-        pixels: PixelBudget | None = None,
-        on_error: OnError = "raise",
-        progress: bool | None = None,
-        **parameters: Any,
-    ) -> Any:
-        front = self.front
-        calls = [
-            _call(item, images, sampling, parameters, raw, slo, cache_salt, priority, template, pixels)
-            for item, images in zip(items, pictures, strict=True)
-        ]
-        # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
-        limits = self.config.scheduler
-        partial.extend([None] * len(calls))
-        num_answers = max((call.sampling.n for call in calls), default=1)
-        window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2) // num_answers))
-        with BatchProgress(len(calls), _wanted(progress) and len(calls) > 1, front.stats) as bar:
-
-            async def run(index: int, call: Call) -> Result:
-                async with window:
-                    number, handle = front.open_handle()
-                    try:
-                        await front.submit(number, handle, call)
-                        result = await handle
-                    except HydraError as error:
-                        result = _failed(handle.id, error)
-                    finally:
-                        handle.cancel()
-                    partial[index] = result
-                    bar.add(result)
-                    return result
-
-            results = await asyncio.gather(*(run(index, call) for index, call in enumerate(calls)))
-        if on_error == "raise":
-            for index, result in enumerate(results):
-                if result.error is not None:
-                    if not single:
-                        result.error.add_note(f"request {index} of {len(results)}; the others have ended")
-                    raise result.error
-        return results[0] if single else results
+    def _batch(
+        self, prompts: Any, images: Any, videos: Any, options: dict[str, Any], ended: list[Result | None]
+    ) -> Coroutine[Any, Any, Any]:
+        return run_batch(self.front, prompts, images, videos, options, self.default_sampling_params, ended)
 
     # ---- what the engine knows
 
@@ -334,9 +325,6 @@ class Engine:
         """Where running requests are, and the stages of those that have ended behind the first `since` ones."""
         return self.front.activity(since, limit)
 
-    async def aactivity(self, since: int = 0, limit: int = 100) -> Activity:
-        return self.activity(since, limit)
-
     def set_topology(self, text: str) -> None:
         """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.
         Raises ConfigError where an instance lacks the weights for its new role."""
@@ -375,7 +363,9 @@ class Engine:
 
     async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
         """How long the prompt of these messages is, with what their pictures take; nothing is generated."""
-        call = _call(messages, None, None, {}, False, None, "", 0, template, None)
+        return await self.count_tokens(self._call(messages, template=template))
+
+    async def count_tokens(self, call: GenerationCall) -> int:
         return await self._await(self.front.count_tokens(call))
 
     async def atokenize(
@@ -383,14 +373,13 @@ class Engine:
         prompt: str | None = None,
         *,
         messages: Messages | None = None,
-        add_special_tokens: bool = True,
         template: TemplateOptions | None = None,
     ) -> list[int]:
-        return await self._await(
-            self.front.intake.tokenize(
-                prompt, messages=messages, add_special_tokens=add_special_tokens, template=template
-            )
-        )
+        """Token ids of a raw text or of messages, as a request's; a picture is one placeholder."""
+        return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
+
+    async def tokenize(self, call: GenerationCall) -> list[int]:
+        return await self._await(self.front.intake.tokenize(call))
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each; empty for ids outside it."""
@@ -414,29 +403,33 @@ class Engine:
     # ---- end
 
     def close(self) -> None:
-        """Ends running requests with EngineClosed and frees everything. Idempotent."""
-        if self._closed or self._front is None or self._thread is None:
+        """Ends running requests with EngineClosed and frees everything. Idempotent; from any thread, with or without
+        an event loop of its own, and whoever comes second waits for the same end."""
+        if self._thread is None:
             return
-        front, self._closed = self._front, True
-        atexit.unregister(self.close)
-        assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(front.close(), self._loop).result()
-        self._stop_thread()
+        if self._thread.is_current:
+            raise RuntimeError("the engine cannot be closed from its own loop; close it from another thread")
+        with self._lock:
+            self._closed = True
+            if self._closing is None:
+                self._closing = self._thread.end(self._close_front())
+        try:
+            self._closing.result()
+        finally:
+            self._thread.join()
+            atexit.unregister(self.close)
 
     async def aclose(self) -> None:
-        if self._closed or self._front is None:
-            return
-        front, self._closed = self._front, True
-        await self._await(front.close())
+        """The same, while other tasks of the caller's loop go on."""
         if self._thread is not None:
-            self._stop_thread()
+            await asyncio.to_thread(self.close)
+        elif not self._closed:
+            self._closed = True
+            await self._close_front()
 
-    def _stop_thread(self) -> None:
-        assert self._loop is not None and self._thread is not None
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+    async def _close_front(self) -> None:
+        if self._front is not None:
+            await self._front.close()
 
     def __enter__(self) -> Self:
         return self
@@ -451,52 +444,5 @@ class Engine:
         await self.aclose()
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-
-
-def _call(
-    what: Any,
-    images: Any,
-    sampling: SamplingParams | None,
-    parameters: dict[str, Any],
-    raw: bool,
-    slo: Slo | None,
-    cache_salt: str,
-    priority: int,
-    template: TemplateOptions | None,
-    pixels: PixelBudget | None,
-) -> Call:
-    if sampling is not None and parameters:
-        raise InvalidRequest(f"give either sampling= or keywords, not both ({next(iter(parameters))})")
-    known = {f.name for f in fields(SamplingParams)}
-    unknown = [name for name in parameters if name not in known]
-    if unknown:
-        raise InvalidRequest(f"unknown parameter {unknown[0]!r}", param=unknown[0])
-    chosen = sampling or SamplingParams(**parameters)
-    is_chat = bool(what) and not isinstance(what, str) and isinstance(what[0], dict)
-    asked: dict[str, Any] = {"messages" if is_chat else "prompt": what}
-    return Call(
-        chosen,
-        **asked,
-        images=images,
-        raw=raw,
-        slo=slo or Slo(),
-        cache_salt=cache_salt,
-        priority=priority,
-        template=template or TemplateOptions(),
-        pixels=pixels or PixelBudget(),
-    )
-
-
-def _failed(request_id: str, error: HydraError) -> Result:
-    return Result(request_id, "", (), FinishReason.ERROR, Usage(0, 0), RequestMetrics(), error=error)
-
-
-def _is_token_ids(prompts: Any) -> bool:
-    return bool(prompts) and isinstance(prompts[0], int)
-
-
-def _wanted(progress: bool | None) -> bool:
-    return sys.stderr.isatty() if progress is None else progress
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine is closed; make a new Engine")

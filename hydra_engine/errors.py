@@ -17,7 +17,6 @@
     |   +-- RateLimited              429  this client has too many requests, now or in the last minute
     |   +-- RequestFailed            500  this request failed inside the engine (numerical_error, ...)
     |   +-- Unavailable              503  try again later: overloaded, draining, not_ready, instance_lost
-    |   +-- DeadlineExceeded         504
     |   +-- RequestAborted           499  cancelled by its owner; never sent to a client
     +-- ConfigError                  exit 2  a setting is wrong or settings contradict each other
     +-- CheckpointError              exit 3  the model directory cannot be served
@@ -25,13 +24,17 @@
     +-- BackendError                 exit 5  an operation has no usable implementation
     +-- EngineClosed                 the engine was closed or its instance died
 
-Only `server/errors.py` turns these into HTTP; only the command line turns them into exit codes. Messages are one
-line, say what to change, and never hold a path, an address or more than 200 characters of input.
+Only `server/http/errors.py` turns these into HTTP; only the command line turns them into exit codes. Messages are one
+line, say what to change, and never hold an address or more than 200 characters of input; a path only where the caller's
+own files are opened, in this process (`preprocess/media/sources.py`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class HydraError(Exception):
     error_type: str = "server_error"
     default_code: str | None = None
     exit_code: int = 1
+    index: int | None = None  # which request of a batch it is about
 
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: int | None = None
@@ -61,6 +65,10 @@ class HydraError(Exception):
         self.code = code if code is not None else self.default_code
         self.param = param
         self.retry_after_s = retry_after_s
+
+    def saying(self, message: str) -> Self:
+        """The same error in other words."""
+        return type(self)(message, code=self.code, param=self.param, retry_after_s=self.retry_after_s)
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(type(self).__name__, self.message, self.code, self.param, self.retry_after_s)
@@ -162,11 +170,6 @@ class Unavailable(RequestError):
         super().__init__(message, code=code, param=param, retry_after_s=retry_after_s)
 
 
-class DeadlineExceeded(RequestError):
-    status = 504
-    default_code = "deadline_exceeded"
-
-
 class RequestAborted(RequestError):
     status = 499
     default_code = "request_aborted"
@@ -238,3 +241,14 @@ def from_info(info: ErrorInfo) -> HydraError:
 
 def _rebuild(info: ErrorInfo) -> HydraError:
     return from_info(info)
+
+
+MAX_RETRY_AFTER_S = 30
+
+
+def retry_after_s(num_live: int, finish_times: Sequence[float]) -> int:
+    """When a tenth of the queue will have drained at the pace of the latest finishes; whole seconds, 1 to 30."""
+    if len(finish_times) < 2:
+        return 1
+    interval_s = (finish_times[-1] - finish_times[0]) / (len(finish_times) - 1)
+    return min(max(1, math.ceil(interval_s * num_live / 10)), MAX_RETRY_AFTER_S)

@@ -29,8 +29,9 @@ TOO_COMPLEX = "it is too complex; make it smaller or less nested"
 NO_TEXT = "no text is in it"
 
 _MAX_REASON_CHARS = 200
-# White space between two JSON tokens: enough for indented objects, and a model cannot write it for ever.
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
+# White space between two JSON tokens. With more a model that was not trained on JSON writes nothing else; a schema may
+# ask for more ("x-guidance").
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ?"}
 _LITERALS = frozenset({"enum", "const", "default", "examples"})  # of a schema: values, which hold no expressions
 _INNER_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
 # What llguidance says when a limit of its own is reached, in its own terms.

@@ -2,19 +2,29 @@
 
 Lines carry the instance's name so that the logs of several processes can be read side by side. Control characters are
 escaped and the lines of a traceback indented, so that whatever a client sends, a line that looks like ours is ours; in
-JSON a record is one object on one line of ASCII.
+JSON a record is one object on one line of ASCII. Processes that serve never wait for whoever reads standard error.
 """
 
 from __future__ import annotations
 
+import atexit
+import io
 import json
 import logging
+import os
 import re
+import select
 import sys
+import threading
+import time
+from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
 FACTS = "facts"  # of a record: what its line says as names and values (`extra={FACTS: {..}}`), instead of the message
+
+MAX_WAITING_CHARS = 1 << 20  # of standard error that nobody reads; what comes then is dropped and counted
+LAST_WORDS_S = 0.5  # that a process waits at its end for whoever reads standard error
 
 _ROOT = "hydra_engine"
 _FORMAT = "%(asctime)s %(levelname).1s [{instance}] %(name)s: %(message)s"
@@ -64,6 +74,105 @@ def escaped(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
+class StandardError(io.TextIOBase):
+    """Standard error for a process that must not stop when nobody reads it: `write` never waits and never fails. A
+    thread writes; what finds the queue full, or cannot be written (a full disk, a closed pipe), is dropped and counted,
+    and one line says so when the reader is back."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, fd: int | None = 2) -> None:
+        """`fd` None: there is none, and nothing is written."""
+        self.num_dropped = 0  # writes; the log makes one for each record
+        self._fd = fd
+        self._lock = threading.RLock()  # a collection inside it may log
+        self._filled = threading.Event()
+        self._queue: deque[str] = deque()
+        self._num_chars = 0  # in the queue, or being written
+        self._num_told = 0  # of num_dropped
+        threading.Thread(target=self._write_all, name="standard-error", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            if self._num_chars + len(text) > MAX_WAITING_CHARS:
+                self.num_dropped += 1
+            else:
+                self._num_chars += len(text)
+                self._queue.append(text)
+                self._filled.set()
+        return len(text)
+
+    def wait_written(self, limit_s: float = LAST_WORDS_S) -> None:
+        """Returns when all is written, or when that takes longer."""
+        limit = time.monotonic() + limit_s
+        while self._num_chars and time.monotonic() < limit:
+            time.sleep(0.002)
+
+    def flush(self) -> None:
+        """Nothing: it would wait."""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        if self._fd is None:
+            raise OSError("there is no standard error")
+        return self._fd
+
+    def isatty(self) -> bool:
+        return self._fd is not None and os.isatty(self._fd)
+
+    def _write_all(self) -> None:
+        while True:
+            self._filled.wait()
+            self._filled.clear()
+            while self._queue:
+                text = self._queue.popleft()
+                written = self._write(text.encode(self.encoding, self.errors))
+                with self._lock:
+                    self._num_chars -= len(text)
+                    self.num_dropped += not written
+                    missed = self.num_dropped - self._num_told if written and not self._queue else 0
+                    self._num_told += missed
+                if missed:  # outside the lock: the log has one of its own
+                    told = "%d lines of this process were dropped: standard error could not be written"
+                    logging.getLogger(__name__).warning(told, missed)
+
+    def _write(self, data: bytes) -> bool:
+        """False: it cannot be written, or not all of it."""
+        while data:
+            try:
+                num_bytes = os.write(self.fileno(), data)
+            except BlockingIOError:  # somebody else has made the pipe so
+                select.select((), (self.fileno(),), ())
+            except OSError:
+                return False
+            else:
+                data = data[num_bytes:]
+        return True
+
+
+def never_wait() -> None:
+    """From here on `sys.stderr` is a StandardError, for whoever writes there: the log, progress bars, libraries. Call
+    it before `configure`. Leaves one alone that is not Python's own."""
+    if sys.stderr is sys.__stderr__:
+        # Python has none where the descriptor was closed; that may be another file by now.
+        stream = sys.stderr = StandardError(None if sys.stderr is None else 2)
+        atexit.register(stream.wait_written)
+
+
+def num_dropped() -> int:
+    """Lines of this process that nobody has read."""
+    return sys.stderr.num_dropped if isinstance(sys.stderr, StandardError) else 0
+
+
+def last_words() -> None:
+    """Before a process ends without its exit handlers."""
+    if isinstance(sys.stderr, StandardError):
+        sys.stderr.wait_written()
+
+
 def configure(level: str = "info", *, instance: str = "front", log_format: str = "text") -> None:
     """Sends the package's log to standard error; a second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
@@ -79,10 +188,10 @@ def configure(level: str = "info", *, instance: str = "front", log_format: str =
     logging.raiseExceptions = False
 
 
-def write_json(logger: logging.Logger, *, instance: str = "front") -> None:
+def write_json(logger: logging.Logger) -> None:
     """The lines of this logger are JSON from here on, whatever the rest is."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(instance))
+    handler.setFormatter(JsonFormatter("front"))
     logger.handlers[:] = [handler]
     logger.propagate = False
 

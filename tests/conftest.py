@@ -1,13 +1,37 @@
 """What holds for all tests."""
 
 import gc
+import logging
+import os
+import signal
 import sys
+from collections.abc import Iterator
 
+import pytest
+
+from tests import forkserver
 from tests.examples import register_profiles
 
 register_profiles()
+# A shell without job control starts what runs in the background with this signal ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+forkserver.install()
 # Ten thousand tests and what they import are no garbage.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share the tests must call them the same. Of a test marked as quick in some cases the others are
+    slow."""
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and not any(word in item.name for word in quick.args):
+            item.add_marker("slow")
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(
+                f"a test's name has an address in it, which differs between processes: {item.nodeid}"
+            )
 
 
 def pytest_collection_finish() -> None:
@@ -18,7 +42,33 @@ def pytest_collection_finish() -> None:
     # Of two processes side by side each would wait for both processors at every operation. Instances set their own.
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    # Here and not in the middle of a test that counts descriptors.
+    if "PYTEST_XDIST_WORKER" in os.environ and forkserver.EXEC_VARIABLE not in os.environ:
+        forkserver.running()
 
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+    forkserver.close()
+
+
+@pytest.fixture(autouse=True)
+def what_commands_set() -> Iterator[None]:
+    """Entry points set up the log, the collector and torch's threads of their process, which is that of all tests."""
+    log, folder, thresholds = logging.getLogger("hydra_engine"), os.getcwd(), gc.get_threshold()
+    before = list(log.handlers), log.level, log.propagate, logging.raiseExceptions
+    yield
+    log.handlers[:], log.level, log.propagate, logging.raiseExceptions = before
+    gc.set_threshold(*thresholds)
+    os.chdir(folder)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def started_in_full() -> Iterator[None]:
+    """For those who look at a process from outside: its children are its own, not those of its forkserver."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(forkserver.EXEC_VARIABLE, "1")
+        yield

@@ -8,8 +8,8 @@ does, as `make test-all` says.
 from hypothesis import settings
 
 THOROUGH = "thorough"
-_QUICK_PART = 4  # of so many examples a quick run tries one
-_FEWEST = 5
+_QUICK_PART = 8  # of so many examples a quick run tries one
+_FEWEST = 4
 
 
 def register_profiles() -> None:

@@ -1,4 +1,4 @@
-"""The table of model families in the README, written from test results: `make support` runs the parity tests and this.
+"""The table of model families in docs/models.md, from test results: `make support` runs the parity tests and this.
 
     python -m tests.support_table RESULTS.xml     rewrites the table from a pytest JUnit file
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-README = Path(__file__).parents[1] / "README.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- models: written by `make support` -->", "<!-- models: end -->"
 
 # family -> (name, checkpoints it is for, what it takes)
@@ -116,10 +116,10 @@ def _cell(found: dict[str, Check], names: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, behind = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table(read(Path(sys.argv[1])))}\n{END}{behind}", encoding="utf-8")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(read(Path(sys.argv[1])))}\n{END}{behind}", encoding="utf-8")
 
 
 if __name__ == "__main__":

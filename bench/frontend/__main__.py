@@ -6,8 +6,7 @@ the same bytes: `naive` (aiohttp, a queue and one write a token, no text to be m
 the loop; what the kernel takes for the writes is in there, and no server can do with less). Figures are
 CPU microseconds of the server's process per streamed token while all streams run (user and system time; the client
 and the instance are other processes), the lag of its loop, sampled every 10 ms, and the time to a stream's first byte,
-which includes up to a step of waiting. `--workers N` adds the real server with its HTTP in N front workers; `all` are
-then the microseconds of all its processes, where the others are those of the one with the engine.
+which includes up to a step of waiting.
 `python -m bench.frontend [--quick]`; the last line of the output is one JSON document.
 """
 
@@ -27,18 +26,16 @@ from bench.common import ROOT, card, emit
 from bench.frontend.client import Streams, request_bytes
 
 KINDS = ("front", "naive", "socket")
-WORKERS = "workers"
 SETTLED = 3  # events of every stream before the measurement begins, and tokens left when it ends
 _READY = "ready on "
 _LIMIT_S = 60.0
 
 
 class Served:
-    """One of the servers. `workers`: the real one with that many front workers."""
+    """One of the servers."""
 
-    def __init__(self, kind: str, step_s: float, num_tokens: int, num_workers: int) -> None:
-        command = [sys.executable, "-m", "bench.frontend.server", "front" if kind == WORKERS else kind]
-        command += ["--workers", str(num_workers)] if kind == WORKERS else []
+    def __init__(self, kind: str, step_s: float, num_tokens: int) -> None:
+        command = [sys.executable, "-m", "bench.frontend.server", kind]
         self._process = subprocess.Popen(
             [*command, "--step-s", repr(step_s), "--tokens", str(num_tokens)],
             cwd=ROOT,
@@ -93,14 +90,12 @@ class Window:
         (first, began_s, before), (last, ended_s, after) = self.began, self.ended
         count, lags = last - first, sorted(after["lags_s"])
         user, system = (after[part] - before[part] for part in ("user_s", "system_s"))
-        workers_s = after["workers_s"] - before["workers_s"]
         waits = sorted(stream.first_s - stream.sent_s for stream in self._streams.streams if stream.first_s is not None)
         return {
             "tokens": count,
             "tokens_per_s": count / (ended_s - began_s),
             "us_per_token": (user + system) / count * 1e6,
             "user_us_per_token": user / count * 1e6,
-            "all_us_per_token": (user + system + workers_s) / count * 1e6,
             "busy": (user + system) / (ended_s - began_s),
             "lag_p99_ms": at(lags, 0.99) * 1e3,
             "lag_max_ms": lags[-1] * 1e3 if lags else 0.0,
@@ -124,7 +119,7 @@ def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.kinds}
-    servers = {kind: Served(kind, options.step_ms / 1e3, options.tokens, options.workers) for kind in options.kinds}
+    servers = {kind: Served(kind, options.step_ms / 1e3, options.tokens) for kind in options.kinds}
     try:
         print(HEADER)
         for _ in range(options.rounds):
@@ -146,7 +141,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "streams": options.streams,
         "tokens": options.tokens,
         "step_ms": options.step_ms,
-        "workers": options.workers,
         "medians": medians,
         "ratio_to": ratios,
         "rounds": rounds,
@@ -155,7 +149,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 HEADER = (
-    f"{'server':14} {'tok/s':>7} {'us/tok':>7} {'user':>6} {'all':>6} {'busy':>5} {'lag p99':>8} {'max ms':>7} "
+    f"{'server':14} {'tok/s':>7} {'us/tok':>7} {'user':>6} {'busy':>5} {'lag p99':>8} {'max ms':>7} "
     f"{'first byte':>10} {'p99 ms':>7}"
 )
 
@@ -163,7 +157,7 @@ HEADER = (
 def show(name: str, row: dict[str, Any]) -> None:
     print(
         f"{name:14} {row['tokens_per_s']:7.0f} {row['us_per_token']:7.1f} {row['user_us_per_token']:6.1f} "
-        f"{row['all_us_per_token']:6.1f} {row['busy']:5.2f} {row['lag_p99_ms']:8.1f} {row['lag_max_ms']:7.1f} "
+        f"{row['busy']:5.2f} {row['lag_p99_ms']:8.1f} {row['lag_max_ms']:7.1f} "
         f"{row['first_byte_p50_ms']:10.0f} {row['first_byte_p99_ms']:7.0f}",
         flush=True,
     )
@@ -176,16 +170,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=25.0, help="time between two tokens of a stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help="which servers")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="measure the server with N front workers too"
-    )
     parser.add_argument("--quick", action="store_true", help="one round, a few seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the document there too")
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.tokens = 1, 120
-    if options.workers:
-        options.kinds = [*options.kinds, WORKERS]
     return options
 
 

@@ -30,8 +30,8 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request
-from hydra_engine.instance.ports import Inbox, Outbox, Place
-from hydra_engine.intake.tokenizer import Tokenizer, load_tokenizer
+from hydra_engine.instance.ports import Inbox, InstanceContext, Outbox
+from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 
 COMMAND = (sys.executable, "-m", "bench.frontend.instance")
 STEP_VARIABLE = "BENCH_STEP_S"
@@ -48,11 +48,11 @@ def spoken(tokenizer: Tokenizer, count: int) -> list[int]:
     return (ids * -(-count // len(ids)))[:count]
 
 
-def summary(name: str, place: Place) -> InstanceSummary:
+def summary(name: str, context: InstanceContext) -> InstanceSummary:
     kinds = InstanceSummary.__annotations__
     values = {field: 0 for field in InstanceSummary.__struct_fields__ if kinds[field] in ("int", "float")}
     values |= dict.fromkeys(("model", "family", "device", "dtype", "backend"), "none")  # type: ignore[arg-type]
-    values |= {"name": name, "role": place.role.letters, "incarnation": place.incarnation, "max_model_len": 1 << 14}  # type: ignore[dict-item]
+    values |= {"name": name, "role": context.role.letters, "incarnation": context.incarnation, "max_model_len": 1 << 14}  # type: ignore[dict-item]
     return InstanceSummary(**values, deterministic=True)
 
 
@@ -117,11 +117,11 @@ def run_instance(
     outbox: Outbox,
     wake: threading.Event,
     *,
-    place: Place,
+    context: InstanceContext,
     connect: ConnectPeers | None,  # noqa: ARG001 - it has no peers
 ) -> int:
     step_s = float(os.environ[STEP_VARIABLE])
-    summarized = summary(name, place)
+    summarized = summary(name, context)
     scripted = Scripted(spoken(load_tokenizer(config.model_path), summarized.max_model_len))
     outbox.send([Ready(WIRE_VERSION, summarized)])
     due_s = time.monotonic()

@@ -1,10 +1,9 @@
 """The servers under test, each a process of its own that says `ready on URL` on standard error.
 
-`front`: the real server, front and channel; only what is behind the channel is scripted; with `--workers` its HTTP is
-in front workers. `naive`: aiohttp alone, a
+`front`: the real server, front and channel; only what is behind the channel is scripted. `naive`: aiohttp alone, a
 queue and one write a token of bytes that were made before. `socket`: the same bytes, written to bare transports of the
 loop from one timer, which no server can do with less. A line on standard input is answered with the process's CPU
-seconds so far, those of its front workers, and the loop's lags since the last such line.
+seconds so far and the loop's lags since the last such line.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.core.outputs import Piece
 from hydra_engine.engine import Engine
-from hydra_engine.front.front import Front
-from hydra_engine.intake.tokenizer import load_tokenizer
-from hydra_engine.server.chat import ChatAnswer
+from hydra_engine.frontend.frontend import Front
+from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.server.generate import Identity
-from hydra_engine.server.loop_lag import LoopLag
+from hydra_engine.server.http.loop_lag import LoopLag
+from hydra_engine.server.http.sse import DONE
+from hydra_engine.server.openai.chat import ChatAnswer
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.runner import serve
-from hydra_engine.server.sse import DONE
-from hydra_engine.server.tools import ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
 
 LAG_PERIOD_S = 0.01
 HEAD = (
@@ -49,16 +48,6 @@ def waited_for_a_core() -> float:
     """Seconds, of the main thread, since it began; 0 where the kernel does not count."""
     path = Path("/proc/self/schedstat")
     return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
-
-
-def workers_cpu() -> float:
-    """CPU seconds of this process's front workers, as far as they live."""
-    found_s = 0.0
-    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        if b"front_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            found_s += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return found_s
 
 
 class ScriptedEngine(Engine):
@@ -93,7 +82,6 @@ class Meter:
             document = {
                 "user_s": used.ru_utime,
                 "system_s": used.ru_stime,
-                "workers_s": workers_cpu(),
                 "lags_s": [round(lag, 6) for lag in lags],
             }
             print(json.dumps(document), flush=True)
@@ -105,7 +93,7 @@ def announce(url: str) -> None:
     sys.stderr.flush()
 
 
-async def front(step_s: float, num_workers: int) -> int:
+async def front(step_s: float) -> int:
     os.environ[STEP_VARIABLE] = repr(step_s)
     config = EngineConfig()
     engine = ScriptedEngine.unstarted(replace(config, scheduler=replace(config.scheduler, max_queue=1 << 12)))
@@ -115,8 +103,7 @@ async def front(step_s: float, num_workers: int) -> int:
         meter.start()
         announce(url)
 
-    served = ServerConfig(port=0, front_workers=num_workers)
-    return await serve(engine, served, start=engine.astart, stop=engine.aclose, ready=ready)
+    return await serve(engine, ServerConfig(port=0), start=engine.astart, stop=engine.aclose, ready=ready)
 
 
 class Events:
@@ -209,11 +196,10 @@ def main() -> int:
     parser.add_argument("kind", choices=("front", "naive", "socket"))
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--workers", type=int, default=0)
     options = parser.parse_args()
     match options.kind:
         case "front":
-            return asyncio.run(front(options.step_s, options.workers))
+            return asyncio.run(front(options.step_s))
         case "naive":
             return asyncio.run(naive(options.step_s, options.tokens))
         case _:

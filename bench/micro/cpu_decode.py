@@ -22,8 +22,8 @@ from bench.micro.harness import Effort, Report, agree, parse, timed
 from bench.micro.peers import HfPeer
 from bench.micro.subject import Row, Step, Subject
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.tiny import TINY
-from hydra_engine.models.tiny.base import save_processor
+from tools.miniatures import TINY
+from tools.miniatures.base import save_processor
 
 DTYPE = torch.bfloat16
 # Of a decoder as Qwen2-0.5B has one: a step reads 0.49 billion numbers, of which the head is 0.14.

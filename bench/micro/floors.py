@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from hydra_engine.specs.base import LanguageSpec, ModelSpec
+from hydra_engine.models.specs.base import LanguageSpec, ModelSpec
 
 
 class Work(NamedTuple):

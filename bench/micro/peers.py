@@ -16,10 +16,10 @@ from torch import Tensor
 
 from bench.micro.harness import Report
 from bench.micro.subject import Encode, Step, Subject
-from hydra_engine.models.random_weights import NamedDraws
-from hydra_engine.models.registry import FAMILIES
-from hydra_engine.models.weights import canonical_name
-from hydra_engine.specs.qwen2_vl import Qwen2VisionSpec
+from hydra_engine.models.build import vision_class
+from hydra_engine.models.loading.random_weights import NamedDraws
+from hydra_engine.models.loading.weights import canonical_name
+from hydra_engine.models.qwen_vl.qwen2_vl_spec import Qwen2VisionSpec
 
 
 class HfPeer:
@@ -170,8 +170,8 @@ def _patches(picture: Tensor, patch: int, merge: int) -> Tensor:
 
 
 def _draw(model: Any, subject: Subject) -> None:
-    """The weights that `models/random_weights.py` draws for these names."""
-    renames = FAMILIES[subject.spec.family].renames
+    """The weights that `models/loading/random_weights.py` draws for these names."""
+    renames = vision_class(subject.spec).renames
     # Of our own names: a tower's last layers may have none.
     draws = NamedDraws((name for name, slot in subject.model.slots.items() if not slot.optional), subject.device)
     for name, parameter in model.named_parameters():

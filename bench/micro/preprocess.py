@@ -11,21 +11,21 @@ import torch
 from bench.common import Times
 from bench.micro.harness import Report, Seconds, parse
 from bench.preprocess import SIZES, TARGETS, prepare, timed
-from hydra_engine.intake.sandbox import Sandbox
+from hydra_engine.preprocess.sandbox.decoders import Decoders
 
 
 def main() -> None:
     arguments = parse(__doc__)
     arguments.device = "cpu"
     torch.set_num_threads(1)
-    sandbox = Sandbox()
+    decoders = Decoders()
     repeats = 5 if arguments.quick else 15
     try:
         with Report("preprocess", arguments) as report:
             for width, height in SIZES[:1] if arguments.quick else SIZES:
                 for target in TARGETS:
-                    case = prepare(target, (width, height), sandbox)
-                    times = {name: seconds_of(value) for name, value in timed(case, sandbox, repeats).items()}
+                    case = prepare(target, (width, height), decoders)
+                    times = {name: seconds_of(value) for name, value in timed(case, decoders, repeats).items()}
                     report.row(
                         f"{width} x {height}, {target.name}",
                         times["served"],
@@ -38,7 +38,7 @@ def main() -> None:
                         grey_levels_off=case.grey_levels_off,
                     )
     finally:
-        sandbox.close()
+        decoders.close()
 
 
 def seconds_of(times: Times) -> Seconds:

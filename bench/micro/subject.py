@@ -1,7 +1,7 @@
 """One loaded model with what its stages need, on any device: batches of pictures, prompts and decodes, ready to run.
 
-Inputs are planned from the shapes alone, as `worker/batches.py` does from requests: every request has blocks of its
-own, shuffled over the cache, and the cache holds random numbers. Does not know time or floors.
+Inputs are planned from the shapes alone, as `worker/language/batches.py` does from requests: every request has blocks
+of its own, shuffled over the cache, and the cache holds random numbers. Does not know time or floors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydra_engine.backend.select import create_backend, resolve_dtype
 from hydra_engine.config import DEMO_MODEL, EngineConfig
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import BackendError, HydraError
+from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.models.registry import load_model
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
-from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.encode_graphs import EncodeGraphs
+from hydra_engine.worker.vision.graphs import EncodeGraphs
 
 BLOCK = 16
 IMAGE_BLOCK = 64

@@ -23,7 +23,7 @@ from torch import Tensor
 from bench.common import Times, card, emit, interleaved
 from hydra_engine import _C
 from hydra_engine.backend.base import AttentionPlan, PagedCache
-from hydra_engine.backend.native import NativeOps
+from hydra_engine.backend.cpu.ops import NativeOps
 
 BLOCK_SIZE = 16
 COLD_BYTES = 96 << 20

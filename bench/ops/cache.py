@@ -22,8 +22,8 @@ from torch import Tensor
 from bench.common import card, emit, interleaved
 from hydra_engine import _C
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.native import NativeOps
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.cpu.ops import NativeOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.common import Times, card, emit, interleaved
 from hydra_engine import _C
-from hydra_engine.backend.native_linear import NativeLinear, linear, pack_linear
+from hydra_engine.backend.cpu.linear import NativeLinear, linear, pack_linear
 
 FEW_ROWS = 16
 CASES = [

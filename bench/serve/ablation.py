@@ -1,4 +1,4 @@
-"""Mode `ablation`: goodput with everything on, then with one switch off at a time (HydraInfer, Figure 14).
+"""Mode `ablation`: goodput with everything on, then without one thing at a time (HydraInfer, Figure 14).
 
 Limits, workload and arrivals are the same for all; each round serves all configurations in turns, and everything on
 once more at its end: how far that is from 1 says what the machine's noise alone makes.
@@ -19,28 +19,24 @@ from bench.serve.slo import Goodput, goodput
 EVERYTHING = "everything on"
 AGAIN = "everything on, again"
 ALL_ON = "--look-ahead"  # the only switch that is off by default
-SWITCHES: Mapping[str, str] = {
-    "stage schedule": "--schedule request",
-    "lanes": "--no-lanes",
-    "slicing": "--no-vision-slicing",
-    "look-ahead": "--no-look-ahead",
-    "reuse": "--no-prefix-caching",
-}
+SWITCHES: Mapping[str, str] = {"look-ahead": "--no-look-ahead", "reuse": "--no-prefix-caching"}  # flags
+BASELINES: Mapping[str, str] = {"stage schedule": "request-level", "lanes": "one-lane", "slicing": "unsliced"}
 
 
 def run(harness: Harness) -> dict[str, Any]:
     """Raises ValueError for a switch that does not exist."""
     settings = harness.settings
-    chosen = settings.switches or tuple(SWITCHES)
-    if unknown := [name for name in chosen if name not in SWITCHES]:
-        raise ValueError(f"no switch is called {unknown[0]!r}; there are {', '.join(SWITCHES)}")
-    configurations = {EVERYTHING: ""} | {name: SWITCHES[name] for name in chosen} | {AGAIN: ""}
+    chosen = settings.switches or (*BASELINES, *SWITCHES)
+    if unknown := [name for name in chosen if name not in (*BASELINES, *SWITCHES)]:
+        raise ValueError(f"no switch is called {unknown[0]!r}; there are {', '.join((*BASELINES, *SWITCHES))}")
+    configurations = (EVERYTHING, *chosen, AGAIN)
     found: dict[str, list[Goodput]] = {name: [] for name in configurations}
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in configurations}
     start = harness.goodput or harness.idle_rate
     for _ in range(settings.rounds):
-        for name, flags in configurations.items():
-            server = ours(label(name), settings.model, f"{settings.server_flags} {ALL_ON} {flags}")
+        for name in configurations:
+            flags = f"{settings.server_flags} {ALL_ON} {SWITCHES.get(name, '')}"
+            server = ours(label(name), settings.model, flags, baseline=BASELINES.get(name, ""))
             measured = find_goodput(harness, harness.serving(server), start)
             points[name] += measured
             found[name].append(goodput(measured))
@@ -50,7 +46,8 @@ def run(harness: Harness) -> dict[str, Any]:
     return {
         "switches": {
             name: {
-                "flags": configurations[name],
+                "flags": SWITCHES.get(name, ""),
+                "baseline": BASELINES.get(name, ""),
                 "goodput": medians[name],
                 "rounds": [asdict(each) for each in found[name]],
                 "ratio": round(medians[EVERYTHING] / medians[name], 3),

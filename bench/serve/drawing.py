@@ -32,6 +32,7 @@ _PHASE_COLOURS = {
     "pd_migration": "#56B4E9",
     "decode_queue": "#A8DDC9",
     "decode": "#009E73",
+    "lost": "#CC79A7",
     "other": "#000000",
 }
 _STYLE: Any = {

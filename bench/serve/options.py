@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.baselines import NAMES
 from bench.serve.arrivals import Arrivals
 from bench.serve.servers import Server, ours
 from bench.serve.shapes import SHAPES, TABLE_3
@@ -127,6 +128,7 @@ def _servers(given: argparse.Namespace) -> tuple[Server, ...]:
         servers = [ours(first, given.model, given.server_args)]
     for name, flags in map(_named, given.config):
         servers.append(ours(name, given.model, f"{given.server_args} {flags}"))
+    servers += [ours(name, given.model, given.server_args, baseline=name) for name in given.baseline]
     for name, command in map(_named, given.command):
         words = shlex.split(command)
         if words[:1] == ["python"]:
@@ -190,6 +192,8 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", metavar="URL", help="take a server that runs already instead of starting ours")
     group.add_argument("--api-key", help="for servers that run already")
     group.add_argument("--name", help="what the first server is called")
+    text = "; ".join(f"{name}: {what}" for name, what in NAMES.items())
+    group.add_argument("--baseline", action="append", default=[], choices=NAMES, help=f"also {text}")
     for flag, value, text in (
         ("--config", "NAME=FLAGS", "also our server with these flags"),
         ("--command", "NAME=COMMAND", "also a server started by this command; it prints `ready on URL`"),

@@ -55,9 +55,10 @@ class Server:
         return {"name": self.name, "command": shlex.join(words) or None, "base_url": self.base_url or None}
 
 
-def ours(name: str, model: str, flags: str = "") -> Server:
-    """`hydra-engine serve` of this source tree."""
-    command = (sys.executable, "-m", "hydra_engine", "serve", model, "--port", "0", *shlex.split(flags))
+def ours(name: str, model: str, flags: str = "", *, baseline: str = "") -> Server:
+    """`hydra-engine serve` of this source tree, or one of `bench.baselines`."""
+    words = ("bench.baselines", baseline) if baseline else ("hydra_engine", "serve")
+    command = (sys.executable, "-m", *words, model, "--port", "0", *shlex.split(flags))
     return Server(name, command, takes_limits=True)
 
 

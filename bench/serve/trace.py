@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.gantt import draw_gantt
 from bench.serve.breakdown import timeline
 from bench.serve.records import Record
-from hydra_engine.observe.gantt import draw_gantt
-from hydra_engine.observe.trace import TraceRing
+from hydra_engine.telemetry.trace import TraceRing
 
 
 def write(records: Sequence[Record], path: Path, title: str) -> Path | None:

@@ -32,7 +32,7 @@ from bench.topology.node import GIB, Site
 from bench.topology.ratios import FAMILIES
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.errors import HydraError
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.registry import load_spec
 
 _MODES: dict[str, Any] = {"simulate": simulate, "real": real, "timeline": timeline}
 _REQUESTS = {"simulate": (60, 300), "real": (8, 24), "timeline": (1, 1)}  # of a load: quick, full

@@ -19,7 +19,7 @@ from bench.serve.workload import Spec, Workload
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.specs.base import ModelSpec
+from hydra_engine.models.specs.base import ModelSpec
 
 FROZEN = SamplingParams(temperature=0.0, ignore_eos=True)
 _BEGINNING = 4  # tokens of a chat template before the picture

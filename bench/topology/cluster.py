@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from bench.serve.records import Record
@@ -31,12 +32,12 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.roles import Topology
-from hydra_engine.front.active import ActiveRequest
-from hydra_engine.front.dispatch import Dispatcher
-from hydra_engine.front.front import TICK_S
-from hydra_engine.front.handle import Handle
-from hydra_engine.front.incoming import Incoming
-from hydra_engine.front.lending import Lending
+from hydra_engine.frontend.active import ActiveRequest
+from hydra_engine.frontend.dispatch import Dispatcher
+from hydra_engine.frontend.frontend import TICK_S
+from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.incoming import Incoming
+from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 
 _FIRST_ATTEMPT = 1 << 32  # ids behind those of the requests
 _REST_S = 1.0  # after the last request: what is on its way arrives
@@ -104,8 +105,8 @@ class Cluster:
             next_id=lambda: RequestId(next(ids)),
             report=self._report,
         )
-        self._lending = Lending(site.config, self.dispatcher)
-        self._incoming = Incoming(self.dispatcher, self._lending)
+        self._stealing = DecodeStealing(site.config, self.dispatcher)
+        self._incoming = Incoming(self.dispatcher, self._stealing)
         shared = Machine(self.agenda, site.costs.cores, site.costs.threads) if one_machine else None
         self.nodes = {
             name: Node(name, role, site, self.agenda, shared or Machine(self.agenda), self._on_messages)
@@ -131,6 +132,8 @@ class Cluster:
     def _submit(self, number: int, ask: Ask) -> None:
         now = self.agenda.now()
         request, pixels = request_of(ask, self._site.spec, number, now)
+        scheduler = self._site.config.scheduler
+        request = replace(request, slo=request.slo.with_defaults(scheduler.ttft_slo, scheduler.tpot_slo))
         handle = self.handles[number] = _Stamped(f"r{number}", self.agenda.now)
         no_text: Any = _NoText()
         active = ActiveRequest(request, handle, cast(Any, None), no_text, ())
@@ -147,7 +150,7 @@ class Cluster:
 
     def _tick(self) -> None:
         self.dispatcher.tick(self.agenda.now())
-        self._lending.tick(self.agenda.now())
+        self._stealing.tick(self.agenda.now())
         self.agenda.after(TICK_S, self._tick)
 
     def _until(self, reached: Callable[[], bool]) -> None:
@@ -161,8 +164,8 @@ class Cluster:
             node.send([QueryLedger(0)])
         self._until(lambda: len(self._ledgers) == len(self.nodes))
         held = {name: ledger for name, ledger in self._ledgers.items() if not ledger.at_rest}
-        if held or self.dispatcher.flights:
-            raise SimulationError(f"held at rest: {held}, {list(self.dispatcher.flights)}")
+        if held or self.dispatcher.requests:
+            raise SimulationError(f"held at rest: {held}, {list(self.dispatcher.requests)}")
 
     def _record(self, index: int) -> Record:
         number, ask = index + 1, self._asks[index]
@@ -195,7 +198,7 @@ class Cluster:
         self._ended_s[number] = self.agenda.now()
 
     def _on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
-        """As front/front.py takes them."""
+        """As frontend/frontend.py takes them."""
         now = self.agenda.now()
         for message in messages:
             match message:

@@ -66,7 +66,7 @@ def costs_of(profile: Profile, source: str) -> Costs:
     )
 
 
-def read_costs(path: Path) -> Costs:
+def read_profile(path: Path) -> Profile:
     """A file that `hydra-engine profile --output` has written, on whatever machine. Raises ValueError."""
     try:
         outer = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
@@ -75,12 +75,18 @@ def read_costs(path: Path) -> Costs:
         raise ValueError(f"{path.name} is no profile of this version of the engine: {error}") from error
     if (problem := problem_of(profile)) is not None:
         raise ValueError(f"{path.name} makes no sense: {problem}")
+    return profile
+
+
+def read_costs(path: Path) -> Costs:
+    """Of a profile in a file. Raises ValueError."""
+    profile = read_profile(path)
     return costs_of(profile, f"profile of {profile.measured_at[:10]}")
 
 
 def machine_costs(config: EngineConfig, deadline_s: float | None = None) -> Costs:
     """Of this machine: the saved profile where it still holds, measured otherwise, with a bar."""
-    from hydra_engine.instance.parts import profile_instance  # loads torch
+    from hydra_engine.instance.compute_stack import profile_instance  # loads torch
 
     with tqdm(unit="step", disable=None, leave=False) as bar:
 

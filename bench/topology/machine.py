@@ -7,8 +7,8 @@ cost surface's model exactly. For lanes of several instances on the same cores i
 far as a lane uses its threads all along and memory bandwidth is shared like cores. The cost of switching between
 processes and of their cold caches is not in it.
 
-The gate between the two lanes of an instance (`worker/gate.py`) is here too, but for its granularity: vision pauses at
-once when the seconds that a language step allows are used up.
+The gate between the two lanes of an instance (`worker/vision/gate.py`) is here too, but for its granularity: vision
+pauses at once when the seconds that a language step allows are used up.
 """
 
 from __future__ import annotations

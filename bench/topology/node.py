@@ -24,16 +24,17 @@ from hydra_engine.core.roles import Role
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
-from hydra_engine.scheduler.blame import StepLog
-from hydra_engine.scheduler.latency_budget import LatencyBudgets
+from hydra_engine.models.specs.base import DTYPE_BYTES, ModelSpec
+from hydra_engine.scheduler.handover.connector import PeerConnector
+from hydra_engine.scheduler.latency.attribution import StepHistory
+from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.scheduler import StageScheduler
-from hydra_engine.specs.base import DTYPE_BYTES, ModelSpec
 from hydra_engine.transfer.messages import TransferMessage
 
 GIB = 1 << 30
 # Pieces of the largest encode between which it can wait: 24 layers, as CLIP-L has; only budgets ask for it.
 NUM_SLICES = 24
-_MOST_PATCHES = 16384  # of a vision step, as in instance/parts.py
+_MOST_PATCHES = 16384  # of a vision step, as in instance/compute_stack.py
 _LEAST_PAUSE_S = 1e-6  # between two turns of one loop
 _OVERDUE_PAUSE_S = 1e-3  # where a deadline has passed and the turn could do nothing about it
 _INCARNATION = 1
@@ -114,7 +115,8 @@ class Node:
         self._awake = False
         self._turns = 0
         config = site.resolved()
-        scheduler = _scheduler(name, role, site, config)
+        connector = PeerConnector(config.scheduler)
+        scheduler = _scheduler(name, role, site, config, connector)
         self.instance = Instance(
             scheduler=scheduler,
             worker=self.worker,
@@ -125,7 +127,7 @@ class Node:
             look_ahead=config.scheduler.look_ahead,
             migration=Migration(
                 incarnation=_INCARNATION,
-                scheduler=scheduler,
+                connector=connector,
                 worker=self.worker,
                 peers=self.peers,
                 num_slots=NUM_WORDS,
@@ -183,18 +185,18 @@ def _block_bytes(site: Site) -> dict[str, int]:
     return found
 
 
-def _scheduler(name: str, role: Role, site: Site, config: EngineConfig) -> StageScheduler:
+def _scheduler(name: str, role: Role, site: Site, config: EngineConfig, connector: PeerConnector) -> StageScheduler:
     """As instance/build.py assembles it."""
     import torch
 
-    from hydra_engine.worker.memory import plan_memory
+    from hydra_engine.worker.memory.plan import plan_memory
 
     dtype = getattr(torch, site.costs.dtype)
-    plan = plan_memory(site.spec, role, config, dtype, site.device_bytes)
+    plan = plan_memory(site.spec, role, config, dtype.itemsize, site.device_bytes)
     limited = config.scheduler.tpot_slo is not None or config.scheduler.ttft_slo is not None
     surface = site.costs.surface if limited and role.needs_language else None
     budgets = None
-    if surface is not None and config.scheduler.schedule == "stage":
+    if surface is not None:
         budgets = LatencyBudgets(surface, config.scheduler, num_slices=NUM_SLICES if role.needs_vision else 0)
     return StageScheduler(
         role,
@@ -205,5 +207,6 @@ def _scheduler(name: str, role: Role, site: Site, config: EngineConfig) -> Stage
         reuse=config.cache.prefix_caching,
         has_states=plan.num_state_slots > 0,
         budgets=budgets,
-        log=StepLog(surface),
+        observer=StepHistory(surface),
+        connector=connector,
     )

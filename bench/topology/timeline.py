@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
+from bench.gantt import draw_gantt
 from bench.serve.harness import say
 from bench.topology.asks import FROZEN, Ask, make_ask
 from bench.topology.node import Site
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result, StageSpan
-from hydra_engine.observe.gantt import draw_gantt
-from hydra_engine.observe.timeline import draw
+from hydra_engine.telemetry.timeline import draw
 
 _SIZE = (640, 480)
 _TOKEN_BUDGET = 128  # several chunks a prompt

@@ -19,7 +19,6 @@ from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import (
-    EncodeOutcome,
     LanguagePlan,
     LanguageResult,
     PullJob,
@@ -110,9 +109,8 @@ class SimulatedWorker:
         beside = {LANGUAGE: surface.vision_slowdown, VISION: self._even}
 
         def done(job: Job) -> None:
-            outcomes = tuple(EncodeOutcome(item.request_id, item.image_index) for item in plan.items)
             self._vision.ended()
-            self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), outcomes))
+            self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), (None,) * len(plan.items)))
 
         job = Job(self._name, VISION, surface.vision_s(load), beside, done)
         self._vision.submit(lambda: self._machine.run(job))

@@ -1,6 +1,6 @@
 // Entry points of paged caches on a device: the methods of CacheDesc on a stream. Sizes, layers and everything in host
 // memory are checked here; slots and rows lie on the device, so the kernels check them (see cuda/device.h). Devices,
-// shapes and dtypes of tensors are the Python wrapper's duty (hydra_engine/backend/cuda_cache.py).
+// shapes and dtypes of tensors are the Python wrapper's duty (hydra_engine/backend/cuda/cache.py).
 #include "cuda/cache.h"
 
 #include "api/api.h"

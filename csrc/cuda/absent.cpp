@@ -41,13 +41,6 @@ void release(std::uintptr_t, int) { fail(); }
 std::string export_memory(std::uintptr_t, int) { fail(); }
 std::uintptr_t open_memory(const std::string&, int64_t, int) { fail(); }
 void close_memory(std::uintptr_t, int) { fail(); }
-std::uintptr_t create_event(int) { fail(); }
-std::string export_event(std::uintptr_t, int) { fail(); }
-std::uintptr_t open_event(const std::string&, int) { fail(); }
-void record_event(std::uintptr_t, std::uintptr_t, int) { fail(); }
-void wait_event(std::uintptr_t, std::uintptr_t, int) { fail(); }
-bool event_is_done(std::uintptr_t, int) { fail(); }
-void destroy_event(std::uintptr_t, int) { fail(); }
 
 std::vector<Split> split_streams(int, const std::vector<int>&, int, int) { fail(); }
 

@@ -1,4 +1,4 @@
-// Allocation, export and mapping of pools, and interprocess events. Compiled by the host compiler against the runtime.
+// Allocation, export and mapping of pools. Compiled by the host compiler against the runtime.
 #include "cuda/ipc.h"
 
 #include <cuda.h>
@@ -12,20 +12,6 @@ namespace hydra::cuda {
 namespace {
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-cudaEvent_t event_of(std::uintptr_t event) { return reinterpret_cast<cudaEvent_t>(event); }
-
-template <class Handle>
-std::string bytes_of(const Handle& handle) {
-  return std::string(reinterpret_cast<const char*>(&handle), sizeof(handle));
-}
-
-template <class Handle>
-Handle handle_of(const std::string& bytes) {
-  Handle handle;
-  HYDRA_CHECK(bytes.size() == sizeof(handle), "handle: expected ", sizeof(handle), " bytes, got ", bytes.size());
-  std::memcpy(&handle, bytes.data(), sizeof(handle));
-  return handle;
-}
 
 using AddressRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
 
@@ -67,11 +53,13 @@ std::string export_memory(std::uintptr_t address, int device) {
   const DeviceGuard guard(device);
   cudaIpcMemHandle_t handle;
   HYDRA_CUDA(cudaIpcGetMemHandle(&handle, pointer(address)));
-  return bytes_of(handle);
+  return std::string(handle.reserved, sizeof(handle));
 }
 
 std::uintptr_t open_memory(const std::string& bytes, int64_t nbytes, int device) {
-  const auto handle = handle_of<cudaIpcMemHandle_t>(bytes);
+  cudaIpcMemHandle_t handle;
+  HYDRA_CHECK(bytes.size() == sizeof(handle), "handle: expected ", sizeof(handle), " bytes, got ", bytes.size());
+  std::memcpy(&handle, bytes.data(), sizeof(handle));
   require_device(device);
   const DeviceGuard guard(device);
   void* address = nullptr;
@@ -89,61 +77,6 @@ void close_memory(std::uintptr_t address, int device) {
   require_device(device);
   const DeviceGuard guard(device);
   HYDRA_CUDA(cudaIpcCloseMemHandle(pointer(address)));
-}
-
-std::uintptr_t create_event(int device) {
-  require_device(device);
-  const DeviceGuard guard(device);
-  cudaEvent_t event = nullptr;
-  HYDRA_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess));
-  return reinterpret_cast<std::uintptr_t>(event);
-}
-
-std::string export_event(std::uintptr_t event, int device) {
-  require_device(device);
-  const DeviceGuard guard(device);
-  cudaIpcEventHandle_t handle;
-  HYDRA_CUDA(cudaIpcGetEventHandle(&handle, event_of(event)));
-  return bytes_of(handle);
-}
-
-std::uintptr_t open_event(const std::string& bytes, int device) {
-  const auto handle = handle_of<cudaIpcEventHandle_t>(bytes);
-  require_device(device);
-  const DeviceGuard guard(device);
-  cudaEvent_t event = nullptr;
-  HYDRA_CUDA(cudaIpcOpenEventHandle(&event, handle));
-  return reinterpret_cast<std::uintptr_t>(event);
-}
-
-void record_event(std::uintptr_t event, std::uintptr_t stream, int device) {
-  require_device(device);
-  const DeviceGuard guard(device);
-  HYDRA_CUDA(cudaEventRecord(event_of(event), stream_of({device, stream})));
-}
-
-void wait_event(std::uintptr_t event, std::uintptr_t stream, int device) {
-  require_device(device);
-  const DeviceGuard guard(device);
-  HYDRA_CUDA(cudaStreamWaitEvent(stream_of({device, stream}), event_of(event), 0));
-}
-
-bool event_is_done(std::uintptr_t event, int device) {
-  require_device(device);
-  const DeviceGuard guard(device);
-  const cudaError_t state = cudaEventQuery(event_of(event));
-  if (state == cudaErrorNotReady) {
-    cudaGetLastError();
-    return false;
-  }
-  check_call(state, "cudaEventQuery", __FILE__, __LINE__);
-  return true;
-}
-
-void destroy_event(std::uintptr_t event, int device) {
-  require_device(device);
-  const DeviceGuard guard(device);
-  HYDRA_CUDA(cudaEventDestroy(event_of(event)));
 }
 
 }  // namespace hydra::cuda

@@ -1,5 +1,5 @@
-// Device memory that other processes can map, and events that order work between processes. Mechanism only: who may open
-// what, and when it is closed, is decided in hydra_engine/backend/cuda_ipc.py.
+// Device memory that other processes can map. Mechanism only: who may open what, and when it is closed, is decided in
+// hydra_engine/backend/cuda/ipc.py.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,5 @@ std::string export_memory(std::uintptr_t address, int device);
 // Maps another process's allocation and checks that it has at least `nbytes`; the exporting process cannot do this.
 std::uintptr_t open_memory(const std::string& handle, int64_t nbytes, int device);
 void close_memory(std::uintptr_t address, int device);
-
-std::uintptr_t create_event(int device);
-std::string export_event(std::uintptr_t event, int device);
-std::uintptr_t open_event(const std::string& handle, int device);
-void record_event(std::uintptr_t event, std::uintptr_t stream, int device);
-void wait_event(std::uintptr_t event, std::uintptr_t stream, int device);
-bool event_is_done(std::uintptr_t event, int device);
-void destroy_event(std::uintptr_t event, int device);
 
 }  // namespace hydra::cuda

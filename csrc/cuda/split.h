@@ -1,5 +1,5 @@
 // Parts of a device's multiprocessors, each with streams of its own. Mechanism only: which work runs where is decided in
-// hydra_engine/backend/cuda_split.py.
+// hydra_engine/backend/cuda/sm_split.py.
 #pragma once
 
 #include <cstdint>

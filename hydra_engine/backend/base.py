@@ -36,7 +36,7 @@ class OpChoice(NamedTuple):
     """One line of the table that `doctor` and the start-up summary print."""
 
     op: str
-    implementation: str  # "native-amx", "native-avx512bf16", "native-avx2", "torch", "reference"
+    implementation: str  # "native-amx", "native-avx512bf16", "native-avx2", "reference"
     reason: str
 
 
@@ -133,8 +133,8 @@ class StateRows:
         return self.cu_q.tolist(), self.starts.tolist(), self.reads.tolist(), self.writes.tolist()
 
 
-class Draws(NamedTuple):
-    """How `Ops.sample` draws each row's token, [B] each and where the logits are. Filters as in worker/sampler.py."""
+class SamplingTensors(NamedTuple):
+    """How `Ops.sample` draws each row's token, [B] each, on their device. Filters as in worker/language/sampler.py."""
 
     temperatures: Tensor  # float32; 0: the largest logit, whatever the other fields say
     top_k: Tensor  # int32; 0: all
@@ -154,7 +154,7 @@ class PackedLinear(Protocol):
 
 
 class Ops(Protocol):
-    """Twenty-two operations. Unless said otherwise inputs may be strided in all but the last dimension, outputs are
+    """Unless said otherwise inputs may be strided in all but the last dimension, outputs are
     new contiguous tensors of the input's dtype (the compute dtype: float32, bfloat16 or float16), accumulation is
     float32, empty inputs (T = 0, B = 0) are legal, and a wrong shape or dtype raises ValueError naming the argument
     with expected and actual.
@@ -246,7 +246,7 @@ class Ops(Protocol):
         layer: int,
         rows: StateRows,
     ) -> Tensor:
-        """The gated delta rule (formulas in backend/delta_rule.py), which divides q and k by their lengths first.
+        """The gated delta rule (formulas in backend/reference/delta_rule.py), which first normalises q and k.
 
         q, k [T, Hk, Dk], v [T, Hv, Dv], a, b [T, Hv], rates, shift [Hv] float32 -> [T, Hv, Dv]; value head h reads key
         head h // (Hv / Hk). The decay is exp(-exp(rates) softplus(a + shift)), the strength sigmoid(b), rounded.
@@ -333,7 +333,7 @@ class Ops(Protocol):
         ...
 
     # ---- sampling
-    def sample(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         """logits [B, V] float32 -> (tokens [B] int64, finite [B] bool). The token at `numbers` of the filtered
         distribution's cumulative sum in vocabulary order; the lowest id among the largest logits at temperature 0. A
         row that is not finite gets some valid token. A row's token depends on its own row alone."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Draws, PagedCache, StateCache, StateRows
+from hydra_engine.backend.base import PagedCache, SamplingTensors, StateCache, StateRows
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -233,11 +233,11 @@ def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, i
     return batch, block_tables.shape[1]
 
 
-def check_sample(logits: Tensor, draws: Draws) -> tuple[int, int]:
+def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
     """Returns B and V."""
     if logits.dim() != 2 or logits.dtype is not torch.float32 or logits.stride(1) != 1 or not logits.shape[1]:
         raise ValueError(f"logits: expected [B, V] torch.float32 with dense rows, got {described(logits)}")
-    for name, column in draws._asdict().items():
+    for name, column in sampling._asdict().items():
         dtype = torch.int32 if name == "top_k" else torch.float32
         if column.shape != logits.shape[:1] or column.dtype is not dtype:
             raise ValueError(f"{name}: expected [{logits.shape[0]}] {dtype}, got {described(column)}")

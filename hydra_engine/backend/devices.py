@@ -1,8 +1,8 @@
-"""Which device is taken: a GPU where the driver, the extension, torch and Triton all can use it, else the processor.
+"""Selects the device: a GPU if the driver, the extension, torch and Triton all can use it, else the CPU.
 
-What was found comes as data, and the choice follows from it alone. Looks at no GPU that was not asked for, makes no
-context. Loads no torch before it is needed, so that the front process can ask for names too. Numbers are those of the
-driver, which counts what CUDA_VISIBLE_DEVICES leaves, as torch does.
+The choice depends only on the probe's data. Looks at no GPU that was not asked for and makes no context. Loads torch
+only when it is needed, so that the front process can ask for names too. Devices have the driver's numbers, which count
+what CUDA_VISIBLE_DEVICES leaves, as torch does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hydra_engine.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from hydra_engine.backend.cuda_device import CudaProbe
+    from hydra_engine.backend.cuda.probe import CudaProbe
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def find() -> Found:
     extension, problem = load_extension()
     if extension is None:
         return Found(None, problem or "")
-    probe = importlib.import_module("hydra_engine.backend.cuda_device").probe()
+    probe = importlib.import_module("hydra_engine.backend.cuda.probe").probe()
     if probe.status != "ok":
         return Found(probe)
     return Found(probe, "", _torch_problem(), _triton_problem())
@@ -111,7 +111,7 @@ def names() -> tuple[str, ...]:
     extension, _ = load_extension()
     if extension is None:
         return (CPU,)
-    probe = importlib.import_module("hydra_engine.backend.cuda_device").probe()
+    probe = importlib.import_module("hydra_engine.backend.cuda.probe").probe()
     return (CPU, *(f"cuda:{device.index}" for device in probe.devices))
 
 
@@ -120,7 +120,7 @@ def gpu_name(device: str) -> str:
     match = _CUDA.fullmatch(device)
     if match is None:
         return ""
-    infos = importlib.import_module("hydra_engine.backend.cuda_device").probe().devices
+    infos = importlib.import_module("hydra_engine.backend.cuda.probe").probe().devices
     return next((info.name for info in infos if info.index == int(match[1] or 0)), "")
 
 

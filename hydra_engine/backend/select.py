@@ -17,19 +17,18 @@ from typing import Any
 import torch
 
 from hydra_engine.backend import devices
-from hydra_engine.backend.attention_choice import AUTO, TRITON, Heads
-from hydra_engine.backend.attention_choice import Chosen as Attention
 from hydra_engine.backend.base import Backend, OpChoice, Ops
-from hydra_engine.backend.cpu import NICENESS, CpuDevice, usable_cores
+from hydra_engine.backend.cpu.device import NICENESS, CpuDevice, usable_cores
+from hydra_engine.backend.cpu.lanes import set_torch_threads
+from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads
+from hydra_engine.backend.cuda.attention_choice import Chosen as Attention
 from hydra_engine.backend.devices import CPU, Chosen, load_extension
-from hydra_engine.backend.lanes import set_torch_threads
-from hydra_engine.backend.reference import ReferenceOps
-from hydra_engine.backend.torch_ops import TorchOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import BackendError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "native", "torch", "reference")  # on a processor; a GPU has one, which is "auto"
+BACKENDS = ("auto", "native", "reference")  # on a processor; a GPU has one, which is "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BF16_LEVELS = ("avx512bf16", "amx")  # levels with a bf16 dot product
@@ -61,9 +60,9 @@ def create_backend(
     return made
 
 
-def op_choices(device: str, *, backend: str = "auto", deterministic: bool | None = None) -> tuple[OpChoice, ...]:
+def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:
     """What the ops of such a backend say of themselves; nothing is set, no GPU is touched."""
-    return _make(resolve_device(device, backend), torch.float32, backend, deterministic, 1, "balanced").ops.choices()
+    return _make(resolve_device(device, backend), torch.float32, backend, None, 1, "balanced").ops.choices()
 
 
 def resolve_device(device: str, backend: str = "auto") -> Chosen:
@@ -148,13 +147,7 @@ def _make(
             "sm_split divides a GPU and the engine runs on a processor; set sm_split to off or device to cuda:0",
             param="sm_split",
         )
-    ops = _choose(backend, *load_extension())
-    if wanted and not ops.deterministic:
-        raise ConfigError(
-            f"backend {ops.name} is not batch-invariant; set deterministic to false or take another backend",
-            param="backend",
-        )
-    return Backend(CpuDevice(count, _set_threads, lane_priority), ops, dtype, count)
+    return Backend(CpuDevice(count, _set_threads, lane_priority), _choose(backend, *load_extension()), dtype, count)
 
 
 def _on_cuda(
@@ -169,14 +162,14 @@ def _on_cuda(
     heads: Heads | None,
 ) -> Backend:
     # Both import GPU libraries, which only now are known to be there and wanted.
-    host: Any = importlib.import_module("hydra_engine.backend.cuda_host")
-    cuda: Any = importlib.import_module("hydra_engine.backend.cuda")
+    host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
+    cuda: Any = importlib.import_module("hydra_engine.backend.cuda.ops")
     places = _places(torch.device("cuda", index), sm_split, lane_priority) if sm_split else None
     device = host.CudaDevice(index, threads, _set_threads, lane_priority, places)
     taken = Attention(attention)
     if attention == AUTO:
         assert heads is not None, "attention is measured for a model"
-        timing: Any = importlib.import_module("hydra_engine.backend.attention_timing")
+        timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
         taken = timing.choose(device, chosen.num_sms, dtype, heads)
     ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=taken)
     notes = filter(None, (None if places is None else places.note, taken.note))
@@ -184,8 +177,8 @@ def _on_cuda(
 
 
 def _places(device: torch.device, sm_split: Sequence[int], lane_priority: str) -> Any:
-    split: Any = importlib.import_module("hydra_engine.backend.cuda_split")
-    lanes: Any = importlib.import_module("hydra_engine.backend.cuda_lanes")
+    split: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
+    lanes: Any = importlib.import_module("hydra_engine.backend.cuda.lanes")
     return split.SplitDevice(device, sm_split, lanes.PRIORITIES[lane_priority])
 
 
@@ -198,8 +191,6 @@ def _set_threads(count: int) -> None:
 
 
 def _choose(backend: str, extension: ModuleType | None, problem: str | None) -> Ops:
-    if backend == "torch":
-        return TorchOps()
     if backend == "reference":
         return ReferenceOps("asked for by name")
     if extension is not None:
@@ -212,6 +203,6 @@ def _choose(backend: str, extension: ModuleType | None, problem: str | None) -> 
 
 def _native_ops() -> Ops:
     # The module of the native ops imports the extension, which only now is known to be there.
-    native: Any = importlib.import_module("hydra_engine.backend.native")
+    native: Any = importlib.import_module("hydra_engine.backend.cpu.ops")
     ops: Ops = native.NativeOps()
     return ops

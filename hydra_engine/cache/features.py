@@ -103,7 +103,7 @@ class FeatureCache:
         """WAITING to ENCODING, with blocks to write to; False and no change if there are not enough."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.WAITING, "only what waits is encoded"
-        if not self._blocks.grow(key, entry.num_tokens, max_tokens=entry.num_tokens):
+        if not self._blocks.grow(key, entry.num_tokens, capacity=entry.num_tokens):
             return False
         entry.progress = ImageProgress.ENCODING
         return True
@@ -147,7 +147,7 @@ class FeatureCache:
         if len(self._blocks.find(names)) < len(names):
             self._blocks.forget(names)
             return False
-        self._blocks.adopt(key, names, max_tokens=num_tokens)
+        self._blocks.adopt(key, names, capacity=num_tokens)
         return True
 
     def _release_unused(self, key: FeatureKey, entry: _Entry) -> None:

@@ -52,10 +52,10 @@ class CacheManager(Generic[Holder]):
 
     # ---- holding
 
-    def grow(self, holder: Holder, num_tokens: int, *, max_tokens: int) -> bool:
+    def grow(self, holder: Holder, num_tokens: int, *, capacity: int) -> bool:
         """Gives the holder room for token positions [0, num_tokens), or changes nothing and returns False.
 
-        The first call makes the table, with capacity for `max_tokens`; later calls ignore that argument. Never shrinks.
+        The first call makes the table, with room for `capacity` tokens; later calls ignore that. Never shrinks.
         """
         table = self._tables.get(holder)
         missing = self.blocks_for(num_tokens) if table is None else table.missing(num_tokens)
@@ -64,7 +64,7 @@ class CacheManager(Generic[Holder]):
         except OutOfBlocks:
             return False
         if table is None:
-            table = self._tables[holder] = BlockTable(self.blocks_for(max_tokens), self.block_size)
+            table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
         table.append(blocks)
         return True
 
@@ -108,7 +108,7 @@ class CacheManager(Generic[Holder]):
         others hold costs nothing, what nobody holds counts as free and is taken."""
         return self.blocks_for(num_tokens) - sum(self._pool.refcount(block) > 0 for block in found)
 
-    def adopt(self, holder: Holder, names: Sequence[BlockHash], *, max_tokens: int) -> None:
+    def adopt(self, holder: Holder, names: Sequence[BlockHash], *, capacity: int) -> None:
         """Makes the table of a new holder out of the blocks with these names, all of which `find` has just found."""
         assert holder not in self._tables, "a holder adopts blocks before it grows"
         blocks = []
@@ -116,7 +116,7 @@ class CacheManager(Generic[Holder]):
             block = self._pool.acquire(name)
             assert block is not None, "content that was found is gone"
             blocks.append(block)
-        table = self._tables[holder] = BlockTable(self.blocks_for(max_tokens), self.block_size)
+        table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
         table.append(blocks)
 
     def name(self, holder: Holder, index: int, name: BlockHash) -> None:

@@ -41,10 +41,6 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_free
 
-    @property
-    def num_evictable(self) -> int:
-        return len(self._evictable)
-
     def refcount(self, block: int) -> int:
         return self._refcounts[block]
 

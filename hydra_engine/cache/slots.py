@@ -1,7 +1,8 @@
-"""Seats of running requests: places in tables of `num_seats` entries. Ids only; what lies there is not known here.
+"""Sequence slots of running requests: rows in tables of `num_seq_slots` entries. Ids only; no table's contents are
+known here.
 
-A request has one seat from its start until it gives way or is forgotten: the row of its decode in the scheduler's and
-the worker's arrays, and the place of its recurrent state where the model keeps one.
+A request has one slot from its start until it is preempted or forgotten. The slot is the index of its last token and
+sampling state in the worker's tables, and of its recurrent state where the model keeps one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import heapq
 from hydra_engine.core.ids import RequestId
 
 
-class SeatPool:
-    """The lowest free seat goes first, so that few requests sit close together."""
+class SlotPool:
+    """The lowest free slot goes first, so that few requests use the first rows of every table."""
 
-    def __init__(self, num_seats: int) -> None:
-        assert num_seats > 0, "somebody must be able to sit"
-        self.num_seats = num_seats
+    def __init__(self, num_seq_slots: int) -> None:
+        assert num_seq_slots > 0, "no request could run"
+        self.num_seq_slots = num_seq_slots
         self.held: dict[RequestId, int] = {}
-        self._free = list(range(num_seats))  # a heap
+        self._free = list(range(num_seq_slots))  # a heap
 
     @property
     def num_free(self) -> int:
@@ -26,20 +27,20 @@ class SeatPool:
 
     def take(self, request_id: RequestId) -> int:
         """The caller has seen to it that one is free."""
-        assert request_id not in self.held, f"request {request_id} takes a second seat"
-        seat = self.held[request_id] = heapq.heappop(self._free)
-        return seat
+        assert request_id not in self.held, f"request {request_id} takes a second slot"
+        seq_slot = self.held[request_id] = heapq.heappop(self._free)
+        return seq_slot
 
     def free(self, request_id: RequestId) -> None:
         """Of a request that has one or none."""
-        seat = self.held.pop(request_id, None)
-        if seat is not None:
-            heapq.heappush(self._free, seat)
+        seq_slot = self.held.pop(request_id, None)
+        if seq_slot is not None:
+            heapq.heappush(self._free, seq_slot)
 
     def of(self, request_id: RequestId) -> int:
         return self.held[request_id]
 
     def check(self) -> None:
-        """Raises AssertionError unless every seat is held once or free once."""
+        """Raises AssertionError unless every slot is held once or free once."""
         known = sorted([*self.held.values(), *self._free])
-        assert known == list(range(self.num_seats)), "a seat is lost or held twice"
+        assert known == list(range(self.num_seq_slots)), "a slot is lost or held twice"

@@ -5,6 +5,7 @@ imported only when it is asked for.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -32,6 +33,14 @@ def command_of(word: str) -> str | None:
     """The command that goes by this name."""
     name = _ALIASES.get(word, word)
     return name if name in _COMMANDS else None
+
+
+def unknown_command(word: str) -> str:
+    """A sentence about a command that does not exist."""
+    names = [*_COMMANDS, *_ALIASES]
+    begins = [name for name in names if word and name.startswith(word)]
+    near = begins or difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return f"{word[:60]!r} is not a command" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def runner(name: str) -> Callable[[argparse.Namespace], int]:

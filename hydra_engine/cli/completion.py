@@ -56,19 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(parsers: Mapping[str, argparse.ArgumentParser]) -> list[Command]:
-    """By name; the same parser under several names is one command with aliases."""
+    """Commands by name; the same parser under several names is one command with aliases."""
     names: dict[int, list[str]] = {}
     for name, parser in parsers.items():
         names.setdefault(id(parser), []).append(name)
-    found = []
+    entries = []
     for several in names.values():
         parser = parsers[several[0]]
         places = [action for action in parser._actions if not action.option_strings]
         words = tuple(places[0].choices or ()) if places else ()
         path = bool(places) and places[0].metavar in _PATHS
         flags = tuple(_flags(parser))
-        found.append(Command(tuple(several), _first_sentence(parser.description or ""), flags, words, path))
-    return found
+        entries.append(Command(tuple(several), _first_sentence(parser.description or ""), flags, words, path))
+    return entries
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[Flag]:
@@ -141,12 +141,12 @@ def zsh(commands: list[Command]) -> str:
     for command in commands:
         specs = [_zsh_flag(flag, name) for flag in command.flags for name in flag.names]
         if command.words:
-            specs.append(_zsh_quoted(f"1:word:({' '.join(command.words)})"))
+            specs.append(shlex.quote(f"1:word:({' '.join(command.words)})"))
         elif command.path:
             specs.append("'1:model:_files'")
         lines = " \\\n        ".join(specs)
         cases.append(f"    {'|'.join(command.names)})\n      _arguments \\\n        {lines} ;;")
-    names = " ".join(_zsh_quoted(f"{name}:{command.help}") for command in commands for name in command.names)
+    names = " ".join(shlex.quote(f"{name}:{command.help}") for command in commands for name in command.names)
     return (
         "#compdef hydra-engine\n_hydra_engine() {\n"
         f"  local -a commands=({names})\n"
@@ -162,13 +162,9 @@ def _zsh_flag(flag: Flag, name: str) -> str:
     for char in "\\[]:":
         text = text.replace(char, "\\" + char)
     if flag.values is None:
-        return _zsh_quoted(f"{name}[{text}]")
+        return shlex.quote(f"{name}[{text}]")
     values = "_files" if flag.path else f"({' '.join(flag.values)})" if flag.values else " "
-    return _zsh_quoted(f"*{name}=[{text}]:value:{values}")
-
-
-def _zsh_quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+    return shlex.quote(f"*{name}=[{text}]:value:{values}")
 
 
 # ---- fish

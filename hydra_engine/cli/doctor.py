@@ -23,28 +23,24 @@ from hydra_engine.planner.start import processor_name
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av", "aiohttp", "msgspec"),
-    *("safetensors", "pyyaml", "rich", "triton", "flashinfer-python"),
+    *("safetensors", "pyyaml", "triton", "flashinfer-python"),
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", default="auto", help="auto, native, torch or reference")
+    parser.add_argument("--backend", default="auto", help="auto, native or reference")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
 
 
 def run(arguments: argparse.Namespace) -> int:
     select: Any = import_module("hydra_engine.backend.select")
     cpu = select.describe_cpu()
-    found = import_module("hydra_engine.backend.devices").find()
-    # What would be taken at start; torch by name is never deterministic.
-    deterministic = False if arguments.backend == "torch" else None
+    cuda = import_module("hydra_engine.backend.devices").find()
     try:
         chosen = select.resolve_device(arguments.device, arguments.backend)
         taken, dtype_reason = chosen.name, select.resolve_dtype("auto", "bfloat16", arguments.backend, chosen.name)[1]
         reason: str = chosen.reason
-        ops: Iterable[tuple[str, str, str]] = select.op_choices(
-            chosen.name, backend=arguments.backend, deterministic=deterministic
-        )
+        ops: Iterable[tuple[str, str, str]] = select.op_choices(chosen.name, backend=arguments.backend)
     except HydraError as error:
         taken, reason, dtype_reason = "none", error.message, "none"
         ops = [("all", "none", error.message)]
@@ -52,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("versions", [("hydra-engine", __version__), ("python", platform.python_version()), *_versions()]),
         ("machine", [("system", f"{platform.system()} {platform.machine()}"), *_machine(cpu)]),
         ("build", _build(cpu)),
-        ("cuda", _cuda(found)),
+        ("cuda", _cuda(cuda)),
         ("device", [("taken", f"{taken}: {reason}")]),
         ("model", [("demo", _demo_model()), ("dtype", dtype_reason)]),
     ]
@@ -96,12 +92,12 @@ def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:
     return [("native extension", extension), ("C++ compiler", compiler)]
 
 
-def _cuda(found: Any) -> list[tuple[str, str]]:
-    """What the driver, the extension, torch and Triton say; `found` of backend/devices.py."""
+def _cuda(cuda: Any) -> list[tuple[str, str]]:
+    """Rows about the driver, the extension, torch and Triton; `cuda` of backend/devices.py."""
     rows = [("nvcc", "found" if shutil.which("nvcc") else "none")]
-    probe = found.probe
+    probe = cuda.probe
     if probe is None:
-        return [*rows, ("extension", found.problem)]
+        return [*rows, ("extension", cuda.problem)]
     codes = " ".join(probe.codes)
     rows.append(("extension", f"CUDA {_version(probe.runtime_version)}, code for {codes}" if codes else "without CUDA"))
     rows.append(("driver", f"runs CUDA up to {_version(probe.driver_version)}" if probe.driver_version else "none"))
@@ -111,8 +107,8 @@ def _cuda(found: Any) -> list[tuple[str, str]]:
         rows.append((f"cuda:{device.index}", what if device.usable else f"{what}; no code for it in the extension"))
     if probe.status != "ok":
         return [*rows, ("problem", probe.problem)]
-    rows.append(("torch", found.torch_problem or "can use CUDA"))
-    return [*rows, ("triton", found.triton_problem or "can be imported")]
+    rows.append(("torch", cuda.torch_problem or "can use CUDA"))
+    return [*rows, ("triton", cuda.triton_problem or "can be imported")]
 
 
 def _version(number: int) -> str:

@@ -9,27 +9,50 @@ from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_sampling_options, sampling_from
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.timeline import timeline_lines
+from hydra_engine.config import MediaConfig, find_model
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.preprocess.text.template_files import check_template
 
 _SKIP = frozenset({"seed"})  # here the flag is the request's seed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question")
-    parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory, or `demo` (the default)")
+    parser.add_argument("--model", metavar="MODEL", help="model directory, hub id, or `demo` (the default)")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be repeated")
     parser.add_argument("--timeline", action="store_true", help="print what each stage took and what delayed tokens")
-    add_sampling_options(parser, temperature=0.0)
+    add_sampling_options(parser)
     add_engine_options(parser, _SKIP)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from hydra_engine.engine import Engine
+def _check_pictures(pictures: list[str], limits: MediaConfig) -> None:
+    """Checks the pictures before a model is loaded. Raises InvalidRequest, naming the first that cannot be taken."""
+    from hydra_engine.preprocess.media import images, sources  # these take a moment
 
+    for number, picture in enumerate(pictures, 1):
+        try:
+            source = sources.classify(picture, limits)
+            with sources.naming(source):
+                if not isinstance(source, sources.RemoteFile):
+                    images.inspected(sources.read_local(source, limits), limits)
+        except InvalidRequest as error:
+            if len(pictures) > 1:
+                raise error.saying(f"image {number}: {error.message}") from error
+            raise
+
+
+def run(arguments: argparse.Namespace) -> int:
     config = read_settings(arguments, _SKIP).engine(local_files=True)
     log.configure(config.log_level, log_format=config.log_format)
     sampling = sampling_from(arguments)
+    if arguments.image:
+        _check_pictures(arguments.image, config.media)
+    config = find_model(config)
+    check_template(config.model_path, config.chat_template)
+    from hydra_engine.engine import Engine  # takes a moment too
+
     with Engine.from_config(config) as engine:
-        for piece in engine.stream(arguments.prompt, arguments.image or None, sampling=sampling):
+        for piece in engine.stream(arguments.prompt, arguments.image or None, **sampling):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
             if (result := piece.result) is not None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.cli.summary import columns, size
+from hydra_engine.cli.summary import columns
+from hydra_engine.config import find_model
+from hydra_engine.core.units import GIB, size
 from hydra_engine.errors import ConfigError
-
-_GIB = 1 << 30
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,59 +28,61 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = read_settings(arguments).engine()
+    config = find_model(read_settings(arguments).engine())
     log.configure(config.log_level, log_format=config.log_format)
     memory: float | None = arguments.memory
     if memory is not None and not 0 < memory < 1e6:
         raise ConfigError("--memory must be a number of GiB above 0", param="memory")
     footprint: Any = import_module("hydra_engine.instance.footprint")  # loads torch
-    found = footprint.footprints(config, None if memory is None else int(memory * _GIB))
-    sys.stdout.write("\n".join(report_lines(found, Path(config.model_name).name)) + "\n")
+    footprints = footprint.footprints(config, None if memory is None else int(memory * GIB))
+    sys.stdout.write("\n".join(report_lines(footprints, config.model_name)) + "\n")
     return 0
 
 
-def report_lines(found: Any, model: str) -> list[str]:
-    """`found`: Footprints."""
+def report_lines(footprints: Any, model: str) -> list[str]:
+    """`footprints`: Footprints."""
     rows = [("instance", "role", "device", "weights", "KV cache", "image cache", "in all", "less than EPD")]
-    for one, whole in zip(found.instances, found.wholes, strict=True):
-        kv = f"{size(one.kv_bytes)} ({one.kv_tokens} tokens)" if one.kv_tokens else "none"
-        images = f"{size(one.image_bytes)} ({one.image_rows} rows)" if one.image_rows else "none"
-        sizes = (size(one.weights_bytes), kv, images, size(one.total_bytes))
-        rows.append((one.name, one.role, one.device, *sizes, _saved(one, whole)))
-    lines = [f"{model} ({found.family}), {found.dtype}, topology {found.topology}", *columns(rows)]
-    working = [one for one in found.instances if one.working.total_bytes]
-    for one in working:
-        steps = f"activations about {size(one.working.activation_bytes)}, graphs {size(one.working.graph_bytes)}"
-        lines.append(f"  {one.name}: {steps}; measured at start")
-    states = sum(one.state_bytes for one in found.instances)
+    for instance, whole in zip(footprints.instances, footprints.wholes, strict=True):
+        plan = instance.plan
+        kv = f"{size(plan.kv_bytes)} ({instance.kv_tokens} tokens)" if instance.kv_tokens else "none"
+        images = f"{size(plan.image_bytes)} ({instance.image_rows} rows)" if instance.image_rows else "none"
+        sizes = (size(plan.weights_bytes), kv, images, size(plan.total_bytes))
+        rows.append((instance.name, instance.role, instance.device, *sizes, _saved(instance, whole)))
+    lines = [f"{model} ({footprints.family}), {footprints.dtype}, topology {footprints.topology}", *columns(rows)]
+    for instance in footprints.instances:
+        working = instance.plan.working
+        if working.total_bytes:
+            steps = f"activations about {size(working.activation_bytes)}, graphs {size(working.graph_bytes)}"
+            lines.append(f"  {instance.name}: {steps}; measured at start")
+    states = sum(instance.plan.state_bytes for instance in footprints.instances)
     if states:
         lines.append(f"  {size(states)} of that are recurrent states")
-    for device, available in found.memory.items():
-        used = sum(one.total_bytes for one in found.instances if one.device == device)
+    for device, available in footprints.memory.items():
+        used = sum(instance.plan.total_bytes for instance in footprints.instances if instance.device == device)
         verdict = "" if used <= available else ": too much, give smaller caches"
         lines.append(f"device {device}: {size(used)} of {size(available)}{verdict}")
     return lines
 
 
-def _saved(one: Any, whole: Any) -> str:
+def _saved(instance: Any, whole: Any) -> str:
     """Against an instance that does everything in the same place with the same settings."""
-    if one.role == "EPD":
+    if instance.role == "EPD":
         return ""
     if whole is None:
         return "EPD would not fit"
-    parts = []
-    for what, less in (
-        ("decoder", whole.language_bytes - one.language_bytes),
-        ("vision tower", whole.vision_bytes - one.vision_bytes),
-        ("KV cache", whole.kv_bytes - one.kv_bytes if not one.kv_bytes else 0),
-        ("image cache", whole.image_bytes - one.image_bytes if not one.image_bytes else 0),
-        ("states", whole.state_bytes - one.state_bytes),
-        ("activations", whole.working.activation_bytes - one.working.activation_bytes),
+    parts, own, all_of = [], instance.plan, whole.plan
+    for what, saved in (
+        ("decoder", all_of.language_weights_bytes - own.language_weights_bytes),
+        ("vision tower", all_of.vision_weights_bytes - own.vision_weights_bytes),
+        ("KV cache", all_of.kv_bytes - own.kv_bytes if not own.kv_bytes else 0),
+        ("image cache", all_of.image_bytes - own.image_bytes if not own.image_bytes else 0),
+        ("states", all_of.state_bytes - own.state_bytes),
+        ("activations", all_of.working.activation_bytes - own.working.activation_bytes),
     ):
-        if less > 0:
-            parts.append(f"{what} {size(less)}")
-    more_tokens = one.kv_tokens - whole.kv_tokens
-    if one.kv_tokens and more_tokens > 0:
+        if saved > 0:
+            parts.append(f"{what} {size(saved)}")
+    more_tokens = instance.kv_tokens - whole.kv_tokens
+    if instance.kv_tokens and more_tokens > 0:
         parts.append(f"{more_tokens} more tokens of KV")
-    percent = round(100 * (1 - one.total_bytes / max(whole.total_bytes, 1)))
+    percent = round(100 * (1 - own.total_bytes / max(all_of.total_bytes, 1)))
     return f"{percent} %: {', '.join(parts)}" if parts else ""

@@ -25,6 +25,7 @@ from hydra_engine.config import (
     ServerConfig,
 )
 from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.units import size
 
 # Sections that a configuration file may have.
 SECTIONS: dict[str, type] = {
@@ -43,17 +44,32 @@ _HIDDEN = frozenset({"local_files"})  # set by a command itself
 _POSITIONAL = frozenset({"model"})
 # Help by what a person looks for. Options that are not named here come last in their class's group.
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("dtype", "device", "max_model_len", "chat_template", "load_format", "model_impl", "trust_remote_code"),
+    "model": (
+        *(
+            "revision",
+            "download",
+            "dtype",
+            "device",
+            "max_model_len",
+            "chat_template",
+            "generation_config",
+            "override_generation_config",
+        ),
+        *("load_format", "model_impl", "trust_remote_code"),
+    ),
     "where stages run": ("topology", "threads", "lane_priority", "sm_split", "router", "steal_decodes"),
-    "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget"),
+    "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),
     "memory": ("gpu_memory_utilization", "kv_cache_gib", "image_cache_gib", "prefix_caching", "pixel_cache_mib"),
     "pictures and videos": (),
     "address and access": ("host", "port", "served_model_name", "api_key", "admin_key", "allow_origins"),
-    "requests": ("max_queue", "max_body_bytes", "body_timeout_s", "keepalive_s", "shutdown_timeout_s", "front_workers"),
+    "requests": ("max_queue", "max_body_bytes", "body_timeout_s", "keepalive_s", "shutdown_timeout_s"),
     "when instances fail": (),
-    "logging": ("log_level", "log_format", "access_log", "enable_log_requests", "server_timing", "otlp_endpoint"),
-    "to compare and to test": (
-        *("schedule", "lanes", "vision_slicing", "look_ahead", "deterministic", "backend", "check_transfers"),
+    "logging": (
+        *("log_level", "log_format", "disable_log_stats", "access_log", "enable_log_requests", "server_timing"),
+        "otlp_endpoint",
+    ),
+    "kernels and tests": (
+        *("deterministic", "backend", "check_transfers"),
         *("num_kv_blocks", "num_image_blocks", "attention_backend", "enforce_eager", "cuda_graph_sizes"),
         "encoder_cuda_graph_sizes",
     ),
@@ -67,7 +83,7 @@ _GROUP_OF_CLASS: dict[type, str] = {
     ServerConfig: "requests",
 }
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", tuple: "VALUE"}
-_METAVARS_OF_KINDS = {"seconds": "TIME", "file": "FILE", "folder": "FOLDER"}
+_METAVARS_OF_KINDS = {"seconds": "TIME", "json": "JSON", "file": "FILE", "folder": "FOLDER"}
 _SECRET_ENDINGS = ("_key", "_token", "_password")
 
 
@@ -81,7 +97,7 @@ class Option:
     kind: type
     default: Any
     help: str
-    form: str = ""  # seconds, file or folder
+    form: str = ""  # seconds, json, file or folder
     choices: tuple[str, ...] | None = None
     aliases: tuple[str, ...] = ()
     secret: bool = False
@@ -107,7 +123,7 @@ def all_options() -> tuple[Option, ...]:
 
 @cache
 def options_by_name() -> dict[str, Option]:
-    """By every name that an option has, with dashes."""
+    """Options by every name that they have, with dashes."""
     return {name: option for option in all_options() for name in (option.name, *option.aliases)}
 
 
@@ -137,15 +153,31 @@ def _plain_type(hint: Any) -> type:
     return typing.get_origin(hint) or hint
 
 
+class GivenOnce(argparse.Action):
+    """One value that may be given in its place or with a flag, but not as two different ones."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if values is None:  # nothing stands in its place
+            return
+        if before not in (None, values):
+            parser.error(f"{before[:60]!r} and {values[:60]!r} are given for one {self.metavar}; give one of them")
+        setattr(namespace, self.dest, values)
+
+
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="Hugging Face model directory, `demo` (the default), or with --load-format random one of "
-        f"{', '.join(SHAPES)}; also HYDRA_MODEL, or `model` in the file",
+        help="Hugging Face model directory, hub id (org/name), `demo` (the default), or with --load-format random one "
+        f"of {', '.join(SHAPES)}; also HYDRA_MODEL, or `model` in the file",
+        action=GivenOnce,
     )
+    parser.add_argument("--model", metavar="MODEL", dest="model", help="the same", action=GivenOnce)
 
 
 def add_engine_options(
@@ -157,7 +189,7 @@ def add_engine_options(
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
-    """Those of the engine and those of the server."""
+    """Adds the options of the engine and those of the server."""
     _add_options(parser, tuple(SECTIONS.values()), frozenset())
 
 
@@ -169,13 +201,13 @@ def _add_options(parser: argparse.ArgumentParser, classes: tuple[type, ...], ski
     grouped = {name for names in _GROUPS.values() for name in names}
     for title, names in _GROUPS.items():
         rest = [n for n, o in offered.items() if n not in grouped and _GROUP_OF_CLASS[o.owner] == title]
-        found = [offered[name] for name in (*names, *rest) if name in offered]
-        if not found:
+        given = [offered[name] for name in (*names, *rest) if name in offered]
+        if not given:
             continue
         group = parser.add_argument_group(title)
-        for option in found:
+        for option in given:
             _add_option(group, option)
-        if any(option.field in MEDIA_LIMIT_FIELDS.values() for option in found):
+        if any(option.field in MEDIA_LIMIT_FIELDS.values() for option in given):
             text = '--max-images and --max-videos as vLLM writes them: \'{"image": 4, "video": 0}\''
             group.add_argument(f"--{MEDIA_LIMITS}", metavar="JSON", help=text)
 
@@ -185,6 +217,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     text = option.help
     if option.default not in (None, (), ""):
         shown = ("off", "on")[option.default] if option.kind is bool else option.default
+        shown = f"{shown}, {size(option.default)}" if option.name.endswith("-bytes") else shown
         text += f" (default: {shown})"
     if option.aliases:
         text += f" (also --{', --'.join(option.aliases)})"
@@ -215,14 +248,13 @@ SAMPLING: tuple[tuple[str, type, str], ...] = (
 )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    group = parser.add_argument_group("sampling")
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "What is not given is as the model's generation_config.json has it.")
     for name, kind, text in SAMPLING:
         group.add_argument(
             "--" + name.replace("_", "-"),
             dest=name,
             type=kind,
-            default=defaults.get(name),
             help=text,
             metavar=_METAVARS[kind],
         )
@@ -231,7 +263,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     )
 
 
-def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
-    names = [f.name for f in fields(SamplingParams) if f.name != "stop"]
-    chosen = {n: getattr(arguments, n) for n in names if getattr(arguments, n, None) is not None}
-    return SamplingParams(**chosen, stop=tuple(arguments.stop))
+def sampling_from(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Sampling options that were given. Raises InvalidRequest for a wrong one, before a model is loaded."""
+    chosen = {name: value for name, _, _ in SAMPLING if (value := getattr(arguments, name)) is not None}
+    SamplingParams(**chosen, stop=tuple(arguments.stop))
+    return chosen | {"stop": tuple(arguments.stop)}

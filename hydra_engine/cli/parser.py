@@ -53,28 +53,28 @@ class Parser(argparse.ArgumentParser):
 
     def matching(self, part: str) -> list[tuple[str | None, list[argparse.Action]]]:
         """Options with `part` in one of their names or aliases, by group. An alias is shown as what it is one of."""
-        wanted = part.strip().lstrip("-").replace("_", "-").lower()
+        term = part.strip().lstrip("-").replace("_", "-").lower()
         fields = {
             action.dest
             for action in self._actions
-            if any(wanted in flag.lstrip("-") for flag in action.option_strings) and wanted
+            if any(term in flag.lstrip("-") for flag in action.option_strings) and term
         }
-        found = []
+        matches = []
         for group in self._action_groups:
             actions = [a for a in group._group_actions if a.dest in fields and a.help != argparse.SUPPRESS]
             if actions:
-                found.append((group.title, actions))
-        return found
+                matches.append((group.title, actions))
+        return matches
 
     def format_matching(self, part: str) -> str:
         """Help of what matches, or what comes near."""
-        found = self.matching(part)
-        if not found:
+        matches = self.matching(part)
+        if not matches:
             near = difflib.get_close_matches("--" + part.lstrip("-"), self.flags(), n=3, cutoff=0.5)
             hint = f"; near are {', '.join(near)}" if near else ""
             return f"{self.prog} has no flag with {part!r} in its name{hint}.\n"
         formatter = self._get_formatter()
-        for title, actions in found:
+        for title, actions in matches:
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
@@ -102,8 +102,8 @@ class _Help(argparse.Action):
 
 
 def unknown_flags(extra: Iterable[str]) -> list[str]:
-    """The names, without dashes and values, among arguments that no parser took."""
-    return [argument.lstrip("-").partition("=")[0] for argument in extra if argument.startswith("-")]
+    """The names as they were written, without values, among arguments that no parser took."""
+    return [argument.partition("=")[0] for argument in extra if argument.startswith("-")]
 
 
 def _dashed(argument: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
+from hydra_engine.config import find_model
 from hydra_engine.errors import ConfigError
 
 # As where instances run: an idle OpenMP team that spins would take the cores from the other lane.
@@ -25,7 +26,6 @@ _OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile here too, as JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it as a PNG (needs hydra-engine[bench])")
     parser.add_argument("--cached", action="store_true", help="show what is saved if it still holds, do not measure")
     parser.add_argument(
         "--seconds", type=float, help="most time to measure; less where every step was measured often enough before"
@@ -34,29 +34,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    config = find_model(read_settings(arguments).engine())
     # Imported here: only this command needs them.
-    from hydra_engine.planner.picture import draw
     from hydra_engine.planner.report import profile_lines
     from hydra_engine.planner.store import save
 
-    config = read_settings(arguments).engine()
     log.configure(config.log_level, log_format=config.log_format)
+    output: Path | None = arguments.output
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}", param="output")
     if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)
-    parts: Any = import_module("hydra_engine.instance.parts")  # loads torch
-    found = parts.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
+    parts: Any = import_module("hydra_engine.instance.compute_stack")  # loads torch
+    measured = parts.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
     limit_s = config.scheduler.tpot_slo
-    sys.stdout.write("\n".join(profile_lines(found.profile, limit_s)) + "\n\n")
-    sys.stdout.write(f"{found.source}; {'kept' if found.file.exists() else 'could not be kept'} in {found.file}\n")
-    if arguments.output is not None:
+    sys.stdout.write("\n".join(profile_lines(measured.profile, limit_s)) + "\n\n")
+    sys.stdout.write(
+        f"{measured.source}; {'kept' if measured.file.exists() else 'could not be kept'} in {measured.file}\n"
+    )
+    if output is not None:
         try:
-            save(found.profile, arguments.output)
+            save(measured.profile, output)
         except OSError as error:
             raise ConfigError(f"the profile cannot be written: {error.strerror}", param="output") from error
-    if arguments.picture is not None:
-        draw(found.profile, arguments.picture, Path(config.model_name).name, limit_s)
-        sys.stdout.write(f"picture in {arguments.picture}\n")
     return 0
 
 

@@ -1,6 +1,7 @@
 """`hydra-engine run-batch INPUT -o OUTPUT`: a file of requests, a file of answers, and a bar in between.
 
-What a line may hold and what becomes of it is `server/batch.py`. The exit code is 1 if a request was not answered well.
+What a line may hold and what becomes of it is `server/openai/batch.py`. The exit code is 1 if a request was not
+answered well.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hydra_engine import log
-from hydra_engine.cli.options import add_engine_options
+from hydra_engine.cli.options import GivenOnce, add_engine_options
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import EngineConfig, ServerConfig
+from hydra_engine.config import EngineConfig, ServerConfig, find_model
+from hydra_engine.core.outputs import Result
 from hydra_engine.errors import ConfigError, ResourceError
 
 _SERVER_OPTIONS = frozenset({"served_model_name", "tool_parser", "max_body_bytes"})
@@ -27,15 +28,19 @@ _STANDARD = "-"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="FILE", help="requests, one JSON object a line; - is standard input")
+    parser.usage = "%(prog)s FILE -o FILE [options]"
+    requests = "requests, one JSON object a line; - is standard input"
+    parser.add_argument("input", nargs="?", metavar="FILE", help=requests, action=GivenOnce)
+    parser.add_argument("-i", "--input-file", dest="input", metavar="FILE", help="the same", action=GivenOnce)
     parser.add_argument(
         "-o",
         "--output",
+        "--output-file",
         metavar="FILE",
         required=True,
         help="answers in the order in which they end; - is standard output",
     )
-    parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory, or `demo` (the default)")
+    parser.add_argument("--model", metavar="MODEL", help="model directory, hub id, or `demo` (the default)")
     parser.add_argument(
         "--max-concurrent",
         metavar="N",
@@ -46,8 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.input is None:
+        raise ConfigError("run-batch needs a file of requests: run-batch FILE -o FILE")
     settings = read_settings(arguments)
-    config, server = settings.engine(), settings.server()
+    config, server = find_model(settings.engine()), settings.server()
     log.configure(config.log_level, log_format=config.log_format)
     given = arguments.max_concurrent
     concurrency = _default_concurrency(config) if given is None else given
@@ -73,31 +80,47 @@ def _default_concurrency(config: EngineConfig) -> int:
 async def _answer_all(
     config: EngineConfig, server: ServerConfig, source: BinaryIO, target: BinaryIO, concurrency: int
 ) -> int:
-    # Imported here: `--help` needs neither.
+    # Imported here: `--help` needs none of them.
+    from tqdm import tqdm
+
     from hydra_engine.engine import Engine
     from hydra_engine.server.app import build_app
-    from hydra_engine.server.auth import KeyRing
-    from hydra_engine.server.batch import serving
+    from hydra_engine.server.http.auth import KeyRing
+    from hydra_engine.server.openai.batch import serving
 
     num_lines = await asyncio.to_thread(_count, source)
     engine = Engine.unstarted(config)
     await engine.astart()
+    tokens, began_s = 0, time.monotonic()
+
+    def add_tokens(result: Result) -> None:
+        nonlocal tokens
+        tokens += result.usage.completion_tokens
+
+    def rate() -> float:
+        return tokens / max(time.monotonic() - began_s, 1e-9)
+
+    def write(line: bytes) -> None:
+        try:
+            target.write(line + b"\n")
+            target.flush()
+        except OSError as error:
+            raise ResourceError(f"the answers cannot be written: {_why(error)}") from error
+        failed = f", {batch.num_failed} failed" if batch.num_failed else ""
+        bar.set_postfix_str(f"{rate():.0f} tok/s{failed}", refresh=False)
+        bar.update(1)
+
+    engine.add_observer(add_tokens)
     try:
         app = build_app(engine, server, keys=KeyRing.empty())
         async with serving(app, server.max_body_bytes) as batch:
-            with _Progress(num_lines) as progress:
-                engine.add_observer(lambda result: progress.add_tokens(result.usage.completion_tokens))
-
-                def write(line: bytes) -> None:
-                    try:
-                        target.write(line + b"\n")
-                        target.flush()
-                    except OSError as error:
-                        raise ResourceError(f"the answers cannot be written: {_why(error)}") from error
-                    progress.add(batch.num_failed)
-
+            # None: no bar where there is no terminal
+            with tqdm(total=num_lines, unit="req", mininterval=0.2, disable=None) as bar:
                 await batch.run(_lines(source, batch.most_line_bytes), write, concurrency)
-        sys.stderr.write(progress.summary(batch.num_done, batch.num_failed) + "\n")
+        sys.stderr.write(
+            f"{batch.num_done} requests in {time.monotonic() - began_s:.1f} s, {batch.num_failed} of them failed, "
+            f"{tokens} tokens out ({rate():.0f} a second)\n"
+        )
         return 1 if batch.num_failed else 0
     finally:
         await engine.aclose()
@@ -124,45 +147,6 @@ def _count(source: BinaryIO) -> int | None:
     return count
 
 
-@dataclass
-class _Progress:
-    """A bar on a terminal, nothing elsewhere."""
-
-    total: int | None
-    tokens: int = 0
-    began_s: float = field(default_factory=time.monotonic)
-    _bar: Any = None
-
-    def __enter__(self) -> _Progress:
-        from tqdm import tqdm
-
-        self._bar = tqdm(
-            total=self.total, unit="req", mininterval=0.2, disable=None
-        )  # None: where there is no terminal
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.close()
-
-    def add_tokens(self, count: int) -> None:
-        self.tokens += count
-
-    def add(self, num_failed: int) -> None:
-        failed = f", {num_failed} failed" if num_failed else ""
-        self._bar.set_postfix_str(f"{self.tokens / self._elapsed_s:.0f} tok/s{failed}", refresh=False)
-        self._bar.update(1)
-
-    @property
-    def _elapsed_s(self) -> float:
-        return max(time.monotonic() - self.began_s, 1e-9)
-
-    def summary(self, num_done: int, num_failed: int) -> str:
-        return (
-            f"{num_done} requests in {self._elapsed_s:.1f} s, {num_failed} of them failed, {self.tokens} tokens out "
-            f"({self.tokens / self._elapsed_s:.0f} a second)"
-        )
-
-
 # ---- files
 
 
@@ -173,7 +157,7 @@ def _opened(name: str, mode: str, files: ExitStack) -> BinaryIO:
         file: Any = open(name, mode)  # noqa: SIM115 - the stack closes it
     except OSError as error:
         what = "requests" if mode == "rb" else "answers"
-        raise ConfigError(f"the file of {what} cannot be opened: {_why(error)}") from None
+        raise ConfigError(f"the file of {what} {name} cannot be opened: {_why(error)}") from None
     files.enter_context(file)
     opened: BinaryIO = file
     return opened

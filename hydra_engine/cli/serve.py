@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from functools import partial
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import fault_points_enabled
+from hydra_engine.config import fault_points_enabled, find_model
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,36 +24,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: only this command needs the server.
+    log.never_wait()
+    settings = read_settings(arguments)
+    config, server = find_model(settings.engine()), settings.server()
+    # Imported here: only this command needs the server, and what is wrong is said before it is imported.
     from hydra_engine.cli.start_screen import screen_lines
     from hydra_engine.engine import Engine
     from hydra_engine.server.runner import serve
 
-    settings = read_settings(arguments)
-    config, server = settings.engine(), settings.server()
     log.configure(config.log_level, log_format=config.log_format)
     engine = Engine.unstarted(config)
     model_name = server.served_model_name or engine.model_name
 
     def announce(url: str) -> None:
-        lines = screen_lines(engine.summaries, config, server, url=url, model_name=model_name)
+        lines = screen_lines(
+            engine.summaries, config, server, engine.default_sampling_params, url=url, model_name=model_name
+        )
         for line in (*lines, f"ready on {url}"):
             if config.log_format == "json":
                 log.tell(line.strip())
             else:
                 sys.stderr.write(line + "\n")
-        sys.stderr.flush()
 
     return asyncio.run(
         serve(
             engine,
             server,
-            start=engine.astart,
+            start=partial(engine.astart, tell=log.tell),
             stop=engine.aclose,
             ready=announce,
             model_name=server.served_model_name,
             debug_endpoints=fault_points_enabled(),
-            log_level=config.log_level,
-            log_format=config.log_format,
         )
     )

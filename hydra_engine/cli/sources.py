@@ -24,6 +24,7 @@ from hydra_engine.cli.options import (
     options_by_name,
     variable_of,
 )
+from hydra_engine.cli.other_engines import instead_of
 from hydra_engine.config import (
     DEMO_MODEL,
     EngineConfig,
@@ -43,16 +44,6 @@ _OTHER_VARIABLES = frozenset(
         *("HYDRA_CPU_ONLY", "HYDRA_CUDA_ARCHS", "HYDRA_NVCC_FLAGS", "HYDRA_BUILD_JOBS"),
     )
 )
-# Options that people bring along from other engines and that would change what they get.
-_REFUSED = {
-    "tensor-parallel-size": "a model runs on one device here; --topology puts its stages on several",
-    "pipeline-parallel-size": "a model runs on one device here; --topology puts its stages on several",
-    "data-parallel-size": "name several instances with --topology, for example 2EPD",
-    "kv-cache-memory-bytes": "give the cache a size with --kv-cache-gib",
-    "quantization": "weights are taken as the checkpoint has them, in --dtype",
-    "enable-lora": "adapters are not served; merge them into the checkpoint",
-    "speculative-config": "speculative decoding is not built",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,7 @@ Layer = dict[str, Setting]  # by field
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was chosen, by field; what was not is not there."""
+    """The chosen values by field; a field without a choice is not there."""
 
     chosen: Layer
 
@@ -123,8 +114,8 @@ def read_settings(arguments: argparse.Namespace, skip: frozenset[str] = frozense
 def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
     """A sentence about an option that does not exist; `written` is how the user wrote it, `spell` writes others so."""
     plain = name.replace("_", "-").lower()
-    if plain in _REFUSED:
-        return f"{written} is not an option here: {_REFUSED[plain]}"
+    if (reason := instead_of(plain)) is not None:
+        return f"{written} is not an option here: {reason}"
     near = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.6)
     return f"{written} is not an option" + (f"; the nearest one is {spell(near[0])}" if near else "")
 
@@ -237,7 +228,7 @@ def _document(path: Path) -> tuple[yaml.SafeLoader, yaml.MappingNode | None]:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration file: {error.strerror}", param="config") from error
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}", param="config") from error
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError("the configuration file is larger than 1 MiB", param="config")
     try:

@@ -13,24 +13,34 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 
 from hydra_engine.cli.chat import DEFAULT_URL
-from hydra_engine.cli.summary import size, start_lines
+from hydra_engine.cli.summary import start_lines
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.units import size
 
 _WIDTH = 100
 _INDENT = 15  # of what stands beside a title
 
 
 def screen_lines(
-    summaries: Sequence[InstanceSummary], config: EngineConfig, server: ServerConfig, *, url: str, model_name: str
+    summaries: Sequence[InstanceSummary],
+    config: EngineConfig,
+    server: ServerConfig,
+    sampling: SamplingParams,
+    *,
+    url: str,
+    model_name: str,
 ) -> list[str]:
-    """`url` is where the server listens, `model_name` what it calls the model."""
+    """`sampling` is what requests get that do not say, `url` where the server listens, `model_name` what it calls the
+    model."""
     summary = start_lines(summaries)
     notes = [line for line in summary if line.startswith("  note")]
     lines = [
         *(line for line in summary if line not in notes),
         *_budgets(config),
         _admission(config, server),
+        *_sampling(config, sampling),
         _access(server),
         *notes,
         *([f"  page         {url}/"] if server.ui else []),
@@ -54,15 +64,23 @@ def _admission(config: EngineConfig, server: ServerConfig) -> str:
     )
 
 
+def _sampling(config: EngineConfig, sampling: SamplingParams) -> list[str]:
+    """Sampling defaults; none where the model and the operator leave them to the API's."""
+    chosen = ", ".join(f"{name} {value:g}" for name, value in sampling.chosen.items())
+    files = ["generation_config.json"] if config.generation_config == "auto" else []
+    options = ["--override-generation-config"] if config.override_generation_config is not None else []
+    return [f"  sampling     {chosen} unless a request says ({', '.join(files + options)})"] if chosen else []
+
+
 def _access(server: ServerConfig) -> str:
     keys = len(set(server.api_key))
-    who, asked = "OPEN TO THE NETWORK", "asks for no key"
+    who, keys_text = "OPEN TO THE NETWORK", "asks for no key"
     if _asks(server):
-        who, asked = "the network", f"asks for one of {keys} API keys" if keys > 1 else "asks for an API key"
+        who, keys_text = "the network", f"asks for one of {keys} API keys" if keys > 1 else "asks for an API key"
     if _is_loopback(server.host):
         who = "this machine only"
     admin = ", /admin with its own" if server.admin_key else ""
-    return f"  access       {who}, {asked}{admin}"
+    return f"  access       {who}, {keys_text}{admin}"
 
 
 def _asks(server: ServerConfig) -> bool:

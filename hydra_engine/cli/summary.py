@@ -10,61 +10,50 @@ from collections.abc import Iterable, Sequence
 from hydra_engine import __version__
 from hydra_engine.core.messages import InstanceSummary, LimitSummary
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
+from hydra_engine.core.units import size
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
-    return summary_lines(summaries[0]) if len(summaries) == 1 else topology_lines(summaries)
-
-
-def summary_lines(summary: InstanceSummary) -> list[str]:
-    kv_tokens = summary.num_kv_blocks * summary.kv_block_size
-    image_rows = summary.num_image_blocks * summary.image_block_size
-    lines = [
-        f"hydra-engine {__version__}",
-        f"  model        {_model([summary])}",
-        f"  instance     {summary.name}, role {summary.role}, {summary.device}, {_how(summary)}",
-        f"  memory       weights {size(summary.weights_bytes)}, KV cache {size(summary.kv_cache_bytes)} "
-        f"({kv_tokens} tokens), image cache {size(summary.image_cache_bytes)} ({image_rows} rows)",
-        *_steps([summary]),
-        *_captured([summary]),
-        f"  limits       {summary.max_model_len} tokens a request, {summary.token_budget} tokens a language step, "
-        f"{summary.image_budget} patches a vision step",
-        *limit_lines(summary.limits),
-        f"  loaded in    {summary.load_s:.1f} s",
-    ]
-    lines.extend(_slower([summary]))
-    lines.extend(f"  note         {note}" for note in summary.notes if note)
-    return lines
-
-
-def topology_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
     """`summaries` in the topology's order."""
-    first = summaries[0]
-    topology = Topology(tuple(InstanceSpec(Role.parse(s.role), "auto") for s in summaries))
-    # Of those that hold a KV cache: what a request may be, and what a step, is for them to say.
+    # What a request may be, and what a step, is for those to say that hold a KV cache or encode.
     serving = [s for s in summaries if s.num_kv_blocks] or list(summaries)
     encoding = [s for s in summaries if s.image_budget and "E" in s.role] or list(summaries)
     # Where prompts and decodes meet, if they do.
     decoding = max(summaries, key=lambda s: 2 * ("D" in s.role) + ("P" in s.role))
-    lines = [
+    others = ((s.name, warning) for s in summaries if s is not decoding for warning in s.limits.warnings)
+    notes = ((s.name, note) for s in summaries for note in s.notes if note)
+    return [
         f"hydra-engine {__version__}",
         f"  model        {_model(summaries)}",
-        f"  topology     {topology}: {len(summaries)} instances, {_how(first)}",
-        *_table(summaries),
+        *(_instance(summaries[0]) if len(summaries) == 1 else _topology(summaries)),
         *_steps(summaries),
+        *_captured(summaries),
         f"  limits       {min(s.max_model_len for s in serving)} tokens a request, "
         f"{min(s.token_budget for s in serving)} tokens a language step, "
         f"{min(s.image_budget for s in encoding)} patches a vision step",
         *limit_lines(decoding.limits),
-        *_captured(summaries),
         f"  loaded in    {max(s.load_s for s in summaries):.1f} s",
         *_slower(summaries),
+        *_notes((*others, *notes), len(summaries)),
     ]
-    others = ((s.name, warning) for s in summaries if s is not decoding for warning in s.limits.warnings)
-    notes = ((s.name, note) for s in summaries for note in s.notes if note)
-    return lines + _shared_notes((*others, *notes), len(summaries))
+
+
+def _instance(summary: InstanceSummary) -> list[str]:
+    kv_tokens = summary.num_kv_blocks * summary.kv_block_size
+    image_rows = summary.num_image_blocks * summary.image_block_size
+    return [
+        f"  instance     {summary.name}, role {summary.role}, {summary.device}, {_how(summary)}",
+        f"  memory       weights {size(summary.weights_bytes)}, KV cache {size(summary.kv_cache_bytes)} "
+        f"({kv_tokens} tokens), image cache {size(summary.image_cache_bytes)} ({image_rows} rows)",
+    ]
+
+
+def _topology(summaries: Sequence[InstanceSummary]) -> list[str]:
+    topology = Topology(tuple(InstanceSpec(Role.parse(s.role), "auto") for s in summaries))
+    shown = f"{topology}: {len(summaries)} instances, {_how(summaries[0])}"
+    return [f"  topology     {shown}", *_table(summaries)]
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
@@ -94,9 +83,9 @@ def _model(summaries: Sequence[InstanceSummary]) -> str:
 
 
 def _number(count: int) -> str:
-    for unit, size in (("billion", 10**9), ("million", 10**6)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
+    for unit, scale in (("billion", 10**9), ("million", 10**6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
     return str(count)
 
 
@@ -122,8 +111,8 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """What steps take of a device whose memory is filled, a line for each instance; what is free there was asked by the
-    last to come."""
+    """The memory that steps take of a device whose memory is filled, a line for each instance; what is free there was
+    asked by the last to come."""
     lines = []
     for s in summaries:
         if s.activation_bytes:
@@ -133,7 +122,7 @@ def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
     return [f"  {'steps' if not index else '':12} {line}" for index, line in enumerate(lines)]
 
 
-def _shared_notes(notes: Iterable[tuple[str, str]], num_instances: int) -> list[str]:
+def _notes(notes: Iterable[tuple[str, str]], num_instances: int) -> list[str]:
     """Each note once, with the names of those that said it unless all did."""
     by_text: dict[str, list[str]] = {}
     for name, text in notes:
@@ -157,15 +146,15 @@ def _slower(summaries: Sequence[InstanceSummary]) -> list[str]:
         for summary in summaries
         if summary.backend.startswith("native")
         for op, implementation, _ in summary.ops
-        if implementation in ("reference", "torch")
+        if implementation == "reference"
     ]
     return [f"  in torch     {', '.join(dict.fromkeys(slower))}"] if slower else []
 
 
 def limit_lines(limits: LimitSummary) -> list[str]:
     """The latency limits, what a step may hold beside 1, some and the most decodes, and what cannot be kept."""
-    wanted = [(limits.tpot_limit_s, "between tokens"), (limits.ttft_limit_s, "to the first token")]
-    shown = [f"{seconds(limit)} {what}" for limit, what in wanted if limit]
+    targets = [(limits.tpot_limit_s, "between tokens"), (limits.ttft_limit_s, "to the first token")]
+    shown = [f"{seconds(limit)} {what}" for limit, what in targets if limit]
     if not shown:
         return []
     source = f"; costs: {limits.source}" if limits.source else ""
@@ -189,11 +178,3 @@ def _vision(vision_s: float | None) -> str:
 def seconds(value: float) -> str:
     """A duration as people write it."""
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.4g} s"
-
-
-def size(count: int) -> str:
-    """Bytes as people write them."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

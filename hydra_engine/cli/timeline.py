@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hydra_engine.cli.summary import seconds
 from hydra_engine.core.outputs import SloReport, StageSpan
-from hydra_engine.observe.timeline import draw
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from hydra_engine.telemetry.timeline import draw
 
 _LINE = re.compile(r"(\w+ *)(\|[^|]*\|)(.*)")
+BOLD, DIM, RED = 1, 2, 31  # as terminals number them
 _COLOURS = {
-    "fetch": "blue",
-    "tokenize": "blue",
-    "preprocess": "blue",
-    "encode": "magenta",
-    "prefill": "yellow",
-    "decode": "green",
-    "pull_features": "cyan",
-    "pull_kv": "cyan",
+    **dict.fromkeys(("fetch", "tokenize", "preprocess"), 34),  # blue
+    "encode": 35,  # magenta
+    "prefill": 33,  # yellow
+    "decode": 32,  # green
+    **dict.fromkeys(("pull_features", "pull_kv"), 36),  # cyan
 }
 
 
@@ -31,15 +25,17 @@ def timeline_lines(timeline: Sequence[StageSpan], slo: SloReport, *, width: int 
     return [*draw(timeline, width=width), *_verdict(slo)]
 
 
-def coloured(line: str) -> Text:
+def coloured(line: str) -> str:
     """One of these lines for a terminal: bars in the colour of their stage, waits dim, lost time in red."""
-    from rich.text import Text  # only a terminal needs it
-
-    if found := _LINE.fullmatch(line):
-        stage, bar, rest = found.groups()
-        return Text.assemble((stage, "bold"), (bar, _COLOURS.get(stage.strip(), "dim")), (rest, "dim"))
+    if match := _LINE.fullmatch(line):
+        stage, bar, rest = match.groups()
+        return painted(stage, BOLD) + painted(bar, _COLOURS.get(stage.strip(), DIM)) + painted(rest, DIM)
     missed = line.startswith("late:") or ": missed" in line
-    return Text(line, style="red" if missed else "dim")
+    return painted(line, RED if missed else DIM)
+
+
+def painted(text: str, code: int) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def _verdict(slo: SloReport) -> list[str]:

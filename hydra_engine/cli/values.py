@@ -71,6 +71,8 @@ def from_yaml(option: Option, value: object, where: str) -> Any:
         return from_text(option, value, where)
     if option.form == "seconds":
         return parse_seconds(value, where, param=option.field)
+    if option.form == "json" and isinstance(value, dict):
+        return value
     if option.kind is bool:
         if not isinstance(value, bool):
             raise _wrong(option, where, "true or false", value)
@@ -103,16 +105,16 @@ def media_limits(value: object, where: str) -> dict[str, int]:
 
 
 def _number(option: Option, value: object, where: str) -> int | float:
-    wanted = "a whole number" if option.kind is int else "a number"
+    expected = "a whole number" if option.kind is int else "a number"
     number = _read_number(value)
     if number is None:
-        raise _wrong(option, where, wanted, value)
+        raise _wrong(option, where, expected, value)
     if abs(number) > _MAX_INT:
         raise _wrong(option, where, "a smaller number", value)
     if option.kind is float:
         return float(number)
     if number != int(number):
-        raise _wrong(option, where, wanted, value)
+        raise _wrong(option, where, expected, value)
     return int(number)
 
 
@@ -143,10 +145,10 @@ def _checked(option: Option, value: Any, where: str) -> Any:
     return value
 
 
-def _wrong(option: Option, where: str, wanted: str, value: object) -> ConfigError:
+def _wrong(option: Option, where: str, expected: str, value: object) -> ConfigError:
     """Secrets are not quoted."""
     shown = "" if option.secret else f", not {_quoted(value)}"
-    return ConfigError(f"{where} must be {wanted}{shown}", param=option.field)
+    return ConfigError(f"{where} must be {expected}{shown}", param=option.field)
 
 
 def _quoted(value: object) -> str:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hydra_engine import log
 from hydra_engine.cluster import wire
 from hydra_engine.core.messages import ToFront, ToInstance
 
@@ -38,7 +39,7 @@ class FrontEnd(Protocol):
         ...
 
     def close(self) -> None:
-        """At once: what has not been read by the other side yet may be lost."""
+        """Closes at once: what the other side has not read yet may be lost."""
         ...
 
 
@@ -212,6 +213,7 @@ class InstanceSocket:
                 messages = [wire.decode_to_instance(body) for body in self._reader.feed(data)]
             except wire.WireError:
                 logger.exception("the front sent an unreadable frame")
+                log.last_words()
                 os._exit(EXIT_ORPHANED)
             self._messages.extend(m for m in messages if not isinstance(m, wire.Start))
             self.wake.set()

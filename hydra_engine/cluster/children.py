@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -21,6 +20,7 @@ from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
 from hydra_engine.cluster.descriptors import send_with
 from hydra_engine.config import SECRET_VARIABLES
+from hydra_engine.core.units import describe_exit
 
 # LLVM's and Intel's OpenMP, which some builds of torch come with, keep a page of this name for each process and remove
 # it in an exit handler, which a killed process never runs. One page for each death would fill the volume in the end.
@@ -42,7 +42,7 @@ class Child(Protocol):
         ...
 
     def how_it_ended(self) -> str | None:
-        """What follows its name in a sentence; None while it runs. A process is reaped by this."""
+        """The end of a sentence that begins with its name; None while it runs. A process is reaped by this."""
         ...
 
     def kill(self) -> None: ...
@@ -52,7 +52,7 @@ class Child(Protocol):
         ...
 
     def close(self) -> None:
-        """Our ends of its channels."""
+        """Closes our ends of its channels."""
         ...
 
 
@@ -68,7 +68,7 @@ class ProcessChild:
 
     @classmethod
     async def launch(cls, command: Sequence[str], start: wire.Start) -> ProcessChild:
-        """Nothing of it arrives before the next turn of the loop. Raises OSError.
+        """Starts a process. Its messages do not arrive before the next turn of the loop. Raises OSError.
 
         The kernel kills the child when the thread that called this ends (`process.die_with_parent`), so that must be
         one that lives as long as the front: the loop's.
@@ -84,7 +84,7 @@ class ProcessChild:
                 control.close()
                 raise
             try:
-                process = _spawn(command, theirs, control_theirs)
+                process = _spawn([*command, "--name", start.name], theirs, control_theirs)
             except OSError:
                 end.close()
                 control.close()
@@ -145,19 +145,8 @@ class ThreadChild:
         self.end.close()
 
 
-def describe_exit(code: int) -> str:
-    """What follows a name in a sentence, from a return code of subprocess."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
-
-
 def _remove_openmp_page(pid: int) -> None:
-    """Of a process that has just been reaped. Where there is none, or it is not ours, nothing happens."""
+    """Removes the page of a process that has been reaped; ignores one that is missing or another user's."""
     with contextlib.suppress(OSError):
         os.unlink(_OPENMP_PAGE.format(pid=pid, uid=os.getuid()))
 
@@ -167,18 +156,15 @@ def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
     # The one place where the front's code may load torch: the instance runs in this process.
     build = import_module("hydra_engine.instance.build")
     try:
-        build.run_instance(start.config, start.name, end, end, end.wake, place=start.place, connect=None)
+        build.run_instance(start.config, start.name, end, end, end.wake, context=start.context, connect=None)
     finally:
         end.close()
 
 
 def _spawn(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
+    """A Python of ours that inherits these sockets and no secrets. Raises OSError."""
     descriptors = [channel.fileno(), control.fileno()]
-    return spawn([*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])], descriptors)
-
-
-def spawn(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A Python of ours that inherits these descriptors and no secrets. Raises OSError."""
+    command = [*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])]
     package_parent = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))

@@ -28,17 +28,18 @@ def send_with(sock: socket.socket, data: bytes | memoryview, descriptors: Sequen
 
 
 def receive_with(sock: socket.socket, num_bytes: int, max_descriptors: int) -> tuple[bytes, tuple[int, ...]]:
-    """Whoever calls this owns the descriptors. Raises DescriptorError, after closing what came, and OSError."""
+    """Data and descriptors of one datagram; the caller owns the descriptors. Raises DescriptorError, after closing what
+    came, and OSError."""
     space = socket.CMSG_SPACE(max_descriptors * _INT_BYTES)
     data, ancillary, flags, _ = sock.recvmsg(num_bytes, space, _CLOSE_ON_EXEC)
-    found = array.array("i")
+    received = array.array("i")
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
-    if len(found) > max_descriptors or flags & getattr(socket, "MSG_CTRUNC", 0):
-        close_all(found)
+            received.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
+    if len(received) > max_descriptors or flags & getattr(socket, "MSG_CTRUNC", 0):
+        close_all(received)
         raise DescriptorError(f"more than {max_descriptors} descriptors in one message")
-    return data, tuple(found)
+    return data, tuple(received)
 
 
 def close_all(descriptors: Iterable[int]) -> None:

@@ -29,20 +29,20 @@ class ClusterListener(Protocol):
     def on_progress(self, name: str, loading: Loading) -> None: ...
 
     def on_messages(self, name: str, messages: list[ToFront]) -> None:
-        """Of the live incarnation only. Loading, Ready, Failed and PeerState are not among them."""
+        """Messages of the live incarnation, but for Loading, Ready, Failed and PeerState."""
         ...
 
     def on_up(self, link: InstanceLink) -> None:
-        """It is ready, for the first time or again. Connections to others follow, each with `on_pair`."""
+        """The instance is ready, for the first time or again. Connections to others follow, each with `on_pair`."""
         ...
 
     def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
-        """It died or was killed; nothing of that incarnation comes later. Again for each death before it was ready.
-        `reason` is what follows its name in a sentence."""
+        """The instance died or was killed; nothing of that incarnation comes later. Again for each death before it was
+        ready. `reason` is what follows its name in a sentence."""
         ...
 
     def on_silent(self, name: str, silent: bool) -> None:
-        """Nothing has been heard of it for `suspect_s`; with False, it has been heard again. A death ends this too."""
+        """The instance has been silent for `suspect_s`; with False, it is silent no more. A death ends this too."""
         ...
 
     def on_pair(self, one: str, other: str, up: bool) -> None:

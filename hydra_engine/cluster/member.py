@@ -15,11 +15,11 @@ from hydra_engine.errors import HydraError
 
 
 @dataclass(slots=True)
-class Dying:
+class Exiting:
     """The instance is on its way out: its channel or its process has ended, or it was killed."""
 
     since_s: float
-    verdict: str = ""  # why it was killed
+    reason: str = ""  # why it was killed
     channel_ended: bool = False  # nothing more is to be read
 
 
@@ -34,8 +34,8 @@ class Member:
         self.reason = ""
         self.incarnation = 0
         self.child: Child | None = None  # the live incarnation
-        self.corpse: Child | None = None  # killed, and not gone yet
-        self.dying: Dying | None = None
+        self.killed_child: Child | None = None  # killed, and not gone yet
+        self.exiting: Exiting | None = None
         self.failure: HydraError | None = None  # what it said before it ended
         self.start_due_s: float | None = None
         self.ready_s: float | None = None
@@ -49,11 +49,11 @@ class Member:
         return self.condition in (Condition.READY, Condition.SILENT)
 
     def begin(self, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> wire.Start:
-        """A new life."""
+        """Begins a new life of the instance."""
         self.incarnation = incarnation
         self.condition = Condition.STARTING
         self.start_due_s = self.ready_s = None
-        self.dying = self.failure = self.summary = self.status = None
+        self.exiting = self.failure = self.summary = self.status = None
         self.silence = Silence(self.config.cluster.suspect_s, self.config.cluster.fence_s)
         letters = self.loaded.letters
         return wire.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, neighbours, has_peers)
@@ -63,7 +63,7 @@ class Member:
         self.condition = Condition.READY
         self.reason = ""
         self.ready_s = now
-        self.silence.hear(now)
+        self.silence.heartbeat(now)
 
     def served_s(self, now: float) -> float:
         return now - self.ready_s if self.ready_s is not None else 0.0

@@ -45,8 +45,8 @@ class Pairs:
         gone = [names for names in self._pairs if name in names]
         return [names for names in gone if self._pairs.pop(names).is_up]
 
-    def said(self, name: str, peer: str, up: bool, problem: str, now: float) -> bool | None:
-        """What one side says about the other. Returns whether the pair has come up (True) or gone down (False)."""
+    def report(self, name: str, peer: str, up: bool, problem: str, now: float) -> bool | None:
+        """Takes one side's report about the other. Returns whether the pair has come up (True) or gone down (False)."""
         pair = self._pairs.get(self.names_of(name, peer))
         if pair is None:
             return None
@@ -77,7 +77,7 @@ class Pairs:
         pair.up_sides.clear()
 
     def failed(self, names: Names, problem: str, now: float) -> None:
-        """It could not be handed over."""
+        """The pair's connection could not be handed over."""
         self._fail(self._pairs[names], problem, now)
 
     def _fail(self, pair: _Pair, problem: str, now: float) -> None:

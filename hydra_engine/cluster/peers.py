@@ -105,7 +105,7 @@ class PeerSockets:
                 self._ring()
 
     def close(self) -> None:
-        """Ends all connections and the thread; PeerUps that nobody has taken lose their descriptors. Idempotent."""
+        """Ends all connections and the thread; PeerUps that were not taken lose their descriptors. Idempotent."""
         self._closing = True
         if self._thread is not None:
             self._ring()
@@ -169,9 +169,9 @@ class PeerSockets:
         except LinkError as error:
             self._drop(link, str(error))
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_backlog else 0)
-        if self._selector.get_key(link).events != wanted:
-            self._selector.modify(link, wanted)
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_backlog else 0)
+        if self._selector.get_key(link).events != interest:
+            self._selector.modify(link, interest)
 
     def _take_connection(self) -> None:
         """One datagram of the control socket; what cannot be read is dropped, for the supervisor tries again."""

@@ -1,5 +1,5 @@
-"""Entry point of an instance process: `python -m hydra_engine.cluster.process --fd N --control M`, started by the
-supervisor.
+"""Entry point of an instance process: `python -m hydra_engine.cluster.process --name NAME --fd N --control M`, started
+by the supervisor.
 
 Takes its configuration from the inherited channel and its connections to other instances from the control socket,
 ignores the signals that a terminal or a service manager sends to the whole group (draining is the front's business),
@@ -28,7 +28,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed
 from hydra_engine.core.pools import Exports
 from hydra_engine.errors import ConfigError
-from hydra_engine.instance.ports import Inbox, Outbox, PeerPort, Place
+from hydra_engine.instance.ports import Inbox, InstanceContext, Outbox, PeerPort
 
 ConnectPeers = Callable[[Exports, tuple[int, ...]], PeerPort]
 
@@ -47,13 +47,13 @@ class RunInstance(Protocol):
         outbox: Outbox,
         wake: threading.Event,
         *,
-        place: Place,
+        context: InstanceContext,
         connect: ConnectPeers | None,
     ) -> int: ...
 
 
 def load_instance() -> RunInstance:
-    """Reads torch, which takes seconds; whoever waits for this process can end it meanwhile. Collections would find
+    """Reads torch, which takes seconds; the supervisor can end this process meanwhile. Collections would find
     nothing in what is read, neither now nor during a step nor at the end of the process, so they pass over it."""
     gc.disable()
     run: RunInstance = import_module("hydra_engine.instance.build").run_instance
@@ -81,19 +81,21 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description="internal: one instance of hydra-engine")
+    parser.add_argument("--name", help="of the instance, for whoever lists processes")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)
     arguments = parser.parse_args()
     end = InstanceSocket(socket.socket(fileno=arguments.fd))
     control = socket.socket(fileno=arguments.control)
     start = end.receive_start()
+    log.never_wait()
     log.configure(start.config.log_level, instance=start.name, log_format=start.config.log_format)
     if start.version != WIRE_VERSION:
         error = ConfigError(f"the front speaks wire version {start.version}, not {WIRE_VERSION}")
         end.send([Failed(error.info(), error.exit_code)])
         return error.exit_code
     end.start_reading()
-    place = start.place
+    context = start.context
     with ExitStack() as opened:
         opened.callback(control.close)
 
@@ -105,7 +107,13 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
 
         run_instance = load()
         code = run_instance(
-            start.config, start.name, end, end, end.wake, place=place, connect=connect if place.has_peers else None
+            start.config,
+            start.name,
+            end,
+            end,
+            end.wake,
+            context=context,
+            connect=connect if context.has_peers else None,
         )
     end.close()
     return code

@@ -21,7 +21,7 @@ from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.children import Child, ProcessChild, ThreadChild
 from hydra_engine.cluster.listener import ClusterListener, InstanceLink
-from hydra_engine.cluster.member import Dying, Member
+from hydra_engine.cluster.member import Exiting, Member
 from hydra_engine.cluster.pairs import Names, Pairs
 from hydra_engine.cluster.watch import PACE, Change, OwnPauses, Pace
 from hydra_engine.config import EngineConfig
@@ -114,7 +114,7 @@ class Supervisor:
                     child.end.send([Shutdown()])
                 else:  # it has nothing to end in order, or cannot
                     child.kill()
-        children = [c for m in self._members.values() for c in (m.child, m.corpse) if c is not None]
+        children = [c for m in self._members.values() for c in (m.child, m.killed_child) if c is not None]
         for child in await self._outlast(children):
             logger.warning(
                 "instance process %s did not end in %.0f s and is killed", child.pid, self._pace.exit_grace_s
@@ -125,7 +125,7 @@ class Supervisor:
         for child in children:
             child.close()
         for member in self._members.values():
-            member.child = member.corpse = None
+            member.child = member.killed_child = None
             member.condition = Condition.STOPPED
 
     def states(self) -> tuple[InstanceState, ...]:
@@ -172,15 +172,15 @@ class Supervisor:
 
     def _on_channel_end(self, member: Member, child: Child) -> None:
         if member.child is child:
-            member.dying = member.dying or Dying(self._clock.now())
-            member.dying.channel_ended = True
+            member.exiting = member.exiting or Exiting(self._clock.now())
+            member.exiting.channel_ended = True
 
     def _receive(self, member: Member, child: Child, messages: list[ToFront]) -> None:
-        """In order; what the supervisor keeps for itself divides the rest."""
+        """Passes messages on in order, but for those that are the supervisor's own."""
         if member.child is not child or self._stopping:
             return
         now = self._clock.now()
-        if member.silence.hear(now) and member.dying is None:
+        if member.silence.heartbeat(now) and member.exiting is None:
             member.condition, member.reason = Condition.READY, ""
             self._listener.on_silent(member.name, False)
         rest: list[ToFront] = []
@@ -233,7 +233,7 @@ class Supervisor:
         self._check_start()
 
     def _on_failed(self, member: Member, error: HydraError) -> None:
-        """It ends by itself after this."""
+        """The instance cannot start; it ends by itself after this message."""
         member.failure = error
         self._fail_start(self._naming(member.name, error))
 
@@ -260,16 +260,16 @@ class Supervisor:
     async def _watch(self) -> None:
         pauses = OwnPauses(self._clock.now(), self._longest_pause_s)
         while True:
-            someone_dies = any(member.dying is not None for member in self._members.values())
-            await asyncio.sleep(_REAPING_S if someone_dies else self._pace.tick_s)
+            any_exiting = any(member.exiting is not None for member in self._members.values())
+            await asyncio.sleep(_REAPING_S if any_exiting else self._pace.tick_s)
             now = self._clock.now()
             if pauses.paused(now):
                 for member in self._members.values():
-                    member.silence.excuse(now)
+                    member.silence.reset_timer(now)
             for member in self._members.values():
                 if member.child is None:
                     await self._restart(member, now)
-                elif not self._attend_death(member, member.child, now):
+                elif not self._finish_if_exited(member, member.child, now):
                     self._check_silence(member, member.child, now)
             self._connect_due(now)
             self._check_start()
@@ -291,30 +291,30 @@ class Supervisor:
             case Change.FENCE if child.pid is not None:
                 child.kill()
                 seconds = member.config.cluster.fence_s
-                member.dying = Dying(now, f"was silent for {seconds:g} s and was killed")
+                member.exiting = Exiting(now, f"was silent for {seconds:g} s and was killed")
 
-    def _attend_death(self, member: Member, child: Child, now: float) -> bool:
-        """True while it dies, and when it is dead. It is reported once its last messages have been read and it is known
-        how it ended, but not later than `last_words_s`."""
+    def _finish_if_exited(self, member: Member, child: Child, now: float) -> bool:
+        """True once the instance exits. The exit is reported when its last messages have been read and its exit code is
+        known, but not later than `last_words_s`."""
         how = child.how_it_ended()
-        if how is not None and member.dying is None:
-            member.dying = Dying(now)
-        dying = member.dying
-        if dying is None:
+        if how is not None and member.exiting is None:
+            member.exiting = Exiting(now)
+        exiting = member.exiting
+        if exiting is None:
             return False
-        if (how is not None and dying.channel_ended) or now - dying.since_s >= self._pace.last_words_s:
-            self._bury(member, child, dying, how, now)
+        if (how is not None and exiting.channel_ended) or now - exiting.since_s >= self._pace.last_words_s:
+            self._finish_exit(member, child, exiting, how, now)
         return True
 
-    def _bury(self, member: Member, child: Child, dying: Dying, how: str | None, now: float) -> None:
-        said = member.failure.message if member.failure is not None else None
-        reason = dying.verdict or said or how or "closed its channel"
+    def _finish_exit(self, member: Member, child: Child, exiting: Exiting, how: str | None, now: float) -> None:
+        report = member.failure.message if member.failure is not None else None
+        reason = exiting.reason or report or how or "closed its channel"
         if how is None:
             child.kill()
-            member.corpse = child
+            member.killed_child = child
         child.close()
         was_starting = not member.is_up
-        member.child = member.dying = None
+        member.child = member.exiting = None
         self._links.pop(member.name, None)
         for one, other in self._pairs.leave(member.name):
             self._listener.on_pair(one, other, False)
@@ -322,9 +322,9 @@ class Supervisor:
             when = "while it started" if was_starting else "while the others started"
             self._fail_start(EngineClosed(f"instance {member.name} {reason} {when}; see its log above"))
             return
-        self._mourn(member, reason, now)
+        self._schedule_restart(member, reason, now)
 
-    def _mourn(self, member: Member, reason: str, now: float) -> None:
+    def _schedule_restart(self, member: Member, reason: str, now: float) -> None:
         delay_s = member.restarts.died(now, member.served_s(now)) if self._processes else None
         if delay_s is not None:
             member.start_due_s = now + delay_s
@@ -339,15 +339,15 @@ class Supervisor:
         self._listener.on_down(member.name, reason, restarts=delay_s is not None)
 
     async def _restart(self, member: Member, now: float) -> None:
-        """When it is time, and its last life holds no memory any more."""
-        if member.corpse is not None and member.corpse.how_it_ended() is not None:
-            member.corpse = None
-        if member.start_due_s is None or now < member.start_due_s or member.corpse is not None:
+        """Starts the instance again when it is time and its last process has gone, with its memory."""
+        if member.killed_child is not None and member.killed_child.how_it_ended() is not None:
+            member.killed_child = None
+        if member.start_due_s is None or now < member.start_due_s or member.killed_child is not None:
             return
         try:
             await self._launch(member)
         except OSError as error:
-            self._mourn(member, f"cannot be started: {error.strerror}", now)
+            self._schedule_restart(member, f"cannot be started: {error.strerror}", now)
 
     async def _outlast(self, children: Sequence[Child]) -> list[Child]:
         """Waits until they have ended; returns those that have not in time. Threads are waited for as long as it
@@ -365,7 +365,7 @@ class Supervisor:
         peer = self._members.get(message.name)
         if peer is None or peer.incarnation != message.incarnation:
             return
-        change = self._pairs.said(member.name, peer.name, message.up, message.problem, now)
+        change = self._pairs.report(member.name, peer.name, message.up, message.problem, now)
         if change is not None:
             one, other = self._pairs.names_of(member.name, peer.name)
             self._listener.on_pair(one, other, change)

@@ -10,7 +10,7 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the supervisor waits for what. Seconds, unless it says otherwise."""
+    """The supervisor's periods and patience, in seconds unless a field says otherwise."""
 
     tick_s: float = 0.05
     last_words_s: float = 0.25  # from the end of a channel to the exit code, then it is reported without
@@ -37,7 +37,7 @@ class Restarts:
         self.total = 0
 
     def died(self, now: float, served_s: float) -> float | None:
-        """How long to wait before the next start; None: it dies too often. `served_s`: how long it was ready."""
+        """The wait before the next start; None: the instance dies too often. `served_s`: how long it was ready."""
         self.total += 1
         self._recent.append(now)
         while self._recent[0] <= now - self._pace.window_s:
@@ -55,7 +55,7 @@ class Change(Enum):
 
 
 class Silence:
-    """How long ago one instance was heard."""
+    """The time since the last message of an instance."""
 
     def __init__(self, suspect_s: float, fence_s: float) -> None:
         self._suspect_s = suspect_s
@@ -63,18 +63,18 @@ class Silence:
         self._heard_s = 0.0
         self.silent = False
 
-    def hear(self, now: float) -> bool:
-        """True: it had been silent."""
+    def heartbeat(self, now: float) -> bool:
+        """A message has come. True: the instance had been silent."""
         self._heard_s = now
         was_silent, self.silent = self.silent, False
         return was_silent
 
-    def excuse(self, now: float) -> None:
-        """Nobody listened until now: the time does not count. Who was silent still is."""
+    def reset_timer(self, now: float) -> None:
+        """The supervisor did not listen until now, so the time does not count. A silent instance stays silent."""
         self._heard_s = now
 
     def check(self, now: float) -> Change | None:
-        """What has changed since the last call."""
+        """The change since the last call."""
         quiet_s = now - self._heard_s
         if quiet_s >= self._fence_s:
             return Change.FENCE
@@ -85,8 +85,8 @@ class Silence:
 
 
 class OwnPauses:
-    """Notices that the one who watches was not running: stopped, asleep, or busy with something else. Frames that came
-    meanwhile may still be unread, and on a sleeping machine the others slept as well."""
+    """Notices that the supervisor itself was not running: stopped, asleep, or busy with something else. Frames that
+    came meanwhile may still be unread, and on a sleeping machine the others slept as well."""
 
     def __init__(self, now: float, longest_s: float) -> None:
         self._longest_s = longest_s

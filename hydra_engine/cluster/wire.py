@@ -16,7 +16,7 @@ import msgspec
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import ToFront, ToInstance
 from hydra_engine.core.roles import Role
-from hydra_engine.instance.ports import Place
+from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Hello, TransferMessage
 
 MAX_FRAME_BYTES = 256 << 20
@@ -37,14 +37,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     has_peers: bool = False  # caches lie in memory that other instances can map
 
     @property
-    def place(self) -> Place:
+    def context(self) -> InstanceContext:
         neighbours = tuple(Role.parse(letters) for letters in self.neighbours)
-        return Place(Role.parse(self.role), self.incarnation, neighbours, self.has_peers)
+        return InstanceContext(Role.parse(self.role), self.incarnation, neighbours, self.has_peers)
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """From the supervisor over the control socket, one in a datagram, with exactly one descriptor: a stream to the
-    instance `name` in its life `incarnation`. Replaces an older one."""
+    """A connection from the supervisor: over the control socket, one in a datagram, with one descriptor, a stream to
+    the instance `name` in its life `incarnation`. Replaces an older one."""
 
     name: str
     incarnation: int
@@ -62,13 +62,8 @@ _connect = msgspec.msgpack.Decoder(Connect)
 
 
 def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    return frames(map(_encoder.encode, messages), max_bytes)
-
-
-def frames(bodies: Iterable[bytes], max_bytes: int) -> bytes:
-    """Bodies that somebody else has encoded."""
     parts: list[bytes] = []
-    for body in bodies:
+    for body in map(_encoder.encode, messages):
         _check_length(len(body), max_bytes)
         parts.append(_LENGTH.pack(len(body)))
         parts.append(body)

@@ -1,9 +1,9 @@
 """The frozen configuration tree. The command line, the config file and the embedded API are generated from it.
 
-`instance/parts.py`, where the model is known, turns "auto" into values in a new object; nothing mutates one. Field
-metadata: `help`, `flag` (name on the command line, in the environment and in a file, default the field name with
-dashes), `aliases` (the same, as others call it), `choices`, `kind` ("seconds": takes 40ms, 1.5s or 2m too; "file" and
-"folder": paths), `secret` (never shown).
+`instance/compute_stack.py`, where the model is known, turns "auto" into values in a new object; nothing mutates one.
+Field metadata: `help`, `flag` (name on the command line, in the environment and in a file, default the field name with
+dashes), `aliases` (the same, as others call it), `choices`, `kind` ("seconds": takes 40ms, 1.5s or 2m too; "json": an
+object, as text or written out; "file" and "folder": paths), `secret` (never shown).
 """
 
 from hydra_engine.config.engine import (
@@ -27,14 +27,14 @@ from hydra_engine.config.environment import (
     state_folder,
 )
 from hydra_engine.config.fields import MAX_LIMIT_S, parse_seconds
-from hydra_engine.config.server import MAX_FRONT_WORKERS, ServerConfig
+from hydra_engine.config.hub import find_model
+from hydra_engine.config.server import ServerConfig
 
 __all__ = [
     "CacheConfig",
     "ClusterConfig",
     "DEMO_MODEL",
     "EngineConfig",
-    "MAX_FRONT_WORKERS",
     "MAX_LIMIT_S",
     "MAX_PRIORITY",
     "MediaConfig",
@@ -48,6 +48,7 @@ __all__ = [
     "environment_api_keys",
     "environment_settings",
     "fault_points_enabled",
+    "find_model",
     "parse_seconds",
     "state_folder",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hydra_engine.config.fields import (
     LOG_FORMATS,
     MAX_ENCODE_SIZE,
     MAX_GRAPH_SIZE,
-    choices_of,
+    check_choices,
     opt,
     parse_graph_sizes,
     parse_seconds,
@@ -44,20 +45,8 @@ class SchedulerConfig:
     image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
     max_num_seqs: int = opt(64, "most requests that hold KV blocks at once")
     max_queue: int = opt(512, "most requests accepted and not finished; beyond it 503")
-    encode_patience_ms: int = opt(
-        2000, "an image that has waited this long is encoded next even when cheaper work would go first"
-    )
-    max_bypass: int = opt(16, "how many later requests may overtake a waiting one before room is saved for it")
-    schedule: str = opt(
-        "stage",
-        "stage: encodes, prefill chunks and decodes are scheduled separately; request: whole requests, first all "
-        "their encodes, then their whole prompt, while others wait (to compare with)",
-        choices=("stage", "request"),
-    )
-    lanes: bool = opt(True, "run both models side by side; off: one step at a time (to compare with)")
-    vision_slicing: bool = opt(
-        True, "pause the vision model between layers where a language step would be late (to compare with off)"
-    )
+    encode_patience_s: float = 2.0  # an image that has waited this long is encoded next, whatever is more urgent
+    max_bypass: int = opt(16, "how many later requests may overtake a waiting one before blocks are reserved for it")
     look_ahead: bool | None = opt(
         None,
         "plan the next language step while one runs; without a word on a GPU only, for on a CPU it gains little and "
@@ -67,7 +56,7 @@ class SchedulerConfig:
     @property
     def slices_layers(self) -> bool:
         """Encodes can pause inside layers and not only between them, which costs something."""
-        return self.vision_slicing and self.tpot_slo is not None
+        return self.tpot_slo is not None
 
     def __post_init__(self) -> None:
         """Durations may come as text; here they become seconds."""
@@ -76,6 +65,7 @@ class SchedulerConfig:
             if f.metadata.get("kind") == "seconds" and value is not None:
                 name = f"{f.name} (--{f.name.replace('_', '-')})"
                 object.__setattr__(self, f.name, parse_seconds(value, name, param=f.name))
+        positive(self, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +80,7 @@ class CacheConfig:
         None, "memory of each instance's image cache in GiB; default: room for 16 large images"
     )
     block_size: int = opt(16, "tokens per KV block")
-    image_block_size: int = opt(64, "feature rows per image-cache block")
+    image_block_size: int = 64  # feature rows
     gpu_memory_utilization: float = opt(
         0.9, "share of a GPU's memory that the instances on it take together: weights, working memory and caches"
     )
@@ -100,9 +90,14 @@ class CacheConfig:
     num_image_blocks: int | None = opt(None, "number of image blocks, instead of image_cache_gib (tests)")
     prefix_caching: bool = opt(
         True,
-        "reuse KV of equal beginnings of prompts, and features of equal pictures",
+        "reuse KV of equal prompt prefixes, and features of equal pictures",
         aliases=("enable-prefix-caching",),
     )
+
+    def __post_init__(self) -> None:
+        positive(self, "block_size")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", param="gpu_memory_utilization")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +110,11 @@ class MediaConfig:
     max_aspect_ratio: float = opt(200.0, "longest side over shortest side of an image")
     max_videos: int = opt(1, "most videos of one request; 0: none")
     max_video_bytes: int = opt(64 << 20, "most bytes of one encoded video")
-    max_video_frames: int = opt(7200, "most frames of one video, all those that its file has")
+    max_video_frames: int = opt(7200, "most frames of one video, counted in its file")
     max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
     fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
     max_fetched_bytes: int = opt(
-        1 << 30, "most bytes of images and videos that were fetched and are not decoded yet; beyond it 503"
+        1 << 30, "most bytes of fetched images and videos that are not decoded yet; beyond it 503"
     )
     allow_private_media: bool = opt(False, "fetch images from private network addresses too")
     allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
@@ -135,6 +130,19 @@ class MediaConfig:
     min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
     max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
 
+    def __post_init__(self) -> None:
+        positive(self, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
+        positive(self, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
+        if self.max_fetched_bytes < max(self.max_image_bytes, self.max_video_bytes):
+            raise ConfigError(
+                "max_fetched_bytes must be at least max_image_bytes and max_video_bytes", param="max_fetched_bytes"
+            )
+        if self.allowed_media_path is not None and not self.allowed_media_path.strip():
+            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
+        low, high = self.min_pixels, self.max_pixels
+        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
+            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
@@ -142,31 +150,40 @@ class ClusterConfig:
 
     router: str = opt(
         "least-loaded",
-        "least-loaded: where the least work is; affinity: where a prompt or picture was before, unless that is much "
+        "least-loaded: least work; affinity: the instance that has seen the prompt or picture, unless it is much "
         "busier; round-robin",
         choices=("least-loaded", "affinity", "round-robin"),
     )
-    lease_s: float = opt(10.0, "blocks offered to another instance are taken back when it is silent for this long")
-    suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests go elsewhere")
-    fence_s: float = opt(10.0, "an instance that is silent for this long is killed and started again")
-    recovery_s: float = opt(5.0, "how long a request waits for an instance that can go on with it, then it fails")
-    max_attempts: int = opt(3, "a request is tried again when its instance dies, at most so often in all")
+    lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn when it is silent for this long")
+    suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests move to others")
+    fence_s: float = opt(10.0, "an instance that is silent for this long is killed and restarted")
+    recovery_s: float = opt(5.0, "how long a request waits for an instance that can continue it before it fails")
+    max_attempts: int = opt(3, "most attempts of a request whose instance dies")
     steal_decodes: bool = opt(
         True, "instances that encode and decode take decodes over from busy ones while they have nothing to encode"
     )
     check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
 
+    def __post_init__(self) -> None:
+        check_choices(self)
+        positive(self, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that makes an engine. `model` is a Hugging Face directory, the word `demo` or one of SHAPES."""
+    """Everything that makes an engine. `model` is a Hugging Face directory, a hub id such as org/name, the word `demo`
+    or one of SHAPES; `model_folder` is where the files of a hub id are, once `find_model` has found them."""
 
     model: str = opt(
         DEMO_MODEL,
-        "Hugging Face model directory, or `demo` for the model that ships with the engine; with --load-format random "
+        "Hugging Face model directory, hub id such as Qwen/Qwen2-VL-2B-Instruct of a model in the Hugging Face cache, "
+        "or `demo` for the model that ships with the engine; with --load-format random "
         f"also {', '.join(SHAPES)}, which ship without weights",
     )
-    device: str = opt("auto", "auto, cpu or cuda:N; auto: cuda:0 where there is a GPU that can be used, else cpu")
+    model_folder: str | None = None
+    revision: str | None = opt(None, "branch, tag or commit of a hub id; default: main")
+    download: bool = opt(False, "download a hub id that is not in the Hugging Face cache")
+    device: str = opt("auto", "auto, cpu or cuda:N; auto: cuda:0 if there is a usable GPU, else cpu")
     dtype: str = opt("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     topology: str = opt(
         "EPD",
@@ -177,7 +194,7 @@ class EngineConfig:
     threads: int | None = opt(None, "CPU threads per lane; default: all cores that this process may use")
     lane_priority: str = opt(
         "auto",
-        "which lane goes first where both compete for cores: throughput lets encodes finish and decodes batch up, "
+        "which lane goes first if both compete for cores: throughput lets encodes finish and decodes batch up, "
         "latency keeps tokens flowing beside encodes, balanced shares evenly; auto: balanced with a TPOT limit, whose "
         "budgets say how long encodes run beside tokens, else throughput",
         choices=("auto", "throughput", "balanced", "latency"),
@@ -212,9 +229,7 @@ class EngineConfig:
     trust_remote_code: bool = opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"
     )
-    backend: str = opt(
-        "auto", "which CPU implementation of the ops to take", choices=("auto", "native", "torch", "reference")
-    )
+    backend: str = opt("auto", "which CPU implementation of the ops to use", choices=("auto", "native", "reference"))
     enforce_eager: bool = opt(
         False,
         "launch every op of every step; off: where a GPU computes, steps of decodes alone and encodes replay captured "
@@ -231,14 +246,23 @@ class EngineConfig:
         "numbers of patches for which an encode is captured, rounded up to what pictures of the model have; encodes of "
         "fewer are padded. Default: 64, 128, 256, 512, 768 and so on up to 4096 or the largest encode",
     )
-    seed: int = opt(0, "seeds the draws of requests that bring no seed of their own")
+    seed: int = opt(0, "seed for requests without a seed of their own")
     chat_template: str | None = opt(None, "file with a chat template that replaces the model's", kind="file")
+    generation_config: str = opt(
+        "auto",
+        "default sampling of requests. auto: the model's generation_config.json (temperature, "
+        "top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample); none: OpenAI's defaults",
+        choices=("auto", "none"),
+    )
+    override_generation_config: str | None = opt(
+        None, 'a JSON object that wins over that file, such as \'{"temperature": 0.7, "top_p": 0.9}\'', kind="json"
+    )
     profile_dir: str | None = opt(
         None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder", kind="folder"
     )
     log_level: str = opt("warning", "least serious lines to log", choices=("debug", "info", "warning", "error"))
     log_format: str = opt(
-        "text", "text: lines for people; json: an object a line, the lines at start too", choices=LOG_FORMATS
+        "text", "text: readable lines; json: one object a line, the lines at start too", choices=LOG_FORMATS
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -246,39 +270,18 @@ class EngineConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         Topology.parse(self.topology)
         for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):
             object.__setattr__(self, name, parse_graph_sizes(getattr(self, name), name, most))
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"log_format must be {' or '.join(LOG_FORMATS)}", param="log_format")
-        if self.scheduler.schedule not in (schedules := choices_of(SchedulerConfig, "schedule")):
-            raise ConfigError(f"schedule must be {' or '.join(schedules)}", param="schedule")
-        positive(self.scheduler, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
-        positive(self.cache, "block_size", "image_block_size")
-        if not 0 < self.cache.gpu_memory_utilization <= 1:
-            raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", param="gpu_memory_utilization")
-        positive(self.media, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
-        positive(self.media, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
-        if self.media.max_fetched_bytes < max(self.media.max_image_bytes, self.media.max_video_bytes):
-            raise ConfigError(
-                "max_fetched_bytes must have room for max_image_bytes and max_video_bytes", param="max_fetched_bytes"
-            )
-        if self.media.allowed_media_path is not None and not self.media.allowed_media_path.strip():
-            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
-        positive(self.cluster, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
-        if self.cluster.router not in (routers := choices_of(ClusterConfig, "router")):
-            raise ConfigError(f"router must be {', '.join(routers)}", param="router")
-        low, high = self.media.min_pixels, self.media.max_pixels
-        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
-            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
+        if isinstance(self.override_generation_config, dict):
+            object.__setattr__(self, "override_generation_config", json.dumps(self.override_generation_config))
         if self.trust_remote_code and self.model_impl != "transformers":
             raise ConfigError(
                 "trust_remote_code needs model_impl transformers; the native models run no code of a checkpoint",
                 param="trust_remote_code",
             )
         parse_sm_split(self.sm_split)
-        if self.attention_backend not in (kernels := choices_of(EngineConfig, "attention_backend")):
-            raise ConfigError(f"attention_backend must be {', '.join(kernels)}", param="attention_backend")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ConfigError("threads must be between 1 and 1024", param="threads")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -286,6 +289,8 @@ class EngineConfig:
 
     @property
     def model_path(self) -> Path:
+        if self.model_folder is not None:
+            return Path(self.model_folder)
         if self.model == DEMO_MODEL:
             return Path(__file__).parents[1] / "demo" / "model"
         if self.model in SHAPES:

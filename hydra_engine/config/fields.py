@@ -25,8 +25,12 @@ def opt(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> An
     return field(default=default, repr=not secret, metadata={"help": help, "secret": secret, **metadata})
 
 
-def choices_of(cls: type, name: str) -> tuple[str, ...]:
-    return next(f.metadata["choices"] for f in fields(cls) if f.name == name)
+def check_choices(config: object) -> None:
+    for f in fields(config):  # type: ignore[arg-type]
+        choices = f.metadata.get("choices", ())
+        if choices and getattr(config, f.name) not in choices:
+            *others, last = choices
+            raise ConfigError(f"{f.name} must be {', '.join(others)} or {last}", param=f.name)
 
 
 def positive(group: object, *names: str) -> None:
@@ -40,8 +44,8 @@ def parse_seconds(value: object, name: str, *, param: str | None = None) -> floa
     (40ms, 1.5s, 2m). Raises ConfigError, in which `name` is what the user wrote, unless it is more than 0 and less
     than an hour."""
     if isinstance(value, str):
-        found = _DURATION.fullmatch(value.strip())
-        seconds = float(found[1]) * _UNITS[found[2]] if found else None
+        match = _DURATION.fullmatch(value.strip())
+        seconds = float(match[1]) * _UNITS[match[2]] if match else None
     else:
         seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     if seconds is None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from hydra_engine.config.fields import LOG_FORMATS, opt, positive
+from hydra_engine.config.fields import LOG_FORMATS, check_choices, opt, positive
 from hydra_engine.errors import ConfigError
-
-MAX_FRONT_WORKERS = 64
-ACCESS_LOGS = ("off", *LOG_FORMATS)
-TOOL_PARSERS = ("auto", "hermes", "json", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +16,7 @@ class ServerConfig:
     served_model_name: str | None = opt(None, "model name that the API shows and accepts; default: MODEL")
     api_key: tuple[str, ...] = opt(
         (),
-        "accepted API keys (also HYDRA_API_KEY, several with commas); none here nor in a file: no key is asked for. "
+        "accepted API keys (also HYDRA_API_KEY, several with commas); without any, no key is needed. "
         "Others on this machine can read a command line",
         secret=True,
     )
@@ -34,21 +30,28 @@ class ServerConfig:
         "the key that opens /admin (also HYDRA_ADMIN_KEY), which an API key does not; none: no /admin",
         secret=True,
     )
-    share_caches: bool = opt(
-        False, "let requests of different API keys find each other's prompts and pictures in the caches"
-    )
+    share_caches: bool = opt(False, "share cached prompts and pictures between API keys")
     max_requests_per_client: int = opt(
-        0, "most answers that one API key (without keys: one address) may wait for at once, beyond it 429; 0: no limit"
+        0, "most unfinished answers of one API key (without keys: of one address); beyond it 429; 0: no limit"
     )
     requests_per_minute: int = opt(
-        0, "most requests that one API key (without keys: one address) may send a minute, beyond it 429; 0: no limit"
+        0, "most requests a minute of one API key (without keys: of one address); beyond it 429; 0: no limit"
     )
     shutdown_timeout_s: float = opt(30.0, "how long SIGTERM lets running requests finish", flag="shutdown-timeout")
     max_body_bytes: int = opt(64 << 20, "largest request body")
     max_inflight_body_bytes: int = opt(
-        1 << 30, "most bytes of all request bodies that are read or being answered; beyond it 503"
+        1 << 30,
+        "most bytes of all request bodies that are read or being answered; one API key (without keys: one address) may "
+        "hold as much as it leaves free, beyond it 503",
     )
-    body_timeout_s: float = opt(30.0, "how long a request body may take to arrive")
+    max_logprob_entries: int = opt(
+        1 << 20,
+        "most log probabilities in one answer: answers x tokens x (1 + candidates), and those of the prompt; beyond it "
+        "400",
+    )
+    body_timeout_s: float = opt(
+        30.0, "how long a request body may take to arrive; a sixth of it without 1024 bytes a second ends it too"
+    )
     keepalive_s: float = opt(
         15.0,
         "a comment line keeps idle streams open this often",
@@ -57,10 +60,12 @@ class ServerConfig:
     )
     allow_origins: tuple[str, ...] = opt((), "CORS origins; none by default", aliases=("allowed-origins",))
     enable_log_requests: bool = opt(False, "one log line per request")
+    disable_log_stats: bool = opt(False, "no log line with the load every ten seconds")
     access_log: str = opt(
         "off",
-        "one line per HTTP request with sizes, times, counts and who asked, never what: text or json, at any log level",
-        choices=ACCESS_LOGS,
+        "one line per HTTP request (except health probes) with sizes, times, counts and the client: text or "
+        "json, at any log level",
+        choices=("off", *LOG_FORMATS),
     )
     otlp_endpoint: str | None = opt(
         None,
@@ -68,37 +73,27 @@ class ServerConfig:
         "span per stage; needs hydra-engine[otel]",
     )
     server_timing: bool = opt(
-        False, "a Server-Timing header on every whole answer, asked for or not; tells clients how busy the server is"
+        False, "a Server-Timing header on every whole answer; tells clients how busy the server is"
     )
     tool_parser: str = opt(
         "auto",
         "how the model writes tool calls: hermes (<tool_call>), json (a bare object), none; auto: hermes if the chat "
         "template has <tool_call>, else none",
-        choices=TOOL_PARSERS,
-    )
-    front_workers: int = opt(
-        0,
-        "processes that serve HTTP beside the one with the engine, which then only prepares requests and hands on "
-        "tokens; 0: none, HTTP is served there too",
+        choices=("auto", "hermes", "json", "none"),
     )
     ui: bool = opt(True, "the web page at /: chat, timelines and a live view of the instances")
 
     def __post_init__(self) -> None:
-        if self.tool_parser not in TOOL_PARSERS:
-            raise ConfigError(f"tool_parser must be {', '.join(TOOL_PARSERS)}", param="tool_parser")
-        if self.access_log not in ACCESS_LOGS:
-            raise ConfigError(f"access_log must be {', '.join(ACCESS_LOGS)}", param="access_log")
-        if not 0 <= self.front_workers <= MAX_FRONT_WORKERS:
-            raise ConfigError(f"front_workers must be 0 to {MAX_FRONT_WORKERS}", param="front_workers")
+        check_choices(self)
         if self.otlp_endpoint is not None:
             _check_endpoint(self.otlp_endpoint)
-        positive(self, "max_body_bytes", "body_timeout_s")
+        positive(self, "max_body_bytes", "body_timeout_s", "max_logprob_entries")
         for name in ("max_requests_per_client", "requests_per_minute"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
-        if self.max_inflight_body_bytes < self.max_body_bytes:
+        if self.max_inflight_body_bytes < 2 * self.max_body_bytes:
             raise ConfigError(
-                "max_inflight_body_bytes must have room for one body of max_body_bytes",
+                "max_inflight_body_bytes must be at least twice max_body_bytes: one client gets half of it",
                 param="max_inflight_body_bytes",
             )
 

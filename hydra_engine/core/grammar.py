@@ -6,7 +6,10 @@ Only what it is, with bounds that hold before anybody compiles it. Does not know
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hydra_engine.errors import InvalidRequest
 
@@ -14,23 +17,70 @@ MAX_GRAMMAR_CHARS = 64 << 10
 KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Grammar:
-    """`source`: for json_object nothing, for json_schema the schema as JSON text, for regex the expression, for choice
-    a JSON list of texts, for lark the grammar, for ebnf rules with `::=`, one of them `root`. Raises `InvalidRequest`
-    naming the field `param`."""
+    """`source`: for json_object nothing, for json_schema the schema (a dict, its JSON text, or a pydantic model), for
+    regex the expression, for choice a list of texts or its JSON, for lark the grammar, for ebnf rules with `::=`, one
+    of them `root`. Raises `InvalidRequest` naming the field `param`."""
 
     kind: str
-    source: str = ""
-    param: str = "structured_outputs"
+    source: str  # always text
+    param: str
+
+    def __init__(
+        self,
+        kind: str,
+        source: str | Mapping[str, Any] | Sequence[str] | type = "",
+        param: str = "structured_outputs",
+    ) -> None:
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "source", source if isinstance(source, str) else _as_json(kind, source, param))
+        object.__setattr__(self, "param", param)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidRequest(f"a grammar must be one of {', '.join(KINDS)}", param=self.param)
-        if not isinstance(self.source, str):
-            raise InvalidRequest("a grammar's source must be text (for a schema or choices: JSON)", param=self.param)
         if len(self.source) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR_CHARS} are allowed",
                 param=self.param,
             )
+
+
+def response_grammar(asked: object) -> Grammar | None:
+    """Of `response_format` in the OpenAI API's shapes, or of a pydantic model; None where any text will do. Raises
+    InvalidRequest."""
+    if isinstance(asked, type):
+        return Grammar("json_schema", asked, "response_format")
+    match asked:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return Grammar("json_object", param="response_format")
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return Grammar("json_schema", schema, "response_format.json_schema.schema")
+        case {"type": "json_schema"}:
+            param = "response_format.json_schema.schema"
+            raise InvalidRequest(f"{param} is required", param=param)
+    raise InvalidRequest(
+        'response_format must be {"type": ...} with text, json_object or json_schema, or a pydantic model',
+        param="response_format",
+    )
+
+
+def _as_json(kind: str, source: object, param: str) -> str:
+    """JSON text of a schema or of choices."""
+    make_schema = getattr(source, "model_json_schema", None)  # a pydantic model's, which need not be installed
+    if kind == "json_schema" and isinstance(source, type) and callable(make_schema):
+        source = make_schema()
+    if (kind, type(source)) not in (("json_schema", dict), ("choice", list), ("choice", tuple)):
+        needed = {
+            "json_schema": "a schema must be a dict, JSON text or a pydantic model",
+            "choice": "choices must be a list of texts, or its JSON",
+        }
+        raise InvalidRequest(needed.get(kind, "a grammar's source must be text"), param=param)
+    try:
+        return json.dumps(source, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequest("it must be plain JSON, and not nested deeply", param=param) from None

@@ -163,6 +163,10 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     limits: LimitSummary = LimitSummary()
 
+    @property
+    def cache_bytes(self) -> int:
+        return self.kv_cache_bytes + self.image_cache_bytes + self.state_bytes
+
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     version: int
@@ -170,38 +174,40 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of one request; `position` counts generated tokens before these, so a gap is detectable."""
+    """New tokens of one request; `position` counts generated tokens before these, so a gap is detectable. An instance
+    sends it where log probabilities were asked for, and `Tokens` elsewhere."""
 
     request_id: RequestId
     position: int
     token_ids: tuple[int, ...]
     time_s: float
     logprobs: tuple[TokenLogprobs, ...] = ()
+    late: StageSpan | None = None  # the gap before the first one, if that came late
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """One step's new tokens, one for each request; entry i of every list belongs together."""
+    """One step's new tokens, at most one for each request; entry i of every list belongs together. A stop token is
+    among them like any other. `time_s` is the end of the step."""
 
     request_ids: list[int]
     positions: list[int]  # generated tokens before this one
     token_ids: list[int]
     time_s: float
+    late: dict[int, StageSpan] = {}  # by request: the gap before its token, where that came late, and what it went to
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last message of this instance about a request; its blocks here are free when this is sent."""
+    """The last message of this instance about a request: no plan in flight names it, its blocks here are free."""
 
     request_id: RequestId
     reason: str  # a FinishReason or a Departure
     num_generated: int
-    stop_token_id: int | None = None
+    stop_token_id: int | None = None  # the end-of-sequence or stop token that ended it
     error: ErrorInfo | None = None
     spans: tuple[StageSpan, ...] = ()  # times absolute, on the monotonic clock
     num_preemptions: int = 0
     cached_tokens: int = 0
     cached_images: int = 0
-    late_gaps: int = 0  # gaps between its tokens longer than its limit
-    num_gaps: int = 0
 
 
 class NeedImages(msgspec.Struct, frozen=True, tag=True):
@@ -263,10 +269,20 @@ class StepReport(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
-class Status(msgspec.Struct, frozen=True, tag=True):
-    """Sent a few times a second while busy and once when idle: gauges for metrics, health and the page."""
+class StageReport(msgspec.Struct, frozen=True):
+    """What a part of a request, or an encode job, waits for on an instance: `stage`, `done` and `of` as in
+    `observe.live.LiveRequest`. None of those that decode."""
 
-    time_s: float
+    request_id: RequestId
+    stage: str
+    done: int | None = None
+    of: int | None = None
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """Sent a few times a second while busy and once when idle: gauges for metrics, health and the page. The scheduler
+    makes it; the fields from `time_s` on are the instance's."""
+
     num_running: int
     num_waiting: int
     num_encoding: int
@@ -275,21 +291,23 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     image_blocks_used: int
     image_blocks_total: int
     num_preemptions: int
-    language_steps: int
-    vision_steps: int
-    language_busy_s: float
-    vision_busy_s: float
     prompt_tokens: int
     generation_tokens: int
     images_encoded: int
-    progress: int  # grows with every turn of the instance's loop
-    budget: BudgetReport = BudgetReport()
     num_handing_over: int = 0  # computed here, not fetched yet
     num_arriving: int = 0  # wait for KV of other instances
-    transfer: TransferReport = TransferReport()
+    num_decoding: int = 0  # of num_running, those that have their whole prompt
+    budget: BudgetReport = BudgetReport()
+    stages: tuple[StageReport, ...] = ()  # of the oldest requests that wait for a token
+    time_s: float = 0.0
+    progress: int = 0  # grows with every turn of the instance's loop
+    language_steps: int = 0
+    vision_steps: int = 0
+    language_busy_s: float = 0.0
+    vision_busy_s: float = 0.0
     language_step: StepReport = StepReport()
     vision_step: StepReport = StepReport()
-    num_decoding: int = 0  # of num_running, those that have their whole prompt
+    transfer: TransferReport = TransferReport()
 
     @property
     def kv_used(self) -> float:
@@ -302,19 +320,21 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class LedgerReport(msgspec.Struct, frozen=True, tag=True):
-    """Answer to QueryLedger: what is held right now; `balanced` means that at rest nothing would be."""
+    """Answer to QueryLedger: what is held right now; at rest every count but the totals is zero and there are no
+    problems. Blocks that nobody holds are free, also while their content can still be reused. The cache makes it; the
+    fields from `query_id` on are the instance's."""
 
-    query_id: int
     num_requests: int
     kv_blocks_held: int
     kv_blocks_total: int
     image_blocks_held: int
     image_blocks_total: int
-    pixel_bytes: int
     holders: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     state_slots_held: int = 0
     state_slots_total: int = 0
+    query_id: int = 0
+    pixel_bytes: int = 0
     offers: int = 0
     pulls: int = 0
 
@@ -326,7 +346,8 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
 
 class PromptScores(msgspec.Struct, frozen=True, tag=True):
     """Log probabilities of prompt tokens that a chunk has computed: `logprobs[i]` is that of the token at `start` + i
-    under what comes before it. Chunks may be computed again; equal positions then say the same."""
+    under what comes before it. Chunks may be computed again; equal positions then say the same. Before the first token
+    of a request all has been said."""
 
     request_id: RequestId
     start: int
@@ -339,6 +360,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
     exit_code: int
 
+
+RequestMessage = Tokens | Delta | PromptScores | Finished
+"""What a scheduler says about requests. Each one that it has accepted ends in one Finished. The messages of one result
+come in this order: scores of prompts, all its tokens, then the requests that have ended."""
 
 ToFront = (
     Loading | Ready | Delta | Tokens | PromptScores | Finished | NeedImages | PeerState | Status | LedgerReport | Failed

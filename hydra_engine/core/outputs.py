@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+from hydra_engine.core.logprobs import TextLogprob, joined
+from hydra_engine.errors import HydraError
 
 
 class FinishReason(StrEnum):
@@ -23,11 +27,13 @@ class Departure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class DelayCause:
     """What a part of a late token's wait went to.
 
     `kind` is prefill or encode (of `request`, a request's number on this engine, with `amount` tokens or patches),
-    preemption (its own), step (the step took longer than such steps take) or cpu (nothing was computed for it).
+    transfer (its KV moved to another instance), preemption (its own), lost (its instance was), step (the step took
+    longer than such steps take), decode (the decodes of the step alone took longer than the limit) or cpu (nothing was
+    computed for it).
     """
 
     kind: str
@@ -36,13 +42,17 @@ class Blame:
     amount: int = 0
 
 
+BLAMES = ("prefill", "encode", "transfer", "preemption", "lost", "step", "decode", "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class StageSpan:
     """One stretch of a request's life, in seconds since the request arrived.
 
     `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (a moment: KV of `tokens`
-    tokens was found in the cache), prefill, decode, decode_wait (a long gap between tokens) and preempted; between
-    instances offered_features, offered_kv (computed, not fetched yet), pull_features and pull_kv.
+    tokens was found in the cache), prefill, decode, decode_wait (a late token's gap, over whatever else is told of that
+    time), preempted and lost (what an instance that was lost has not told, until another one begins); between instances
+    offered_features, offered_kv (computed, not fetched yet), pull_features and pull_kv.
     `lane` is front, vision, language or transfer; `batch` how many requests shared the step (0: not a step); `tokens`
     how many tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for;
     `blame` shares the time of a late token out among what ran instead, largest part first.
@@ -56,7 +66,7 @@ class StageSpan:
     batch: int = 0
     tokens: int = 0
     cause: str | None = None
-    blame: tuple[Blame, ...] = ()
+    blame: tuple[DelayCause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,9 @@ class SloReport:
     """Whether a request met its limits, in seconds; None where it had no limit or did not get that far.
 
     TTFT is met if the first token came within the limit, TPOT if at least 90 % of the gaps between tokens did
-    (HydraInfer, section 5.1). `late_gaps` of `num_gaps` did not. `reason` says what a missed limit was lost to.
+    (HydraInfer, section 5.1). `late_gaps` of `num_gaps` did not; without a limit those count that are longer than 50 ms
+    and two typical steps. `late_by` counts them by the kind of `DelayCause` that took most of each. `reason` says
+    what a missed limit was lost to.
     """
 
     ttft_limit_s: float | None = None
@@ -90,6 +102,7 @@ class SloReport:
     late_gaps: int = 0
     num_gaps: int = 0
     reason: str | None = None
+    late_by: dict[str, int] = field(default_factory=dict)
 
     @property
     def met(self) -> bool | None:
@@ -113,20 +126,10 @@ class RequestMetrics:
     slo: SloReport = field(default_factory=SloReport)
 
 
-@dataclass(frozen=True, slots=True)
-class TextLogprob:
-    """One generated token with its text and log probability, as the API shows it."""
-
-    token_id: int
-    token: str
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, str, float], ...] = ()  # (token id, text, logprob)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """A finished request. Picklable; `error` is set instead of raised when the caller asked for that."""
+    """A finished request. Picklable; `error` is set instead of raised when the caller asked for that. Printing it
+    prints its text, and a notebook shows its timeline."""
 
     request_id: str
     text: str
@@ -135,15 +138,41 @@ class Result:
     usage: Usage
     metrics: RequestMetrics
     timeline: tuple[StageSpan, ...] = ()
-    logprobs: tuple[TextLogprob, ...] | None = None
+    logprobs: Sequence[TextLogprob] | None = None  # None also where they went out with pieces and were not kept
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
-    error: Exception | None = None
+    error: HydraError | None = None
     prompt_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None  # of every prompt token but the first, which has None
+    prompt_logprobs: Sequence[TextLogprob | None] | None = None  # of every prompt token but the first, which has None
     max_tokens: int | None = None  # how many it could have had: as asked for, or what the context had room for
     choices: tuple[
         Result, ...
     ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"Result({self.error!r})"
+        text = self.text if len(self.text) <= _REPR_CHARS else self.text[: _REPR_CHARS - 1] + "…"
+        return f"Result({', '.join([repr(text), *self.facts()])})"
+
+    def facts(self) -> list[str]:
+        """What it took, in a few words each."""
+        usage, metrics = self.usage, self.metrics
+        found = [str(self.finish_reason), f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
+        if usage.num_images:
+            found.append(f"{usage.num_images} image{'s' if usage.num_images > 1 else ''}")
+        if self.choices:
+            found.append(f"{len(self.choices)} answers")
+        if metrics.ttft_s is not None:
+            found.append(f"first token {1e3 * metrics.ttft_s:.0f} ms")
+        return [*found, f"{1e3 * metrics.e2e_s:.0f} ms"]
+
+    def _repr_html_(self) -> str:
+        from hydra_engine.core.result_html import result_html  # which imports this file
+
+        return result_html(self)
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and that would cost three times as much
@@ -156,15 +185,17 @@ class Piece:
 
     text: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TextLogprob, ...] = field(default=())
+    logprobs: Sequence[TextLogprob] = ()
     result: Result | None = None
     index: int = 0
     prompt_token_ids: tuple[int, ...] = ()  # of an answer's first piece
-    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None  # the same, where they were asked for
+    prompt_logprobs: Sequence[TextLogprob | None] | None = None  # the same, where they were asked for
 
 
+_REPR_CHARS = 60
 _FULL_CHARS = 1 << 12
 _FULL_TOKENS = 1 << 10
+_FULL_LOGPROBS = 32  # each with its candidates: what is made of a piece is made in one go
 
 
 def join_last(pieces: deque[Piece], piece: Piece) -> bool:
@@ -177,6 +208,8 @@ def join_last(pieces: deque[Piece], piece: Piece) -> bool:
         if latest.index == piece.index:
             if len(latest.text) >= _FULL_CHARS or len(latest.token_ids) >= _FULL_TOKENS:
                 return False
+            if len(latest.logprobs) >= _FULL_LOGPROBS:
+                return False
             pieces[place] = _join(latest, piece)
             return True
     return False
@@ -187,5 +220,5 @@ def _join(first: Piece, second: Piece) -> Piece:
         first,
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
+        logprobs=joined(first.logprobs, second.logprobs),
     )

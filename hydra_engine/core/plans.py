@@ -58,13 +58,13 @@ class DecodeRows:
     Nobody changes the arrays, but that blocks which a request gets meanwhile appear in its block table, behind what the
     row needs; as long as the same requests decode, plans share what does not change. A row computes the KV of its token
     at position `starts` and samples the next one. Token -1 stands for the token that an earlier step samples for the
-    same seat and that nobody has read yet; the lane knows it. `num_generated` is how many tokens the request had
-    sampled before this step: the sampler's counter. A seat is the place of a running request in tables of
+    same slot and that nobody has read yet; the lane knows it. `num_generated` is how many tokens the request had
+    sampled before this step: the sampler's counter. A sequence slot is the row of a running request in tables of
     `max_num_seqs` entries, its own from its start until it gives way or is forgotten.
     """
 
     request_ids: Ints  # [B] int64
-    seats: Ints  # [B] int64
+    seq_slots: Ints  # [B] int64
     token_ids: Ints  # [B] int64
     starts: Ints  # [B] int64
     num_generated: Ints  # [B] int64
@@ -83,7 +83,7 @@ class ChunkRow:
     """
 
     request_id: RequestId
-    seat: int
+    seq_slot: int
     token_ids: tuple[int, ...]
     start: int
     block_ids: BlockIds  # [capacity], first num_blocks valid
@@ -130,18 +130,13 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeOutcome:
-    request_id: RequestId
-    image_index: int
-    error: ErrorInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class VisionResult:
+    """`errors[i]` is what went wrong with item i of the plan, None where nothing did."""
+
     step_id: StepId
     started_s: float
     ended_s: float
-    outcomes: tuple[EncodeOutcome, ...]
+    errors: tuple[ErrorInfo | None, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

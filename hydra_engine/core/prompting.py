@@ -39,15 +39,18 @@ _LARGEST_INTEGER = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """For the model's chat template. `tools` in OpenAI's form ({"type": "function", "function": {...}}); `variables`
-    are more names that the template can read (vLLM's chat_template_kwargs), plain JSON. With `continue_final_message`
-    the prompt ends inside the last message, which the answer goes on with; then `add_generation_prompt` must be off.
-    Raises `InvalidRequest` naming the field."""
+    """For the way from messages or text to token ids. `tools` in OpenAI's form ({"type": "function", "function":
+    {...}}); `variables` are more names that the template can read (vLLM's chat_template_kwargs), plain JSON. With
+    `continue_final_message` the prompt ends inside the last message, which the answer goes on with; then
+    `add_generation_prompt` must be off. `add_special_tokens` says whether the tokenizer puts its own around the text
+    (BOS as a rule); None: around raw text and, as the model's processor in transformers does, around a conversation
+    that does not begin with BOS already. Raises `InvalidRequest` naming the field."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem
+from hydra_engine.core.outputs import FinishReason
 from hydra_engine.errors import InvalidRequest
 
 MAX_STOPS = 16
@@ -25,11 +27,11 @@ class SamplingParams:
     """How tokens are chosen. Field names and meanings are those of the OpenAI API and of vLLM's extras.
 
     temperature 0 is greedy. `seed` None lets the engine draw one; with a seed the text depends on nothing but the
-    request. `max_tokens` None means the rest of the context. `logprobs` None: none; k >= 0: the chosen token's and the
-    k best ones'; `prompt_logprobs` the same for the tokens of the prompt. `stop` strings are matched on text in the
-    front process and never appear in the output. `n` answers to one prompt, which is prefilled once; answer i draws
-    with seed + i. `logit_bias` (token id -> what is added to its logit; a mapping or pairs), `allowed_token_ids`
-    (empty: all) and `grammar` say which tokens may come.
+    request. `max_tokens` None means the model's default, and where it has none the rest of the context. `logprobs`
+    None: none; k >= 0: the chosen token's and the k best ones'; `prompt_logprobs` the same for the tokens of the
+    prompt. `stop` strings are matched on text in the front process and never appear in the output. `n` answers to one
+    prompt, which is prefilled once; answer i draws with seed + i. `logit_bias` (token id -> what is added to its logit;
+    a mapping or pairs), `allowed_token_ids` (empty: all) and `grammar` say which tokens may come.
     Raises `InvalidRequest` naming the field.
     """
 
@@ -94,6 +96,16 @@ class SamplingParams:
         for token in self.allowed_token_ids:
             _check_range("allowed_token_ids", token, 0, (1 << 31) - 1)
 
+    def asked(self, **given: Any) -> SamplingParams:
+        """What a request that gives these fields is sampled with where this object holds the defaults. Of `max_tokens`
+        the default stays out: it yields to what the context has room for, which the intake knows."""
+        return replace(self, **({"max_tokens": None} | given))
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The fields that differ from the API's own defaults."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -142,17 +154,36 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency limits that one request asks for, in seconds; None: the engine's, if it has one."""
+    """Latency limits in seconds; None: no limit, or in what a caller asks for the engine's."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+
+    def with_defaults(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
+        """Its own limits, and these where it has none."""
+        return Slo(
+            self.ttft_s if self.ttft_s is not None else ttft_s,
+            self.tpot_s if self.tpot_s is not None else tpot_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The tokens of earlier attempts: when the first and the latest came, how many gaps between them were late, and the
+    kind of `DelayCause` for the time until the attempt that goes on behind them."""
+
+    first_token_s: float
+    last_token_s: float
+    late_gaps: int
+    blame: str
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """Everything an instance needs to know. `prompt_token_ids` holds placeholders where images are.
 
-    `arrival_s` is the front's monotonic stamp. `max_new_tokens` is resolved: never None, prompt plus it fits the
+    `arrival_s` is the front's monotonic stamp. `slo` has the limits that hold for it, its own or the engine's: an
+    instance asks nowhere else. `max_new_tokens` is resolved: never None, prompt plus it fits the
     context. `seed` is resolved too. `rope_delta` is what multimodal rotary positions add to the place of a token behind
     the prompt; 0 elsewhere.
 
@@ -176,7 +207,8 @@ class Request:
     priority: int = 0  # the smaller one goes first
     age: int = 0
     generated_token_ids: tuple[int, ...] = ()
-    gave_way: bool = False  # an earlier attempt ran out of blocks: this one starts only with room for all it can need
+    resumed: Resumed | None = None  # where there are such tokens
+    preempted: bool = False  # an earlier attempt ran out of blocks: this one starts only with room for all it can need
 
     @property
     def num_prompt(self) -> int:
@@ -188,6 +220,17 @@ class Request:
         with `ignore_eos` when nothing else may come."""
         ignores = self.sampling.ignore_eos and self.sampling.grammar is None
         return frozenset((*(() if ignores else self.eos_token_ids), *self.sampling.stop_token_ids))
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The prompt and every token that it may generate."""
+        return len(self.prompt_token_ids) + self.max_new_tokens
+
+    def finish_reason(self, num_generated: int, token_id: int) -> FinishReason | None:
+        """What its latest token, `token_id`, means for it when that is the `num_generated`th: None, that more come."""
+        if token_id in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_generated >= self.max_new_tokens else None
 
     @property
     def num_media(self) -> int:

@@ -16,7 +16,6 @@ from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.core.stages import Stage
 from hydra_engine.errors import ErrorInfo
 
 # (age, number of arrival at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.
@@ -71,7 +70,7 @@ class RequestState:
     `num_prefilled`, which a decoding request no longer keeps up to date. Preemption sets it to zero and forgets nothing
     else. A request that starts on blocks found in the cache starts with `num_prefilled` behind them.
 
-    `plans_in_flight` counts vision plans, chunks and pulls; rows of decodes that are in flight are counted by seat.
+    `plans_in_flight` counts vision plans, chunks and pulls; rows of decodes that are in flight are counted by slot.
 
     A part of a request does the stages in `part`. With E alone it is an encode job: no prompt, no KV, and every image
     that is ENCODED is offered to another instance. With P and without D its KV is offered, `num_offered` blocks so far,
@@ -86,7 +85,7 @@ class RequestState:
     num_prefilled: int = 0
     num_scheduled: int = 0
     decodes: bool = False  # it is in the queue of decodes
-    seated: bool = False  # a chunk has been planned since it started last, so the language lane knows its seat
+    slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
     starts_seen: int | None = None  # of younger requests, when it began to wait for its start
     plans_in_flight: int = 0
@@ -117,15 +116,13 @@ class RequestState:
         request: Request,
         arrived: int,
         now: float,
-        ttft_s: float | None = None,
         *,
         part: Role = EPD,
         remote_images: frozenset[int] = frozenset(),
         pulls_kv: bool = False,
     ) -> RequestState:
-        """`arrived` counts arrivals; `ttft_s` is the limit of requests that bring none."""
-        limit_s = request.slo.ttft_s if request.slo.ttft_s is not None else ttft_s
-        due_s = math.inf if limit_s is None else request.arrival_s + limit_s
+        """`arrived` counts arrivals."""
+        due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
         order = request.age, arrived
         return cls(
             request=request,
@@ -146,9 +143,16 @@ class RequestState:
         return self.part == Role.E
 
     @property
-    def gave_way(self) -> bool:
+    def preempted(self) -> bool:
         """It, or an earlier attempt, has run out of blocks: it starts only with room for all that it can need."""
-        return self.num_preemptions > 0 or self.request.gave_way
+        return self.num_preemptions > 0 or self.request.preempted
+
+    def ending_with(self, token_id: int) -> Ending | None:
+        """What its latest token ends, if it does."""
+        reason = self.request.finish_reason(self.num_generated, token_id)
+        if reason is None:
+            return None
+        return Ending(reason, stop_token_id=token_id if reason is FinishReason.STOP else None)
 
     @property
     def due_s(self) -> float:
@@ -171,11 +175,6 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.generated)
-
-    @property
-    def max_tokens(self) -> int:
-        """The full demand: prompt and every token it may generate."""
-        return len(self.request.prompt_token_ids) + self.request.max_new_tokens
 
     @property
     def is_decode(self) -> bool:
@@ -224,16 +223,6 @@ class RequestState:
         late = {image.source for image, progress in spans if progress <= ImageProgress.ENCODING}
         encoded = {self.request.images[index].source for index in self.images_planned}
         return len({image.source for image, _ in spans} - late - encoded)
-
-    @property
-    def stage(self) -> Stage:
-        if self.ending is not None:
-            return Stage.FINISHED
-        if self.waits_for_images:
-            return Stage.ENCODE
-        if self.hands_over or self.is_job:
-            return Stage.OFFERED
-        return Stage.DECODE if self.is_decode else Stage.PREFILL
 
     @property
     def num_computable(self) -> int:

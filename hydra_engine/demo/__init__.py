@@ -1,1 +1,1 @@
-"""A tiny vision-language model, trained from scratch, that answers questions about drawn scenes."""
+"""The trained model that ships, with pictures and questions for it: files, no code."""

@@ -1,27 +1,22 @@
-"""Assembles one instance from a configuration and runs it: what computes (`parts.py`), what decides, and the loop."""
+"""Assembles one instance and runs it: what computes (`compute_stack.py`), what decides (`hooks.py`), and the loop."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, LimitSummary, Loading, Ready
-from hydra_engine.core.pools import Exports
+from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready
 from hydra_engine.errors import HydraError
+from hydra_engine.instance.compute_stack import ComputeStack, build_worker
+from hydra_engine.instance.hooks import Connect, Hooks, make_hooks
 from hydra_engine.instance.instance import Instance
-from hydra_engine.instance.limits import limit_summary
-from hydra_engine.instance.migration import Migration
-from hydra_engine.instance.parts import Parts, build_worker, step_times
-from hydra_engine.instance.ports import ALONE, Inbox, Outbox, PeerPort, Place
-from hydra_engine.scheduler.blame import StepLog
-from hydra_engine.scheduler.latency_budget import LatencyBudgets
+from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.worker import Worker
 
@@ -37,23 +32,23 @@ class Assembled:
     summary: InstanceSummary
 
 
-Connect = Callable[[Exports, tuple[int, ...]], PeerPort]  # lets other instances in, which may map what is exported
-
-
 def run_instance(
     config: EngineConfig,
     name: str,
     inbox: Inbox,
     outbox: Outbox,
     wake: threading.Event,
-    place: Place = ALONE,
+    context: InstanceContext = ALONE,
     connect: Connect | None = None,
+    scheduler_class: type[StageScheduler] = StageScheduler,
+    worker_class: type[Worker] = Worker,
 ) -> int:
     """Builds, announces readiness, serves until told to stop. Returns the exit code; start-up errors are reported to
-    the front as data, anything else is a bug and propagates."""
+    the front as data, anything else is a bug and propagates. The classes are for baselines to compare with."""
     with torch.inference_mode():
         try:
-            assembled = assemble(config, name, inbox, outbox, wake, place, connect)
+            classes = scheduler_class, worker_class
+            assembled = assemble(config, name, inbox, outbox, wake, context, connect, *classes)
         except HydraError as error:
             outbox.send([Failed(error.info(), error.exit_code)])
             return error.exit_code
@@ -71,79 +66,66 @@ def assemble(
     inbox: Inbox,
     outbox: Outbox,
     wake: threading.Event,
-    place: Place,
+    context: InstanceContext,
     connect: Connect | None,
+    scheduler_class: type[StageScheduler],
+    worker_class: type[Worker],
 ) -> Assembled:
     began = time.monotonic()
     progress = _Progress(outbox).report
-    parts = build_worker(config, wake, progress, place)
-    resolved, plan, notes = parts.config, parts.plan, parts.notes
-    budgets, surface, limits = None, None, LimitSummary()
-    limited = resolved.scheduler.tpot_slo is not None or resolved.scheduler.ttft_slo is not None
-    if limited and place.role.needs_language:
-        found = step_times(parts, wake, progress)
-        surface, notes = found.surface, (*notes, *found.notes)
-        limits = limit_summary(resolved.scheduler, found, parts.spec.vision)
-        if resolved.scheduler.schedule == "stage":
-            budgets = LatencyBudgets(surface, resolved.scheduler, num_slices=parts.worker.num_slices)
-    scheduler = StageScheduler(
-        place.role,
+    stack = build_worker(config, wake, progress, context, worker_class)
+    hooks = make_hooks(stack, wake, progress, connect)
+    resolved, plan = stack.config, stack.plan
+    scheduler = scheduler_class(
+        context.role,
         CacheManager(plan.num_kv_blocks, resolved.cache.block_size),
         CacheManager(plan.num_image_blocks, resolved.cache.image_block_size),
         resolved.scheduler,
         instance=name,
         reuse=resolved.cache.prefix_caching,
         has_states=plan.num_state_slots > 0,
-        budgets=budgets,
-        log=StepLog(surface),
+        budgets=hooks.budgets,
+        observer=hooks.observer,
+        connector=hooks.connector,
     )
     instance = Instance(
         scheduler=scheduler,
-        worker=parts.worker,
+        worker=stack.worker,
         inbox=inbox,
         outbox=outbox,
         wake=wake,
-        clock=parts.clock,
+        clock=stack.clock,
         look_ahead=bool(resolved.scheduler.look_ahead),
-        migration=None if connect is None else _migration(parts, scheduler, place, connect),
-        arm_fault=parts.faults.arm if parts.faults.enabled else None,
+        migration=hooks.migration,
+        arm_fault=stack.faults.arm if stack.faults.enabled else None,
     )
-    summary = _summary(name, place, parts, limits, notes, time.monotonic() - began)
-    return Assembled(instance, parts.worker, summary)
-
-
-def _migration(parts: Parts, scheduler: StageScheduler, place: Place, connect: Connect) -> Migration:
-    exports, descriptors = parts.worker.exports()
-    return Migration(
-        incarnation=place.incarnation,
-        scheduler=scheduler,
-        worker=parts.worker,
-        peers=connect(exports, descriptors),
-        num_slots=exports.num_words,
-        config=parts.config.cluster,
-        hit=parts.faults.hit,
-    )
+    summary = _summary(name, context, stack, hooks, time.monotonic() - began)
+    return Assembled(instance, stack.worker, summary)
 
 
 def _summary(
-    name: str, place: Place, parts: Parts, limits: LimitSummary, notes: tuple[str, ...], load_s: float
+    name: str,
+    context: InstanceContext,
+    stack: ComputeStack,
+    hooks: Hooks,
+    load_s: float,
 ) -> InstanceSummary:
-    config, backend, model, plan = parts.config, parts.backend, parts.model, parts.plan
+    config, backend, model, plan = stack.config, stack.backend, stack.model, stack.plan
     free_bytes, device_bytes = backend.device.memory()
     return InstanceSummary(
         name=name,
-        role=place.role.letters,
-        incarnation=place.incarnation,
+        role=context.role.letters,
+        incarnation=context.incarnation,
         vision_weights_bytes=plan.vision_weights_bytes,
         language_weights_bytes=plan.language_weights_bytes,
         state_bytes=plan.state_bytes,
         device_bytes=device_bytes,
         activation_bytes=plan.working.activation_bytes,
-        graph_bytes=parts.worker.graph_bytes,
-        captured_patches=parts.worker.captured_patches,
+        graph_bytes=stack.worker.graph_bytes,
+        captured_patches=stack.worker.captured_patches,
         free_bytes=free_bytes,
         model=config.model_name,
-        family=parts.spec.family,
+        family=stack.spec.family,
         device=backend.device.name,
         dtype=str(backend.dtype).removeprefix("torch."),
         backend=backend.ops.name,
@@ -161,8 +143,8 @@ def _summary(
         image_budget=config.scheduler.image_budget,
         load_s=load_s,
         ops=tuple((c.op, c.implementation, c.reason) for c in backend.ops.choices()),
-        notes=notes,
-        limits=limits,
+        notes=(*stack.notes, *hooks.notes),
+        limits=hooks.limits,
     )
 
 

@@ -1,8 +1,8 @@
 """What the instances of a topology would hold, from the model's JSON files and the configuration alone.
 
-The formulas are those that decide at start (`worker/memory.py`), so the figures are what an instance will take but for
-what lies around its tensors; the working memory of steps on a GPU, which is measured at start, is an estimate. Loads no
-weights and allocates nothing.
+The formulas are those that decide at start (`worker/memory/plan.py`), so the figures are what an instance will take
+but for what lies around its tensors; the working memory of steps on a GPU, which is measured at start, is an estimate.
+Loads no weights and allocates nothing.
 """
 
 from __future__ import annotations
@@ -16,41 +16,25 @@ import torch
 from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import EPD, Role, Topology, check_serves, check_states
+from hydra_engine.core.units import GIB
 from hydra_engine.errors import ResourceError
-from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.device_share import own_part
-from hydra_engine.worker.memory import Filling, WorkingMemory, plan_memory
-from hydra_engine.worker.working_memory import estimate
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
+from hydra_engine.worker.memory.working import estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one instance, in bytes; tokens and rows that its caches hold."""
+    """What one instance would hold. `plan`: as at start, but for `working`, an estimate; all 0 in host memory, where it
+    is not counted."""
 
     name: str
     role: str
     device: str
-    vision_bytes: int  # weights of the tower and the projector; 0 where the role needs none
-    language_bytes: int  # of the decoder
-    kv_bytes: int
+    plan: CachePlan
     kv_tokens: int
-    image_bytes: int
     image_rows: int
-    state_bytes: int
-    working: WorkingMemory  # all 0 where it is not counted, in host memory
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.vision_bytes + self.language_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.kv_bytes + self.image_bytes + self.state_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes + self.working.total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +73,8 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
         try:
             instances.append(of(role))
         except ResourceError as error:
-            raise ResourceError(f"{name} would not fit: {error.message}", param=error.param) from error
+            where = "" if memory_bytes is None else f" into --memory {memory_bytes / GIB:g}"
+            raise ResourceError(f"{name} would not fit{where}: {error.message}", param=error.param) from error
         wholes.append(_if_it_fits(partial(of, EPD)))
     name = str(dtype).removeprefix("torch.")
     return Footprints(spec.family, name, topology, tuple(instances), tuple(wholes), memory)
@@ -124,18 +109,7 @@ def _footprint(
         whole = {"total_bytes": free_bytes, "free_bytes": free_bytes}
         own_bytes, _ = own_part(spec, role, config, dtype.itemsize, **whole, neighbours=(role, *others))
         filling = Filling(own_bytes, estimate(spec, role, config, dtype.itemsize))
-    plan = plan_memory(spec, role, config, dtype, free_bytes // (1 + len(others)), filling=filling)
-    has_tower = spec.vision is not None and role.needs_vision
-    return Footprint(
-        name=name,
-        role=role.letters,
-        device=device,
-        vision_bytes=spec.vision.num_parameters() * dtype.itemsize if spec.vision is not None and has_tower else 0,
-        language_bytes=spec.language.num_parameters() * dtype.itemsize if role.needs_language else 0,
-        kv_bytes=plan.kv_bytes,
-        kv_tokens=plan.num_kv_blocks * config.cache.block_size,
-        image_bytes=plan.image_bytes,
-        image_rows=plan.num_image_blocks * config.cache.image_block_size,
-        state_bytes=plan.state_bytes,
-        working=plan.working,
-    )
+    plan = plan_memory(spec, role, config, dtype.itemsize, free_bytes, shares=1 + len(others), filling=filling)
+    cache = config.cache
+    kv_tokens, image_rows = plan.num_kv_blocks * cache.block_size, plan.num_image_blocks * cache.image_block_size
+    return Footprint(name, role.letters, device, plan, kv_tokens, image_rows)

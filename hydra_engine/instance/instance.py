@@ -14,16 +14,16 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hydra_engine.core.messages import (
     Abort,
-    Delta,
     Encode,
     Finished,
     HandOver,
     LedgerReport,
-    NeedImages,
-    PromptScores,
     QueryLedger,
+    RequestMessage,
     ResetCaches,
     SetFault,
     SetRole,
@@ -32,7 +32,6 @@ from hydra_engine.core.messages import (
     Submit,
     ToFront,
     ToInstance,
-    Tokens,
     TransferReport,
 )
 from hydra_engine.core.outputs import FinishReason
@@ -40,7 +39,6 @@ from hydra_engine.core.plans import LanguageResult, PullResult, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, ErrorInfo, RequestError, RequestFailed
 from hydra_engine.instance.steps import LaneSteps
-from hydra_engine.scheduler.events import Event, FinishEvent, NeedEvent, ScoresEvent, TokenEvent, TokensEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +102,7 @@ class Instance:
             self.turn()
 
     def wait_s(self) -> float:
-        """How long nothing is to be done unless something happens."""
+        """The seconds that the loop may sleep unless it is woken."""
         due_s = min(self._ahead_due_s, self._scheduler.language_due_s)
         if self._migration is not None:
             due_s = min(due_s, self._migration.next_deadline_s)
@@ -180,7 +178,6 @@ class Instance:
         self._requests[request.id] = request
         if self._migration is not None:
             self._migration.take(message)
-            self._migration.expect(message, now)
         self._look_outside(outgoing)
 
     def _encode(self, message: Encode, outgoing: list[ToFront]) -> None:
@@ -200,10 +197,8 @@ class Instance:
 
     def _hand_over(self, request_id: RequestId, target: str) -> None:
         request = self._requests.get(request_id)
-        if request is None or self._migration is None:
-            return
-        if self._scheduler.hand_over(request_id, self._clock.now()):
-            self._migration.hand_over(request, target)
+        if request is not None and self._migration is not None:
+            self._migration.hand_over(request, target, self._clock.now())
 
     def _collect(self, result: VisionResult | LanguageResult | PullResult, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
@@ -237,7 +232,7 @@ class Instance:
         if self._migration is None:
             return
         now = self._clock.now()
-        plans = self._scheduler.plan_pulls(now)
+        plans = self._migration.plan_pulls(now)
         self._look_outside(outgoing)
         self._emit(self._migration.submit(plans, now), outgoing)
 
@@ -270,15 +265,15 @@ class Instance:
             self._expect_end(now)
 
     def _look_outside(self, outgoing: list[ToFront]) -> None:
-        """What the scheduler's latest decisions mean for other instances. Before a plan is submitted, for it may
-        overwrite blocks that were offered."""
-        for event in self._scheduler.take_events():
-            if isinstance(event, FinishEvent):
-                outgoing.append(self._finish(event))
-            elif isinstance(event, NeedEvent):
-                outgoing.append(NeedImages(event.request_id, event.indices))
-            elif self._migration is not None:
-                self._migration.on_event(event, self._clock.now())
+        """Carries out what the scheduler's latest decisions mean for other instances. Before a plan is submitted, for
+        it may overwrite blocks that were offered."""
+        if self._migration is None:
+            return
+        for message in self._migration.take_events(self._clock.now()):
+            if isinstance(message, Finished):
+                self._finish(message, outgoing)
+            else:
+                outgoing.append(message)
 
     def _expect_end(self, started_s: float) -> None:
         """The first language step in flight, if there is one, has begun; says when to plan the next one."""
@@ -292,39 +287,20 @@ class Instance:
 
     # ---- what goes out
 
-    def _emit(self, events: list[Event], outgoing: list[ToFront]) -> None:
+    def _emit(self, messages: list[RequestMessage], outgoing: list[ToFront]) -> None:
         self._look_outside(outgoing)  # what a request had to do with others comes before its end
-        now = self._clock.now()
-        for event in events:
-            match event:
-                case TokensEvent():
-                    outgoing.append(Tokens(event.request_ids, event.positions, event.token_ids, now))
-                case TokenEvent():
-                    position, token_ids = event.position, (event.token_id,)
-                    outgoing.append(Delta(event.request_id, position, token_ids, now, (event.logprobs,)))
-                case ScoresEvent():
-                    outgoing.append(PromptScores(event.request_id, event.start, event.logprobs))
-                case FinishEvent():
-                    outgoing.append(self._finish(event))
+        for message in messages:
+            if isinstance(message, Finished):
+                self._finish(message, outgoing)
+            else:
+                outgoing.append(message)
 
-    def _finish(self, event: FinishEvent) -> Finished:
-        self._worker.remove_request(event.request_id)
-        del self._requests[event.request_id]
+    def _finish(self, message: Finished, outgoing: list[ToFront]) -> None:
+        self._worker.remove_request(message.request_id)
+        del self._requests[message.request_id]
         if self._migration is not None:
-            self._migration.finished(event.request_id)
-        return Finished(
-            event.request_id,
-            event.reason.value,
-            num_generated=event.num_generated,
-            stop_token_id=event.stop_token_id,
-            error=event.error,
-            spans=event.spans,
-            num_preemptions=event.num_preemptions,
-            cached_tokens=event.cached_tokens,
-            cached_images=event.cached_images,
-            late_gaps=event.late_gaps,
-            num_gaps=event.num_gaps,
-        )
+            self._migration.finished(message.request_id)
+        outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFront]) -> None:
         """A few times a second while there is work, once when it has ended."""
@@ -341,55 +317,32 @@ class Instance:
         outgoing.append(self._status(now))
 
     def _status(self, now: float) -> Status:
-        stats = self._scheduler.stats()
-        return Status(
+        return msgspec.structs.replace(
+            self._scheduler.status(),
             time_s=now,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_encoding=stats.num_encoding,
-            kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_total=stats.kv_blocks_total,
-            image_blocks_used=stats.image_blocks_used,
-            image_blocks_total=stats.image_blocks_total,
-            num_preemptions=stats.num_preemptions,
+            progress=self._progress,
             language_steps=self._steps["language"],
             vision_steps=self._steps["vision"],
             language_busy_s=self._language_busy_s,
             vision_busy_s=self._vision_busy_s,
-            prompt_tokens=stats.prompt_tokens,
-            generation_tokens=stats.generation_tokens,
-            images_encoded=stats.images_encoded,
-            progress=self._progress,
-            budget=self._scheduler.budget(),
-            num_handing_over=stats.num_handing_over,
-            num_arriving=stats.num_arriving,
-            transfer=self._transfer(),
             language_step=self._lanes.language_report(running=bool(self._language_in_flight)),
             vision_step=self._lanes.vision_report(running=self._vision_in_flight),
-            num_decoding=stats.num_decoding,
+            transfer=self._transfer(),
         )
 
     def _transfer(self) -> TransferReport:
         return TransferReport() if self._migration is None else self._migration.report()
 
     def _ledger(self, query_id: int) -> LedgerReport:
-        snapshot, transfer = self._scheduler.ledger(), self._transfer()
-        return LedgerReport(
+        transfer = self._transfer()
+        return msgspec.structs.replace(
+            self._scheduler.ledger(),
             query_id=query_id,
-            num_requests=snapshot.num_requests,
-            kv_blocks_held=snapshot.kv_blocks_held,
-            kv_blocks_total=snapshot.kv_blocks_total,
-            image_blocks_held=snapshot.image_blocks_held,
-            image_blocks_total=snapshot.image_blocks_total,
             pixel_bytes=self._worker.pixel_bytes,
-            holders=snapshot.holders,
-            problems=snapshot.problems,
-            state_slots_held=snapshot.state_slots_held,
-            state_slots_total=snapshot.state_slots_total,
             offers=transfer.offers,
             pulls=transfer.pulls,
         )
 
 
 def _refused(request: Request, error: ErrorInfo) -> Finished:
-    return Finished(request.id, FinishReason.ERROR.value, num_generated=0, error=error)
+    return Finished(request.id, FinishReason.ERROR, num_generated=0, error=error)

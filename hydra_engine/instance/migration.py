@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hydra_engine.core.messages import PeerState, TransferReport
+from hydra_engine.core.messages import Finished, NeedImages, PeerState, TransferReport
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import PullJob, PullPlan
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
-from hydra_engine.scheduler.events import (
+from hydra_engine.scheduler.handover.events import (
     FeaturesEvent,
     FeaturesGoneEvent,
     KvEvent,
@@ -29,18 +28,18 @@ from hydra_engine.scheduler.events import (
 )
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Committed, Destination, Extended, Gone, Lost, Offered
+from hydra_engine.transfer.pulls import Committed, Destination, Gone, Lost, Offered
 from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BEFORE_ACK, BEFORE_FREE
 
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import RequestId, StepId
-    from hydra_engine.core.messages import Encode, Submit, ToFront
-    from hydra_engine.core.plans import KvEnd, PullResult
+    from hydra_engine.core.messages import Encode, RequestMessage, Submit, ToFront
+    from hydra_engine.core.plans import KvEnd, PullPlan, PullResult
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import PeerPort, WorkerPort
-    from hydra_engine.scheduler.events import Event, OutsideEvent
-    from hydra_engine.scheduler.scheduler import StageScheduler
+    from hydra_engine.scheduler.handover.connector import PeerConnector
+    from hydra_engine.scheduler.handover.events import OfferEvent
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +48,11 @@ RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
 
 @dataclass(slots=True)
 class _Leaving:
-    """What a request that moves on has offered so far, or will when its target is there and a slot is free."""
+    """The blocks that a request offers to its next instance, now or when that is there and a slot is free."""
 
     peer: str
     request_id: RequestId  # as the target knows it
     image_index: int | None
-    total_tokens: int
     since_s: float
     blocks: list[int] = field(default_factory=list)
     end: KvEnd | None = None
@@ -67,14 +65,14 @@ class Migration:
         self,
         *,
         incarnation: int,
-        scheduler: StageScheduler,
+        connector: PeerConnector,
         worker: WorkerPort,
         peers: PeerPort,
         num_slots: int,
         config: ClusterConfig,
         hit: Callable[[str, Iterable[Request]], object],
     ) -> None:
-        self._scheduler = scheduler
+        self._connector = connector
         self._worker = worker
         self._peers = peers
         self._config = config
@@ -96,16 +94,13 @@ class Migration:
     # ---- requests
 
     def take(self, message: Submit) -> None:
-        """A part of a request that the scheduler has accepted."""
+        """A part of a request that the scheduler has accepted. What is offered for it may have come before it."""
         request_id = message.request.id
         self._requests[request_id] = message.request
         if message.target:
             self._targets[request_id] = message.target
-
-    def expect(self, message: Submit, now: float) -> None:
-        """Once the scheduler knows the request: what has been offered for it may have come before it."""
         if message.source or message.remote_images:
-            self._tell(self._destination.expect(message.request.id, message.source or None), now)
+            self._tell(self._destination.expect(request_id, message.source or None))
 
     def take_job(self, message: Encode) -> None:
         job_id = message.request.id
@@ -113,10 +108,11 @@ class Migration:
         self._jobs[job_id] = message
         self._targets[job_id] = message.target
 
-    def hand_over(self, request: Request, target: str) -> None:
-        """Before the scheduler gives up a decode that goes on at `target`."""
-        self._requests[request.id] = request
-        self._targets[request.id] = target
+    def hand_over(self, request: Request, target: str, now: float) -> None:
+        """A decode is to go on at `target`; nothing happens if it does not run here."""
+        if self._connector.hand_over(request.id, now):
+            self._requests[request.id] = request
+            self._targets[request.id] = target
 
     def finished(self, request_id: RequestId) -> None:
         """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
@@ -130,9 +126,10 @@ class Migration:
 
     # ---- what comes in
 
-    def drain(self, now: float, outgoing: list[ToFront]) -> list[Event]:
-        """What peers have said, and leases that are over. Returns events of requests that have ended by that."""
-        events: list[Event] = []
+    def drain(self, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
+        """Takes in messages of peers and ends leases that are over. Returns events of requests that have ended by
+        that."""
+        events: list[RequestMessage] = []
         for item in self._peers.drain():
             match item:
                 case PeerUp():
@@ -164,8 +161,8 @@ class Migration:
             self._destination.peer_up(peer.name, peer.incarnation)
         outgoing.append(PeerState(peer.name, peer.incarnation, not problem, problem))
 
-    def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFront]) -> list[Event]:
-        """Everything that was meant for it or came from it is over; copies under way end as invalid. A peer whose
+    def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
+        """All offers to the peer and pulls from it are over; copies under way end as invalid. A peer whose
         introduction could not be read was never up."""
         outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))
         if self._up.get(peer.name) != peer.incarnation:
@@ -173,20 +170,20 @@ class Migration:
         del self._up[peer.name]
         self._worker.close_peer(peer.name)
         self._source.peer_lost(peer.name)
-        self._tell(self._destination.peer_lost(peer.name), now)
-        events: list[Event] = []
+        self._tell(self._destination.peer_lost(peer.name))
+        events: list[RequestMessage] = []
         for request_id in [request_id for request_id, target in self._targets.items() if target == peer.name]:
-            events += self._scheduler.withdraw(request_id, now, Departure.WITHDRAWN)
+            events += self._connector.withdraw(request_id, now, Departure.WITHDRAWN)
         return events
 
-    def _receive(self, peer: str, message: TransferMessage, now: float) -> list[Event]:
+    def _receive(self, peer: str, message: TransferMessage, now: float) -> list[RequestMessage]:
         match message:
             case Offer():
-                self._tell(self._destination.on_offer(peer, message, now), now)
+                self._tell(self._destination.on_offer(peer, message, now))
             case More():
-                self._tell(self._destination.on_more(peer, message), now)
+                self._tell(self._destination.on_more(peer, message))
             case Withdraw():
-                self._tell(self._destination.on_withdraw(peer, message), now)
+                self._tell(self._destination.on_withdraw(peer, message))
             case Renew():
                 self._source.on_renew(peer, message, now)
             case Ack():
@@ -200,12 +197,20 @@ class Migration:
 
     # ---- what we offer
 
-    def on_event(self, event: OutsideEvent, now: float) -> None:
-        """An event of the scheduler that is about offers; before the plan that was made with it is submitted."""
+    def take_events(self, now: float) -> Iterator[Finished | NeedImages]:
+        """Carries out what the scheduler's latest decisions mean for other instances, and yields what the front is to
+        be told, each in its turn."""
+        for event in self._connector.take_events():
+            if isinstance(event, Finished | NeedImages):
+                yield event
+            else:
+                self._on_event(event, now)
+
+    def _on_event(self, event: OfferEvent, now: float) -> None:
         match event:
-            case FeaturesEvent(job_id, index, block_ids, num_tokens):
+            case FeaturesEvent(job_id, index, block_ids):
                 job = self._jobs[job_id]
-                leaving = _Leaving(job.target, job.target_request, job.indices[index], num_tokens, now, list(block_ids))
+                leaving = _Leaving(job.target, job.target_request, job.indices[index], now, list(block_ids))
                 self._leave((job_id, index), leaving, now)
             case FeaturesGoneEvent(job_id, index):
                 self._withdraw((job_id, index))
@@ -221,9 +226,7 @@ class Migration:
         owner: Owner = (request_id, None)
         leaving = self._leaving.get(owner)
         if leaving is None:
-            request = self._requests[request_id]
-            num_tokens = request.num_prompt + len(request.generated_token_ids)
-            leaving = _Leaving(self._targets[request_id], request_id, None, num_tokens, now, list(block_ids), end)
+            leaving = _Leaving(self._targets[request_id], request_id, None, now, list(block_ids), end)
             self._leave(owner, leaving, now)
             return
         leaving.blocks += block_ids
@@ -255,7 +258,6 @@ class Migration:
             leaving.request_id,
             leaving.image_index,
             tuple(leaving.blocks),
-            total_tokens=leaving.total_tokens,
             now=now,
             end=leaving.end,
             checksums=self._checksums(kind, leaving.blocks),
@@ -273,69 +275,59 @@ class Migration:
         if withdrawn is not None:
             self._peers.send(withdrawn[0], [withdrawn[1]])
 
-    def _release(self, owner: Owner | None, now: float) -> list[Event]:
-        """What was offered is where it should be, or is not wanted there."""
+    def _release(self, owner: Owner | None, now: float) -> list[RequestMessage]:
+        """The target has copied the offer, or does not want it."""
         if owner is None:
             return []
         self._leaving.pop(owner, None)
         request_id, index = owner
         self._hit(BEFORE_FREE, [self._requests[request_id]])
         if index is None:
-            return self._scheduler.release_kv(request_id, now)
-        return self._scheduler.release_features(request_id, index, now)
+            return self._connector.release_kv(request_id, now)
+        return self._connector.release_features(request_id, index, now)
 
-    def _give_up(self, owner: Owner, now: float) -> list[Event]:
-        """Nobody has fetched what was offered, or could."""
+    def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
+        """The offer was not fetched, or cannot be."""
         self._leaving.pop(owner, None)
         self._unsent.pop(owner, None)
-        return self._scheduler.withdraw(owner[0], now, Departure.WITHDRAWN)
+        return self._connector.withdraw(owner[0], now, Departure.WITHDRAWN)
 
     def _checksums(self, pool: PoolKind, blocks: Sequence[int]) -> tuple[int, ...]:
         return self._worker.checksums(pool, blocks) if self._config.check_transfers else ()
 
     # ---- what we pull
 
-    def _tell(self, events: Iterable[Offered | Extended | Gone], now: float) -> None:
-        scheduler = self._scheduler
+    def _tell(self, events: Iterable[Offered | Gone]) -> None:
+        connector = self._connector
         for event in events:
             match event:
-                case Offered(handle, request_id, None, num_blocks, _, end):
-                    scheduler.kv_offered(request_id, handle, num_blocks, end, now)
+                case Offered(handle, request_id, None, num_blocks, end):
+                    connector.kv_offered(request_id, handle, num_blocks, end)
                 case Offered(handle, request_id, int() as index):
-                    scheduler.image_offered(request_id, index, handle, now)
-                case Extended(handle, request_id, num_blocks, end):
-                    scheduler.kv_offered(request_id, handle, num_blocks, end, now)
+                    connector.image_offered(request_id, index, handle)
                 case Gone(handle, _, None):
-                    scheduler.kv_offer_gone(handle, now)
+                    connector.kv_offer_gone(handle)
                 case Gone(handle):
-                    scheduler.image_offer_gone(handle, now)
+                    connector.image_offer_gone(handle)
 
-    def submit(self, plans: Iterable[PullPlan], now: float) -> list[Event]:
+    def plan_pulls(self, now: float) -> list[PullPlan]:
+        return self._connector.plan_pulls(now)
+
+    def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
         """Pulls that the scheduler has planned; what its events ask for has been done before."""
-        events: list[Event] = []
+        events: list[RequestMessage] = []
         for plan in plans:
-            copy = self._destination.begin(plan.offer, plan.first_block, len(plan.block_ids))
-            if copy is None:  # over, and only waits for an earlier copy
-                events += self._scheduler.on_pull(plan.step_id, now, valid=False, started_s=now, ended_s=now)
+            job = self._destination.begin(plan)
+            if job is None:  # over, and only waits for an earlier copy
+                events += self._connector.on_pull(plan.step_id, now, valid=False, started_s=now, ended_s=now)
                 continue
             self._plans[plan.step_id] = plan
             if (request := self._requests.get(plan.request_id)) is not None:
                 self._hit(AFTER_RESERVE, [request])
-            self._worker.submit_pull(
-                PullJob(
-                    plan.step_id,
-                    copy.peer,
-                    copy.pool,
-                    copy.source_blocks,
-                    plan.block_ids,
-                    copy.slot,
-                    copy.word,
-                    copy.checksums,
-                )
-            )
+            self._worker.submit_pull(job)
         return events
 
-    def on_pull(self, result: PullResult, now: float) -> list[Event]:
+    def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
         plan = self._plans.pop(result.step_id)
         if result.problem is not None:
             logger.error("request %d: a pull failed: %s", plan.request_id, result.problem)
@@ -343,7 +335,7 @@ class Migration:
         self._pull_s += result.ended_s - result.started_s
         valid = result.valid and result.problem is None
         outcome = self._destination.end(plan.offer, valid=valid, last=plan.last)
-        events = self._scheduler.on_pull(
+        events = self._connector.on_pull(
             result.step_id,
             now,
             valid=not isinstance(outcome, Lost),
@@ -361,7 +353,7 @@ class Migration:
 
     @property
     def next_deadline_s(self) -> float:
-        """When something is to be done though nothing happens; infinite if never."""
+        """The time at which a lease, a renewal or a wait is due; infinite if none is."""
         waiting = min((self._leaving[owner].since_s for owner in self._unsent), default=math.inf)
         return min(self._source.next_deadline(), self._destination.next_deadline(), waiting + self._config.lease_s)
 

@@ -20,9 +20,9 @@ from hydra_engine.transfer.messages import TransferMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What an instance is among others. `neighbours`: roles of all instances on its device, its own among them, which
-    divide its memory; () where it is alone. `has_peers`: others can map its caches."""
+class InstanceContext:
+    """The place of an instance in its topology. `neighbours`: roles of all instances on its device, its own among them,
+    which divide its memory; () where it is alone. `has_peers`: others can map its caches."""
 
     role: Role = EPD
     incarnation: int = 0
@@ -34,7 +34,7 @@ class Place:
         return max(len(self.neighbours), 1)
 
 
-ALONE = Place()
+ALONE = InstanceContext()
 
 
 class WorkerPort(Protocol):
@@ -43,11 +43,11 @@ class WorkerPort(Protocol):
     lane goes on."""
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
-        """Before the first plan that names the request. Keeps pixels until `remove_request`."""
+        """Called before the first plan that names the request. Keeps pixels until `remove_request`."""
         ...
 
     def remove_request(self, request_id: RequestId) -> None:
-        """After the last plan that names it has come back. Unknown ids are a bug (assert)."""
+        """Called after the last plan that names it has come back. Unknown ids are a bug (assert)."""
         ...
 
     def submit_vision(self, plan: VisionPlan) -> None: ...
@@ -55,7 +55,7 @@ class WorkerPort(Protocol):
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
     def submit_pull(self, job: PullJob) -> None:
-        """Of an open peer. Copies, then reads the peer's control word; the result says whether it was still there."""
+        """Copies blocks of an open peer, then reads its control word; the result says whether the offer still stood."""
         ...
 
     def poll(self) -> list[VisionResult | LanguageResult | PullResult]:
@@ -66,7 +66,7 @@ class WorkerPort(Protocol):
     def pixel_bytes(self) -> int: ...
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
-        """What peers may map, and its descriptors, which stay ours. Only where the instance has peers."""
+        """The memory that peers may map, and its descriptors, which stay ours. Only where the instance has peers."""
         ...
 
     def set_word(self, slot: int, word: int) -> None:
@@ -74,7 +74,7 @@ class WorkerPort(Protocol):
         ...
 
     def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Of blocks of ours (debugging only: it is computed at once)."""
+        """Checksums of own blocks (debugging only: computed at once)."""
         ...
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class WorkerPort(Protocol):
         ...
 
     def close_peer(self, name: str) -> None:
-        """After the jobs that were submitted for it. An unknown name is ignored."""
+        """Unmaps a peer's memory after the jobs that were submitted for it. An unknown name is ignored."""
         ...
 
     def close(self) -> None: ...
@@ -90,7 +90,7 @@ class WorkerPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A peer has introduced itself. Whoever takes this owns the descriptors."""
+    """A peer has introduced itself. The receiver owns the descriptors."""
 
     name: str
     incarnation: int
@@ -118,7 +118,7 @@ class PeerPort(Protocol):
     """Connections to other instances, one each."""
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
-        """What has happened since the last call, in order for each peer. Sets the instance's event when something
+        """Events since the last call, in order for each peer. Sets the instance's event when something
         does."""
         ...
 
@@ -129,7 +129,7 @@ class PeerPort(Protocol):
 
 class Inbox(Protocol):
     def drain(self) -> list[ToInstance]:
-        """Everything that arrived since the last call; raises EOFError once the other side is gone."""
+        """Messages since the last call; raises EOFError once the other side is gone."""
         ...
 
 

@@ -7,15 +7,15 @@ run on different lanes or in different processes. Callers run both under `torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache
-from hydra_engine.models.decoder import Decoder
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.models.parameters import Demands, Slot
-from hydra_engine.models.vision_packing import Packing, TowerInput, tower_input
+from hydra_engine.models.layers.decoder import Decoder
+from hydra_engine.models.layers.vision_packing import Packing, TowerInput, tower_input
+from hydra_engine.models.loading.parameters import Demands, Renames, Scope, Slot
 
 
 class Vision(Protocol):
@@ -24,6 +24,11 @@ class Vision(Protocol):
     `pack` and `cut` make of the batch what the call computes from. A call does nothing but launch ops and look at
     shapes, so in a room, whose size all shapes follow from, it can be captured.
     """
+
+    weight_names: tuple[str, ...]  # how the canonical names of its weights begin
+    renames: Renames  # of all weights of the model
+
+    def __init__(self, scope: Scope, spec: Any) -> None: ...
 
     @property
     def num_slices(self) -> int:
@@ -57,7 +62,7 @@ class Vision(Protocol):
 
 
 class VisionLanguageModel:
-    """Ready once every slot of `demands` was filled, which `registry.load_model` does."""
+    """Ready once every slot of `demands` was filled, which `build.load_model` does."""
 
     deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
     can_be_captured = True  # as far as its ops can

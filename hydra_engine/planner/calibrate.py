@@ -22,10 +22,10 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError
+from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.planner.grid import CorunPoint, Grid, LanguagePoint, Point, Sizes, VisionPoint, make_grid
 from hydra_engine.planner.samples import CorunTimes, LanguageTimes, Samples, VisionTimes
 from hydra_engine.planner.synthetic import PlanMaker, load_of, picture_request, text_request
-from hydra_engine.specs.base import VisionSpec
 
 ROUNDS = 7
 DEADLINE_S = 40.0
@@ -61,7 +61,7 @@ class Lanes(Protocol):
 @dataclass(frozen=True, slots=True)
 class Site:
     """An instance to measure. `wake` is set by the worker whenever a result has come. `vision` None: it has no tower
-    or its pictures cannot be made here. `stateful`: layers keep a state per seat; a row goes on where its seat is."""
+    or its pictures cannot be made here. `stateful`: layers keep a state per slot; a row goes on where its slot is."""
 
     lanes: Lanes
     wake: threading.Event
@@ -117,8 +117,8 @@ class _Run:
         self._num_left = 0
 
     def open(self) -> None:
-        for seat in range(self._site.sizes.max_num_seqs):
-            self._register(text_request(seat, self._site.sizes.max_model_len), ())
+        for seq_slot in range(self._site.sizes.max_num_seqs):
+            self._register(text_request(seq_slot, self._site.sizes.max_model_len), ())
         self._run(self._maker.opening())
 
     def close(self) -> None:
@@ -197,18 +197,14 @@ class _Run:
             self._beside(point)
             self._wall_s[point] = self._site.clock.now() - began
             return
-        if first and self._worth_warming(point):
+        expected = self._expected_s(point)
+        if first and (expected is None or expected <= _LONG_S):  # its first call costs nothing beside a long step
             self._alone(point, 1, keep=False)
         began = self._site.clock.now()
         known = self._wall_s.get(point)
         count = _BURST if known is not None and _BURST * known <= _BURST_S else 1
         self._alone(point, count, keep=True)
         self._wall_s[point] = (self._site.clock.now() - began) / count
-
-    def _worth_warming(self, point: Point) -> bool:
-        """What its first call costs is nothing beside a long step."""
-        expected = self._expected_s(point)
-        return expected is None or expected <= _LONG_S
 
     def _alone(self, point: LanguagePoint | VisionPoint, count: int, *, keep: bool) -> None:
         """`count` steps that follow one another without a pause."""
@@ -265,7 +261,7 @@ class _Run:
             self._collect(1)
 
     def _submit(self, point: LanguagePoint | VisionPoint) -> LanguageLoad | None:
-        """What a language step really is: rows of seats with a state may have come a little further."""
+        """What a language step really is: rows of slots with a state may have come a little further."""
         if isinstance(point, LanguagePoint):
             plan = self._maker.language(point)
             self._site.lanes.submit_language(plan)
@@ -317,7 +313,7 @@ class _Track:
 
 def covered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[float]:
     """Seconds of those spans during which the other lane was busy nearly all along. Both ascend without overlap."""
-    found = []
+    durations = []
     first = 0
     for begin, end in spans:
         while first < len(others) and others[first][1] <= begin:
@@ -327,8 +323,8 @@ def covered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, 
             beside += min(end, others[index][1]) - max(begin, others[index][0])
             index += 1
         if end > begin and beside >= _COVERED * (end - begin):
-            found.append(end - begin)
-    return found
+            durations.append(end - begin)
+    return durations
 
 
 def _thinned(times: Sequence[float]) -> tuple[float, ...]:
@@ -343,6 +339,6 @@ def _check(result: Result) -> None:
     if isinstance(result, LanguageResult):
         errors = [error for _, error in result.failures]
     else:
-        errors = [outcome.error for outcome in result.outcomes if outcome.error is not None]
+        errors = [error for error in result.errors if error is not None]
     if errors:
         raise BackendError(f"the model cannot run a step that was to be measured: {errors[0].message}")

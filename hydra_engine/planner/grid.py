@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.core.cost import LanguageLoad, VisionLoad
-from hydra_engine.specs.base import ItemPlan, VisionSpec
+from hydra_engine.models.specs.base import ItemPlan, VisionSpec
 
 SHORT_CONTEXT = 32
 LEAST_CHUNK = 16
@@ -21,7 +21,7 @@ class Sizes:
     """What one instance can hold; bounds of what is measured.
 
     `kv_tokens`: how many cached tokens a measured step may touch, all its rows together. Each row has one of
-    `max_num_seqs` seats.
+    `max_num_seqs` slots.
     """
 
     max_num_seqs: int
@@ -209,18 +209,18 @@ def _pictures(sizes: Sizes, vision: VisionSpec) -> list[VisionPoint]:
 def _shapes(sizes: Sizes, vision: VisionSpec) -> list[tuple[ItemPlan, tuple[int, int]]]:
     """The spans that square pictures become, by their patches, each well larger than the one before; the largest
     always."""
-    found: dict[int, tuple[ItemPlan, tuple[int, int]]] = {}
+    by_patches: dict[int, tuple[ItemPlan, tuple[int, int]]] = {}
     for side in _SIDES:
         for item in vision.plan_image(side, side).items:
             if _image_blocks(item, sizes) <= sizes.num_image_blocks:
-                found.setdefault(item.num_patches, (item, (side, side)))
+                by_patches.setdefault(item.num_patches, (item, (side, side)))
     kept: list[int] = []
-    for patches in sorted(found):
+    for patches in sorted(by_patches):
         if not kept or patches >= _SHAPE_RATIO * kept[-1]:
             kept.append(patches)
     if kept and len(kept) > 1:
-        kept[-1] = max(found)
-    return [found[patches] for patches in kept]
+        kept[-1] = max(by_patches)
+    return [by_patches[patches] for patches in kept]
 
 
 def _image_blocks(item: ItemPlan, sizes: Sizes) -> int:

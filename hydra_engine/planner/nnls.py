@@ -48,14 +48,14 @@ def _solve(gram: Floats, moment: Floats) -> Floats:
 def _descend(gram: Floats, moment: Floats, x: Floats, free: npt.NDArray[np.bool_]) -> Floats:
     """Towards the minimum over the free coefficients; those that reach zero on the way are free no more."""
     while True:
-        wanted = np.zeros_like(x)
-        wanted[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
-        below = free & (wanted <= 0)
+        minimum = np.zeros_like(x)
+        minimum[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+        below = free & (minimum <= 0)
         if not below.any():
-            return wanted
-        shares = x[below] / (x[below] - wanted[below])
+            return minimum
+        shares = x[below] / (x[below] - minimum[below])
         share = float(shares.min())
-        x = x + share * (wanted - x)
+        x = x + share * (minimum - x)
         x[below & (x <= _TOLERANCE)] = 0.0
         x[np.flatnonzero(below)[shares.argmin()]] = 0.0
         free &= x > 0

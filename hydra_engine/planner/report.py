@@ -1,10 +1,11 @@
 """A profile as lines of text: what was measured beside what the surface says, and what a limit between tokens leaves.
 
-Numbers in, text out. The drawing is `picture.py`.
+Numbers in, text out. `bench/step_times.py` draws it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
@@ -15,6 +16,7 @@ from hydra_engine.planner.store import Profile
 
 DECODES = (1, 4, 16, 64)
 TYPICAL_CONTEXT = 512  # keys of each decode, where a table needs one number
+_UNITS = {"context": "tokens", "prompt": "tokens", "behind": "tokens", "measured": "ms", "predicted": "ms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,7 @@ def allowance(surface: CostSurface, num_decodes: int, context: int, limit_s: flo
         return LanguageLoad(num_decodes, num_decodes * context, tokens, pairs, int(tokens > 0))
 
     def most(vision_s: float) -> int:
-        low, high = 0, most_tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            if surface.corun_s(load(middle), vision_s) <= limit_s:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(1, most_tokens + 1), limit_s, key=lambda n: surface.corun_s(load(n), vision_s))
 
     alone, factor = surface.language_s(load(0)), surface.slowdown(load(0))
     if alone * factor <= limit_s:
@@ -81,7 +76,7 @@ def _head(profile: Profile) -> list[str]:
 def _language_lines(profile: Profile) -> Iterator[str]:
     """One line per measured load; a prompt's start is the mean over its chunks."""
     yield "language steps alone"
-    yield "  decodes  context   prompt   behind  chunks   measured  predicted   error"
+    yield from _titles("  decodes  context   prompt   behind  chunks   measured  predicted   error", _UNITS)
     ordered = sorted(profile.samples.language, key=lambda point: _order(point.load))
     for point in ordered:
         yield f"  {_load_cells(point.load)}  {_time_cells(point.seconds, profile.surface.language_s(point.load))}"
@@ -92,7 +87,7 @@ def _vision_lines(profile: Profile) -> Iterator[str]:
     if not profile.samples.vision:
         yield "  none measured"
         return
-    yield "  patches         pairs                              measured  predicted   error"
+    yield from _titles("  patches         pairs                              measured  predicted   error", _UNITS)
     for point in sorted(profile.samples.vision, key=lambda point: point.load.num_patches):
         cells = _time_cells(point.seconds, profile.surface.vision_s(point.load))
         yield f"  {point.load.num_patches:7d}  {point.load.pairs:12.0f}{'':27}{cells}"
@@ -104,7 +99,8 @@ def _corun_lines(profile: Profile) -> Iterator[str]:
         f"both lanes at once: decodes take {surface.decode_slowdown:.2f} times as long, prompts "
         f"{surface.prefill_slowdown:.2f}, vision {surface.vision_slowdown:.2f}"
     )
-    yield "  decodes  context   prompt   behind  chunks   measured  predicted   error   beside patches: measured"
+    titles = "  decodes  context   prompt   behind  chunks   measured  predicted   error   beside patches: measured"
+    yield from _titles(titles, _UNITS | {": measured": "ms"})
     for point in sorted(profile.samples.corun, key=lambda point: _order(point.language)):
         yield f"  {_load_cells(point.language)}  {_corun_cells(surface, point)}"
 
@@ -119,7 +115,8 @@ def _corun_cells(surface: CostSurface, point: CorunTimes) -> str:
 
 def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:
     yield f"a limit of {_ms(limit_s)} ms between tokens leaves, beside decodes of {TYPICAL_CONTEXT} keys each"
-    yield "  decodes      alone   prompt tokens a step   with vision beside   vision a step"
+    titles = "  decodes      alone   prompt tokens a step   with vision beside   vision a step"
+    yield from _titles(titles, {"alone": "ms", "tokens a step": "tokens", "beside": "tokens", "vision a step": "ms"})
     best = profile.surface.language_s(LanguageLoad(1, TYPICAL_CONTEXT))
     for decodes in sorted({min(number, profile.reach.decodes) for number in DECODES}):
         most = max(profile.reach.rows - decodes, 0)
@@ -127,12 +124,23 @@ def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:
         if left.step_s > limit_s:
             yield f"  {decodes:7d}  {_ms(left.step_s):>9}   over the limit by themselves"
             continue
-        vision = "all along" if left.vision_s == float("inf") else f"{_ms(left.vision_s)} ms"
+        vision = "all along" if left.vision_s == float("inf") else _ms(left.vision_s)
         yield (
             f"  {decodes:7d}  {_ms(left.step_s):>9}   {left.tokens_alone:20d}   {left.tokens_beside:18d}   {vision:>13}"
         )
     if best > limit_s:
         yield f"  this machine cannot keep the limit: one request alone takes {_ms(best)} ms a token"
+
+
+def _titles(titles: str, units: dict[str, str]) -> Iterator[str]:
+    """The line and one below it that has each column's unit, its end below that of the title."""
+    below = [" "] * len(titles)
+    for title, unit in units.items():
+        if (at := titles.find(title)) >= 0:
+            end = at + len(title)
+            below[end - len(unit) : end] = unit
+    yield titles
+    yield "".join(below).rstrip()
 
 
 def _load_cells(load: LanguageLoad) -> str:

@@ -19,12 +19,12 @@ from hydra_engine import __version__
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
+from hydra_engine.models.specs.base import ModelSpec, VisionSpec
+from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.planner.calibrate import DEADLINE_S, Lanes, Site, calibrate
 from hydra_engine.planner.fit import fit
 from hydra_engine.planner.grid import Sizes
 from hydra_engine.planner.store import Identity, Profile, Reach, Refused, file_name, load, model_identity, save
-from hydra_engine.specs.base import ModelSpec, VisionSpec
-from hydra_engine.specs.generic import GenericVisionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 _CACHE_SHARE = 0.25  # of the weights' bytes: so many keys and values do measured steps read at most
 _LEAST_CACHE_BYTES = 64 << 20
-_STATE_STEPS = 4  # as many full steps may bring a seat's state to its context
+_STATE_STEPS = 4  # as many full steps may bring a slot's state to its context
 _EVEN = 2.0  # two lanes that share a device evenly
 
 
@@ -62,7 +62,7 @@ class Subject:
     captured_patches: int = 0  # of the largest encode that was
 
 
-class Found(NamedTuple):
+class StepCosts(NamedTuple):
     """`source` says in a few words where the surface comes from; `notes` what a user should know of it."""
 
     surface: CostSurface
@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 def surface_for(
     config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
-) -> Found:
+) -> StepCosts:
     """`config` has no "auto" left. `fresh`: measured whatever is saved. `deadline_s` None: `DEADLINE_S`.
 
     Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that
@@ -87,7 +87,7 @@ def surface_for(
     saved = None if fresh else _saved(file, identity, reach)
     if saved is not None:
         notes = (f"step times: measured on {saved.measured_at[:10]}, {_accuracy(saved.surface)}", *saved.notes)
-        return Found(saved.surface, notes, "saved profile", saved, file)
+        return StepCosts(saved.surface, notes, "saved profile", saved, file)
     profile = _measured(subject, sizes, identity, reach, progress, DEADLINE_S if deadline_s is None else deadline_s)
     try:
         save(profile, file)
@@ -95,14 +95,14 @@ def surface_for(
         logger.warning("the measured step times could not be saved: %s; they hold for this start", error.strerror)
     source = f"measured just now in {profile.seconds:.1f} s"
     notes = (f"step times: {source}, {_accuracy(profile.surface)}", *profile.notes)
-    return Found(profile.surface, notes, source, profile, file)
+    return StepCosts(profile.surface, notes, source, profile, file)
 
 
 def _saved(file: Path, identity: Identity, reach: Reach) -> Profile | None:
     try:
         return load(file, identity, reach)
     except Refused as reason:
-        logger.warning("the saved profile of this model is not used: %s; step times are measured anew", reason)
+        logger.warning("the saved profile of this model is not used: %s; step times are measured again", reason)
         return None
 
 
@@ -224,7 +224,7 @@ def _with_estimated_vision(surface: CostSurface, spec: ModelSpec, vision: Vision
 
 
 def _accuracy(surface: CostSurface) -> str:
-    return (
-        f"right within {surface.language_error:.0%} (language), {surface.vision_error:.0%} (vision) and "
-        f"{surface.corun_error:.0%} (both at once) in nine of ten steps"
-    )
+    """Nine of ten steps are predicted better than that. 0: nothing of the kind was measured."""
+    errors = (("language", surface.language_error), ("vision", surface.vision_error), ("both", surface.corun_error))
+    shown = ", ".join(f"{lane} {error:.0%}" if error else f"{lane} n/a" for lane, error in errors)
+    return f"90th-percentile prediction error: {shown}"

@@ -12,19 +12,24 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.planner.samples import Samples
 
 SCHEMA = 1
 MAX_BYTES = 4 << 20
 _LONGEST_S = 3600.0
 _MOST = 1e6  # slowdowns and errors
+_BOUNDS = (  # of the surface's numbers
+    (("per_key_s", "per_pair_s", "per_chunk_s", "per_decode_s", "per_patch_pair_s"), 0.0, _LONGEST_S),
+    (("decode_slowdown", "prefill_slowdown", "vision_slowdown"), 1.0, _MOST),
+    (("language_error", "vision_error", "corun_error"), 0.0, _MOST),
+)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -159,14 +164,10 @@ def problem_of(profile: Profile) -> str | None:
         *_curve_problems("rows", surface.rows, least_s=1e-9),
         *_curve_problems("patches", surface.patches, least_s=0.0),
     ]
-    for name in ("per_key_s", "per_pair_s", "per_chunk_s", "per_decode_s", "per_patch_pair_s"):
-        checks.append(_out_of(name, [getattr(surface, name)], 0.0, _LONGEST_S))
-    for name in ("decode_slowdown", "prefill_slowdown", "vision_slowdown"):
-        checks.append(_out_of(name, [getattr(surface, name)], 1.0, _MOST))
-    for name in ("language_error", "vision_error", "corun_error"):
-        checks.append(_out_of(name, [getattr(surface, name)], 0.0, _MOST))
-    checks.append(_out_of("times", _times(profile), 0.0, _LONGEST_S))
-    checks.append(_out_of("loads", _loads(profile.samples), 0.0, 1e18))
+    for names, least, most in _BOUNDS:
+        checks += [_out_of(name, [getattr(surface, name)], least, most) for name in names]
+    checks.append(_out_of("times", (profile.submit_s, profile.collect_s, profile.seconds), 0.0, _LONGEST_S))
+    checks.append(_out_of("samples", _numbers(msgspec.to_builtins(profile.samples)), 0.0, 1e18))
     return next((check for check in checks if check is not None), None)
 
 
@@ -212,23 +213,15 @@ def _out_of(name: str, values: Iterable[float], least: float, most: float) -> st
     return f"{name} has {wrong[0]:g}" if wrong else None
 
 
-def _times(profile: Profile) -> Iterator[float]:
-    yield from (profile.submit_s, profile.collect_s, profile.seconds)
-    for step in profile.samples.language:
-        yield from step.seconds
-    for encode in profile.samples.vision:
-        yield from encode.seconds
-    for corun in profile.samples.corun:
-        yield from (*corun.language_s, *corun.vision_s)
-
-
-def _loads(samples: Samples) -> Iterator[float]:
-    language: list[LanguageLoad] = [p.load for p in samples.language] + [p.language for p in samples.corun]
-    vision: list[VisionLoad] = [p.load for p in samples.vision] + [p.vision for p in samples.corun]
-    for step in language:
-        yield from (step.num_decodes, step.decode_context, step.prefill_tokens, step.prefill_pairs, step.num_chunks)
-    for encode in vision:
-        yield from (encode.num_patches, encode.pairs)
+def _numbers(value: object) -> Iterator[float]:
+    """All numbers in lists and mappings."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _numbers(list(value.values()))
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _numbers(item)
 
 
 def _digest(body: bytes) -> str:

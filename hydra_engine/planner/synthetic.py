@@ -1,6 +1,6 @@
 """Requests and plans made for measuring: random tokens and noise for pictures, in blocks that nobody else uses.
 
-Belongs to an instance that does not serve yet, so all blocks and seats are free. Numpy only; does not know lanes,
+Belongs to an instance that does not serve yet, so all blocks and slots are free. Numpy only; does not know lanes,
 tensors or time.
 """
 
@@ -20,14 +20,14 @@ from hydra_engine.core.plans import ChunkRow, DecodeRows, EncodeItem, LanguagePl
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.planner.grid import LanguagePoint, Sizes, VisionPoint
 
-_FIRST_PICTURE_ID = 1 << 20  # of requests with pictures; below it a request's id is its seat
-_DRIFT = 64  # a seat's state may have come so much further than a point says
+_FIRST_PICTURE_ID = 1 << 20  # of requests with pictures; below it a request's id is its slot
+_DRIFT = 64  # a slot's state may have come so much further than a point says
 _SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
-def text_request(seat: int, max_model_len: int) -> Request:
-    """Whose rows the language steps compute at one seat. Greedy: what a random draw costs is not in the surface."""
-    return Request(RequestId(seat), (0,), _SAMPLING, max_model_len - 1, seed=seat, arrival_s=0.0)
+def text_request(seq_slot: int, max_model_len: int) -> Request:
+    """Whose rows the language steps compute at one slot. Greedy: what a random draw costs is not in the surface."""
+    return Request(RequestId(seq_slot), (0,), _SAMPLING, max_model_len - 1, seed=seq_slot, arrival_s=0.0)
 
 
 def picture_request(index: int, point: VisionPoint) -> tuple[Request, list[PixelPayload]]:
@@ -69,7 +69,7 @@ class PlanMaker:
     """Plans of one instance, numbered through. Each row of a step has blocks of its own, so that what it reads lies
     where nobody else reads, as in serving.
 
-    `stateful`: a row of a seat begins where the seat's last row ended, or at 0. `preparation` brings seats there.
+    `stateful`: a row of a slot begins where the slot's last row ended, or at 0. `preparation` brings slots there.
     """
 
     def __init__(self, sizes: Sizes, vocab_size: int, *, stateful: bool = False, seed: int = 0) -> None:
@@ -78,35 +78,35 @@ class PlanMaker:
         self._stateful = stateful
         self._rng = np.random.default_rng(seed)
         self._steps = 0
-        self._lengths = [0] * sizes.max_num_seqs  # tokens that a seat's state has seen
+        self._lengths = [0] * sizes.max_num_seqs  # tokens that a slot's state has seen
 
     def opening(self) -> list[LanguagePlan]:
-        """Steps in which every request takes its seat, with one token: a seat's first row must be a chunk."""
-        seats, size = range(self._sizes.max_num_seqs), self._sizes.token_budget
+        """Steps in which every request takes its slot, with one token: a slot's first row must be a chunk."""
+        seq_slots, size = range(self._sizes.max_num_seqs), self._sizes.token_budget
         rows = min(size, self._sizes.kv_tokens // self._sizes.block_size)
         return [
-            self._plan(0, [], [(seat, 0, 1) for seat in seats[begin : begin + rows]])
-            for begin in range(0, len(seats), rows)
+            self._plan(0, [], [(seq_slot, 0, 1) for seq_slot in seq_slots[begin : begin + rows]])
+            for begin in range(0, len(seq_slots), rows)
         ]
 
     def preparation(self, point: LanguagePoint) -> list[LanguagePlan]:
-        """Steps that bring the seats of `point` to where its rows begin; none where no state is kept."""
+        """Steps that bring the slots of `point` to where its rows begin; none where no state is kept."""
         if not self._stateful:
             return []
         plans = []
-        for seat, start in enumerate(_starts(point)):
-            if start <= self._lengths[seat] <= start + _DRIFT or not start:
+        for seq_slot, start in enumerate(_starts(point)):
+            if start <= self._lengths[seq_slot] <= start + _DRIFT or not start:
                 continue
             for begin in range(0, start, self._sizes.token_budget):
                 count = min(self._sizes.token_budget, start - begin)
-                plans.append(self._plan(0, [], [(seat, begin, count)]))
+                plans.append(self._plan(0, [], [(seq_slot, begin, count)]))
         return plans
 
     def language(self, point: LanguagePoint) -> LanguagePlan:
-        """Decodes sit in the first seats, chunks behind them. A decode with `context` keys computes the last one."""
+        """Decodes have the first slots, chunks the next. A decode with `context` keys computes the last one."""
         starts = _starts(point)
         if self._stateful:
-            starts = [self._lengths[seat] if start else 0 for seat, start in enumerate(starts)]
+            starts = [self._lengths[seq_slot] if start else 0 for seq_slot, start in enumerate(starts)]
         rows = point.num_decodes
         chunks = [(rows + i, starts[rows + i], count) for i, (count, _) in enumerate(point.chunks)]
         return self._plan(rows, starts[:rows], chunks)
@@ -123,13 +123,13 @@ class PlanMaker:
         return VisionPlan(self._step_id(), tuple(items))
 
     def _plan(self, num_decodes: int, starts: Sequence[int], chunks: Sequence[tuple[int, int, int]]) -> LanguagePlan:
-        """Chunks are (seat, start, tokens)."""
+        """Chunks are (slot, start, tokens)."""
         lengths = [start + 1 for start in starts] + [start + count for _, start, count in chunks]
         tables = self._tables(lengths)
-        seats = np.arange(num_decodes, dtype=np.int64)
+        seq_slots = np.arange(num_decodes, dtype=np.int64)
         decodes = DecodeRows(
-            request_ids=seats,
-            seats=seats.copy(),
+            request_ids=seq_slots,
+            seq_slots=seq_slots.copy(),
             token_ids=self._tokens(num_decodes),
             starts=np.asarray(starts, dtype=np.int64),
             num_generated=np.ones(num_decodes, dtype=np.int64),
@@ -137,8 +137,8 @@ class PlanMaker:
         )
         rows = tuple(
             ChunkRow(
-                RequestId(seat),
-                seat,
+                RequestId(seq_slot),
+                seq_slot,
                 tuple(self._tokens(count).tolist()),
                 start,
                 blocks,
@@ -146,10 +146,12 @@ class PlanMaker:
                 sample=True,
                 num_generated=0,
             )
-            for (seat, start, count), blocks in zip(chunks, tables[num_decodes:], strict=True)
+            for (seq_slot, start, count), blocks in zip(chunks, tables[num_decodes:], strict=True)
         )
-        for seat, length in zip([*range(num_decodes), *(seat for seat, _, _ in chunks)], lengths, strict=True):
-            self._lengths[seat] = length
+        for seq_slot, length in zip(
+            [*range(num_decodes), *(seq_slot for seq_slot, _, _ in chunks)], lengths, strict=True
+        ):
+            self._lengths[seq_slot] = length
         return LanguagePlan(self._step_id(), decodes, rows)
 
     def _tokens(self, count: int) -> npt.NDArray[np.int64]:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_engine.core.request import Request
-from hydra_engine.core.retry import retry_after_s
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable
+from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ def _check_images(request: Request, limits: Limits) -> None:
             raise RequestTooLarge(
                 f"image {index + 1} needs {blocks} blocks of the image cache for its {image.num_tokens} tokens, this "
                 f"deployment has {limits.num_image_blocks}; send a smaller image, or serve with a larger "
-                "image_cache_gib",
+                "--image-cache-gib",
                 param="messages",
             )
 
@@ -68,7 +67,7 @@ def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
         param, remedy = "messages", "shorten the prompt or send smaller images"
     raise RequestTooLarge(
         f"{request.num_prompt} prompt tokens and up to {num_generated} new ones need {blocks} KV blocks, this "
-        f"deployment has {limits.num_kv_blocks} ({room} tokens); {remedy}, or serve with a larger kv_cache_gib",
+        f"deployment has {limits.num_kv_blocks} ({room} tokens); {remedy}, or serve with a larger --kv-cache-gib",
         param=param,
     )
 

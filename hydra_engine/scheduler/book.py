@@ -1,7 +1,7 @@
 """The requests of one instance, the queue that each is in, and the blocks that each holds.
 
-Carries out what the planners and the scheduler decide (place, start, preempt, offer, end, forget) so that queues,
-states, seats, decodes and caches never disagree; `audit.py` checks that they do not. Images are in `images.py`. Decides
+Carries out what the planners and the scheduler decide (place, start, preempt, end, forget) so that queues,
+states, slots, decodes and caches never disagree; `audit.py` checks that they do not. Images are in `images.py`. Decides
 nothing and knows no budget.
 """
 
@@ -13,19 +13,16 @@ import math
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import Ledger
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SeatPool
+from hydra_engine.cache.slots import SlotPool
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
-from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
-from hydra_engine.scheduler.blame import StepLog
+from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.decodes import DecodeTable
-from hydra_engine.scheduler.events import KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.images import ImageBook
-from hydra_engine.scheduler.outside import Outside
+from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.scheduler.queues import ArrivalQueue, StartedOrders, UrgencyQueue
 from hydra_engine.scheduler.reuse import PrefixReuse
 from hydra_engine.scheduler.timeline import Timeline
@@ -41,7 +38,7 @@ class RequestBook:
     One whose KV comes from another instance is `arriving` until that is offered, then `incoming`, and prefilling
     (though nothing is computed) until all of it is here. Encode jobs are in `jobs`; they hold no KV and are no
     candidates for the language lane. `unencoded` and `awaited` are indices beside the queues: requests with an image
-    that waits for an encode here, and for one elsewhere. Whoever holds KV blocks has a seat. `decodes` has the numbers
+    that waits for an encode here, and for one elsewhere. Whoever holds KV blocks has a slot. `decodes` has the numbers
     of those that decode, and of those whose last chunk is in flight.
 
     Reuse. KV that the cache has is looked up when a request arrives or is preempted, and images inside it are CACHED:
@@ -62,17 +59,19 @@ class RequestBook:
         *,
         reuse: bool,
         has_states: bool = False,
-        log: StepLog | None = None,
+        observer: StepObserver | None = None,
+        connector: Connector | None = None,
     ) -> None:
         """`has_states`: the model keeps recurrent states. KV without the state at its end is worth nothing, so then
         only features are reused."""
         self.kv = kv
-        self.seats = SeatPool(config.max_num_seqs)
-        self.decodes = DecodeTable(config.max_num_seqs, kv.block_size, config.tpot_slo)
+        self.seq_slots = SlotPool(config.max_num_seqs)
+        self.decodes = DecodeTable(config.max_num_seqs, kv.block_size)
         self.features = FeatureCache(images, keeps=reuse)
         self.prefixes = PrefixReuse(kv, enabled=reuse and not has_states, shares_features=reuse)
-        self.ledger = Ledger(kv, self.features, self.seats, has_states=has_states)
-        self.log = log if log is not None else StepLog()
+        self.ledger = Ledger(kv, self.features, self.seq_slots, has_states=has_states)
+        self.connector = connector if connector is not None else Connector()
+        self.observer = observer if observer is not None else StepObserver()
         self.states: dict[RequestId, RequestState] = {}
         self.timelines: dict[RequestId, Timeline] = {}
         self.encoding = UrgencyQueue()
@@ -85,13 +84,9 @@ class RequestBook:
         self.jobs = ArrivalQueue()
         self.unencoded = UrgencyQueue()
         self.awaited = UrgencyQueue()
-        self.kv_offers: dict[int, RequestState] = {}  # offers of KV that are known, by their number
-        self.departed: list[RequestState] = []  # ended while a plan was made, to be forgotten behind it
-        self.outside = Outside()
-        self.images = ImageBook(self.features, self.states, self.timelines, self.outside, self.place)
+        self.images = ImageBook(self.features, self.states, self.timelines, self.connector, self.place)
         self.num_preemptions = 0
         self._instance = instance
-        self._ttft_s = config.ttft_slo
         self._next_order = 0
         self._started = StartedOrders()
         self._due: list[tuple[float, RequestId]] = []  # a heap: first tokens with a limit
@@ -109,7 +104,7 @@ class RequestBook:
     ) -> RequestState:
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
-            request, self._next_order, now, self._ttft_s, part=part, remote_images=remote_images, pulls_kv=pulls_kv
+            request, self._next_order, now, part=part, remote_images=remote_images, pulls_kv=pulls_kv
         )
         state.image_keys = self.prefixes.feature_keys(request)
         self._next_order += 1
@@ -118,8 +113,13 @@ class RequestBook:
         self.images.arrive(state, self._cached_tokens(state) if looks else 0, now)
         if state.due_s < math.inf and Role.P in part and not pulls_kv:
             heapq.heappush(self._due, (state.due_s, request.id))
-        timeline = Timeline(self._instance, now, state.waits_for_images, prefills=not state.is_job)
+        limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
+        timeline = Timeline(self._instance, now, state.waits_for_images, prefills=not state.is_job, limit_s=limit_s)
         self.timelines[request.id] = timeline
+        if (before := request.resumed) is not None:
+            timeline.first_token_s, timeline.last_token_s = before.first_token_s, before.last_token_s
+            timeline.late_gaps = before.late_gaps
+            self.observer.on_away(request.id, before.blame, now)
         if pulls_kv:
             timeline.cause = "transfer"
         if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.remote_images):
@@ -141,7 +141,7 @@ class RequestBook:
         state.decodes = state.ending is None and belongs is self.decoding
         if (belongs is self.waiting or belongs is self.incoming) and state.starts_seen is None:
             state.starts_seen = self._started.younger_than(state.order)
-        if state.decodes and not self.decodes.is_member(self.seats.of(request_id)):
+        if state.decodes and not self.decodes.is_member(self.seq_slots.of(request_id)):
             self.join_decodes(state, unread=0)
         live = state.ending is None
         _index(self.unencoded, state, belongs=live and state.needs_encode)
@@ -150,27 +150,22 @@ class RequestBook:
     def join_decodes(self, state: RequestState, *, unread: int) -> None:
         """`unread` 1: the request's last chunk is about to be in flight, and what follows can be planned."""
         request_id = state.request.id
-        seat, table = self.seats.of(request_id), self.kv.tables[request_id]
-        self.decodes.join(state, seat, table, self.timelines[request_id], unread=unread)
+        seq_slot, table = self.seq_slots.of(request_id), self.kv.tables[request_id]
+        self.decodes.join(state, seq_slot, table, self.timelines[request_id], unread=unread)
 
     def end(self, state: RequestState, ending: Ending) -> None:
         """The request makes no more progress; what it holds stays until `forget`."""
-        self._leave_decodes(state)
+        self.leave_decodes(state)
         state.num_prefilled, state.decodes = state.num_computed, False
         self.images.end(state)
-        if ending.reason != Departure.MOVED:
-            self.withdraw_kv(state)
-        if state.arrival is not None and state.arrival.offer is not None:
-            del self.kv_offers[state.arrival.offer]
-            if state.arrival.offer != state.arrival.copies:
-                self.outside.tell(UnneededEvent(state.arrival.offer))
+        self.connector.on_end(state, ending)
         state.ending = ending
         self.place(state)
 
     def in_use(self, state: RequestState) -> bool:
         """Some plan in flight names the request."""
-        seat = self.seats.held.get(state.request.id)
-        return state.plans_in_flight > 0 or (seat is not None and self.decodes.num_in_flight(seat) > 0)
+        seq_slot = self.seq_slots.held.get(state.request.id)
+        return state.plans_in_flight > 0 or (seq_slot is not None and self.decodes.num_in_flight(seq_slot) > 0)
 
     def forget(self, state: RequestState) -> None:
         """Frees everything. Only when no plan in flight names the request."""
@@ -178,7 +173,7 @@ class RequestBook:
         request_id = state.request.id
         self.prefixes.settle()
         self.kv.free(request_id)
-        self.seats.free(request_id)
+        self.seq_slots.free(request_id)
         self.images.drop(state)
         del self.states[request_id], self.timelines[request_id]
 
@@ -203,15 +198,13 @@ class RequestBook:
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """The request gets its first blocks: the `num_found` that the cache has, and behind them what it grows."""
         waited = state.waits_for_images
-        self.seats.take(state.request.id)
+        self.seq_slots.take(state.request.id)
         self.prefixes.adopt(state, num_found)
-        if state.arrival is not None:
-            state.arrival.num_copied = num_found
         if num_found:
             self.timelines[state.request.id].reused(now, state.num_computed)
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
-        state.starts_seen, state.seated = None, False
+        state.starts_seen, state.slot_known = None, False
         oldest = [queue.oldest_but(state) for queue in (self.waiting, self.encoding, self.incoming)]
         self._started.started(state.order, min((other.order for other in oldest if other is not None), default=None))
         self.images.consume(state, now)
@@ -227,108 +220,42 @@ class RequestBook:
 
     def preempt(self, state: RequestState, now: float) -> bool:
         """Frees the KV of a running request. It keeps its age, its tokens and the features it has not consumed. False
-        while KV is being copied into its blocks: then it gives way as soon as that has ended.
-
-        What has got its KV from elsewhere and may not compute it here has departed with that.
-        """
+        if the connector objects: then it gives way as soon as that is possible."""
         request_id = state.request.id
-        if state.arrival is not None and state.arrival.copies is not None:
-            state.arrival.gives_way = True
+        if not self.connector.may_preempt(state):
             return False
-        computes = state.num_scheduled or self.decodes.num_in_flight(self.seats.of(request_id))
+        computes = state.num_scheduled or self.decodes.num_in_flight(self.seq_slots.of(request_id))
         assert not computes, "a request is preempted while a step computes it"
-        self._give_back(state)
+        self.free_blocks(state)
         state.num_preemptions += 1
         self.num_preemptions += 1
-        self.log.preempted(request_id, now)
+        self.observer.on_away(request_id, "preemption", now)
         self.timelines[request_id].preempted()
-        if state.arrival is None and Role.P not in state.part:
-            self.end(state, Ending(Departure.RETURNED))
-            self.departed.append(state)
-        elif state.arrival is None and state.trusts_cache:
+        self.connector.on_preempted(state, now)
+        if state.ending is None and state.trusts_cache:
             self.images.recheck(state, self._cached_tokens(state), now)
         self.place(state)
         return True
 
-    def put_back(self, state: RequestState) -> None:
-        """What was pulled of a request's KV is worth nothing; it waits as if it had never started. No copy is in
-        flight."""
-        assert state.arrival is not None and state.arrival.copies is None, "blocks are freed while they are written"
-        self._give_back(state)
-        self.place(state)
-
-    def _give_back(self, state: RequestState) -> None:
+    def free_blocks(self, state: RequestState) -> None:
+        """All that the request has computed is gone; `place` says where it goes then."""
         request_id = state.request.id
-        self._leave_decodes(state)
+        self.leave_decodes(state)
         self.prefixes.settle()
-        self.withdraw_kv(state)
+        self.connector.on_blocks_freed(state)
         self.kv.free(request_id)
-        self.seats.free(request_id)
+        self.seq_slots.free(request_id)
         state.decodes = False
         state.num_prefilled = state.num_named = 0
-        if state.arrival is not None:
-            state.arrival.num_copied, state.arrival.gives_way = 0, False
         self.images.lose_kv(state)
 
-    # ---- KV that goes to other instances, or comes from them
-
-    def offer_kv(self, state: RequestState, now: float, end: KvEnd | None = None) -> None:
-        """Full blocks that are new since the last time, and with `end` the last one too."""
-        table = self.kv.tables[state.request.id]
-        stop = state.num_prefilled // self.kv.block_size if end is None else self.kv.blocks_for(state.num_prefilled)
-        if end is None and stop <= state.num_offered:
-            return
-        block_ids = tuple(table.block_ids[state.num_offered : stop].tolist())
-        self.outside.tell(KvEvent(state.request.id, block_ids, end))
-        state.num_offered = stop
-        if end is not None:
-            state.hands_over = True
-            state.offered_s[-1] = now
-            self.place(state)
-
-    def withdraw_kv(self, state: RequestState) -> None:
-        if state.num_offered:
-            self.outside.tell(KvGoneEvent(state.request.id))
-        state.num_offered, state.hands_over = 0, False
-
-    def hand_over(self, state: RequestState, now: float) -> None:
-        """A decode goes on elsewhere. A row of it that is in flight is passed over when it comes back."""
-        self._leave_decodes(state)
-        state.num_prefilled, state.decodes = state.num_computed, False
-        state.part &= ~Role.D
-        self.offer_kv(state, now, self.end_of_kv(state, tuple(state.generated[:-1])))
-
-    def end_of_kv(self, state: RequestState, earlier: tuple[int, ...] | None = None) -> KvEnd:
-        timeline = self.timelines[state.request.id]
-        times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
-        return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
-
-    def arrived(self, state: RequestState, end: KvEnd, now: float) -> None:
-        """All KV of the request is here; it goes on as a prefill of one token. What does not fit the tokens that are
-        known of it is of no use, and the request has departed."""
-        state.arrival = None
-        if end.earlier_token_ids is not None:
-            state.generated[:] = end.earlier_token_ids
-            state.borrowed = True
-        state.generated.append(end.token_id)
-        if end.num_tokens != state.num_tokens - 1:
-            self.end(state, Ending(Departure.RETURNED))
-            return
-        state.num_prefilled = end.num_tokens
-        timeline = self.timelines[state.request.id]
-        timeline.first_token_s, timeline.last_token_s = end.first_token_s, end.token_s
-        timeline.last_s, timeline.late_gaps = now, end.late_gaps
-        self.images.consume(state, now)
-        self.prefixes.owe(state)
-        self.place(state)
+    def leave_decodes(self, state: RequestState) -> None:
+        """A row of it that is in flight is passed over when it comes back."""
+        slot = self.seq_slots.held.get(state.request.id)
+        if slot is not None:
+            self.decodes.leave(slot)
 
     # ---- questions
-
-    @property
-    def only_borrowed(self) -> bool:
-        """There are decodes that other instances have lent, and nothing else to compute."""
-        running = [state for queue in (self.prefilling, self.decoding) for state in queue if state.arrival is None]
-        return bool(running) and all(state.borrowed for state in running) and not self.waiting
 
     def youngest_running(self) -> RequestState | None:
         """The youngest request that holds KV blocks and is not ending."""
@@ -345,11 +272,6 @@ class RequestBook:
             heapq.heappop(self._due)
         return None
 
-    def _leave_decodes(self, state: RequestState) -> None:
-        seat = self.seats.held.get(state.request.id)
-        if seat is not None:
-            self.decodes.leave(seat)
-
     def _cached_tokens(self, state: RequestState) -> int:
         return len(self.prefixes.find(state)) * self.kv.block_size
 
@@ -361,7 +283,7 @@ class RequestBook:
         if state.request.id in self.kv.tables:
             if state.hands_over:
                 return self.handing_over
-            decodes = Role.D in state.part and state.is_decode and state.seated and not state.num_scheduled
+            decodes = Role.D in state.part and state.is_decode and state.slot_known and not state.num_scheduled
             return self.decoding if decodes else self.prefilling
         if state.arrival is not None:
             return self.arriving if state.arrival.offer is None else self.incoming

@@ -2,7 +2,8 @@
 patches of a vision step.
 
 The interface that the planners ask before every step, the budgets of an engine without limits, and the rule for how far
-a step may be stretched. Budgets that follow from limits are in `latency_budget.py`. Knows no requests and no clock.
+a step may be stretched. Budgets that follow from limits are in `latency/latency_budget.py`. Knows no requests and no
+clock.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hydra_engine.core.plans import Ints
 from hydra_engine.core.state import RequestState
-from hydra_engine.scheduler.timeline import Timeline
+from hydra_engine.scheduler.timeline import Timeline, is_late
 
 Seconds = npt.NDArray[np.float64]
 Places = slice | Ints  # of some members; a slice if they are the first ones
@@ -33,41 +33,34 @@ class _Watched:
 
 
 class DecodeTimes:
-    def __init__(self, num_places: int, tpot_s: float | None = None) -> None:
-        """`tpot_s` is the limit of requests that bring none."""
-        self._tpot_s = math.inf if tpot_s is None else tpot_s
+    def __init__(self, num_places: int) -> None:
         self._watched: list[_Watched] = []
-        self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_places))
+        self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_places))  # of tokens, 0.0: none
         self._late_gaps = np.zeros(num_places, dtype=np.int64)
         self._num_limited = 0
-        # From a member's latest token to the end of its latest step, where they are not the same, by its place.
-        self._waited_s: dict[int, float] = {}
         self._num_steps = self._num_rows = 0  # of all steps with decodes so far
         self._latest_batch = 0
 
     # ---- coming and going
 
-    def join(self, state: RequestState, timeline: Timeline, *, waited: bool) -> None:
-        """At the place behind all others. `waited`: its latest token is known."""
-        place, slo_s = len(self._watched), state.request.slo.tpot_s
+    def join(self, state: RequestState, timeline: Timeline) -> None:
+        """At the place behind all others."""
+        place = len(self._watched)
         self._watched.append(_Watched(state, timeline))
-        self._limits[place] = limit_s = self._tpot_s if slo_s is None else slo_s
-        self._num_limited += limit_s < math.inf
-        self._first_s[place], self._last_s[place] = timeline.first_token_s, timeline.last_s
+        self._limits[place] = timeline.limit_s
+        self._num_limited += timeline.limit_s < math.inf
+        self._first_s[place], self._last_s[place] = timeline.first_token_s, timeline.last_token_s
         self._late_gaps[place] = timeline.late_gaps
-        if waited:
-            self._waited_s[place] = timeline.last_s - timeline.last_token_s
         self._open(self._watched[place], timeline.last_s)
 
-    def leave(self, place: int, *, in_chunk: bool) -> None:
-        """The last member takes the place. `in_chunk`: the token before its first row is not known yet."""
+    def leave(self, place: int) -> None:
+        """The last member takes the place."""
         watched = self._watched[place]
         timeline = watched.timeline
         self._num_limited -= bool(self._limits[place] < math.inf)
         self._close(watched, float(self._last_s[place]))
-        timeline.first_token_s, timeline.last_s = float(self._first_s[place]), float(self._last_s[place])
-        if self._waited_s.pop(place, None) is None and not in_chunk:
-            timeline.last_token_s = timeline.last_s
+        timeline.first_token_s, timeline.last_token_s = float(self._first_s[place]), float(self._last_s[place])
+        timeline.last_s = max(timeline.last_s, timeline.last_token_s)
         timeline.late_gaps = int(self._late_gaps[place])
         mover = self._watched.pop()
         last = len(self._watched)
@@ -75,8 +68,6 @@ class DecodeTimes:
             self._watched[place] = mover
             self._floats[:, place] = self._floats[:, last]
             self._late_gaps[place] = self._late_gaps[last]
-            if last in self._waited_s:
-                self._waited_s[place] = self._waited_s.pop(last)
 
     def _open(self, watched: _Watched, since_s: float) -> None:
         watched.since_s, watched.num_generated = since_s, watched.state.num_generated
@@ -91,30 +82,25 @@ class DecodeTimes:
 
     # ---- results
 
-    def read_chunk(self, place: int, ended_s: float) -> None:
-        """The last chunk of a member has given its token."""
+    def read_chunk(self, place: int, ended_s: float, gap_s: float) -> float | None:
+        """The last chunk of a member has given its token. If that is late: when the token before came."""
         watched = self._watched[place]
-        if not watched.timeline.first_token_s:
-            self._first_s[place] = ended_s
-        else:
-            self._late_gaps[place] += bool(ended_s - watched.timeline.last_token_s > self._limits[place])
-        self._last_s[place] = ended_s
+        timeline = watched.timeline
+        late_since_s = timeline.prefill_sampled(ended_s, gap_s)
+        self._first_s[place], self._last_s[place] = timeline.first_token_s, ended_s
+        self._late_gaps[place] = timeline.late_gaps
         self._open(watched, ended_s)
+        return late_since_s
 
     def tick(self, places: Places, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
-        """These members have got a token in a step of `batch` rows. Returns those whose gap is to be shown, and when
-        the token before came: (place, seconds). `gap_s` is what counts as such a gap without a limit."""
+        """These members have got a token in a step of `batch` rows. Returns those to whom it came late, and when the
+        token before came: (place, seconds). `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[places]
-        waited_s = self._take_waits(places) if self._waited_s else 0.0
-        if self._num_limited:
-            gaps_s, limits = ended_s - before_s, self._limits[places]
-            self._late_gaps[places] += gaps_s + waited_s > limits
-            late = (gaps_s > np.where(limits < math.inf, limits, gap_s)).nonzero()[0]
-        else:
-            late = (before_s < ended_s - gap_s).nonzero()[0]
+        late = is_late(ended_s - before_s, self._limits[places], gap_s).nonzero()[0]
         found: list[tuple[int, float]] = []
         if late.size:
             among = late if isinstance(places, slice) else places[late]
+            self._late_gaps[among] += 1
             found = list(zip(among.tolist(), before_s[late].tolist(), strict=True))
         self._last_s[places] = ended_s
         for place, last_s in found:
@@ -122,16 +108,6 @@ class DecodeTimes:
         self._num_steps += 1
         self._num_rows += batch
         self._latest_batch = batch
-        return found
-
-    def _take_waits(self, places: Places) -> Seconds:
-        """What belongs to the gaps of these members and lies before their latest step: a request that had given way
-        came back with all but its last token prefilled."""
-        waits = np.zeros(len(self._watched))
-        among = range(places.stop) if isinstance(places, slice) else set(places.tolist())
-        for place in [place for place in self._waited_s if place in among]:
-            waits[place] = self._waited_s.pop(place)
-        found: Seconds = waits[places]
         return found
 
     def resume(self, place: int, resumed_s: float) -> None:
@@ -159,4 +135,3 @@ class DecodeTimes:
         assert len(states) == len(self._watched), "the times of a decode are lost"
         assert all(watched.state is state for watched, state in zip(self._watched, states, strict=True))
         assert self._num_limited == int((self._limits[: len(states)] < math.inf).sum())
-        assert all(place < len(states) for place in self._waited_s)

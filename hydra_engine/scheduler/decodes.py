@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import DecodeRows, Ints
-from hydra_engine.core.state import RequestState
+from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.scheduler.decode_blocks import DecodeBlocks
 from hydra_engine.scheduler.decode_times import DecodeTimes, Places, Seconds
 from hydra_engine.scheduler.timeline import Timeline
@@ -39,9 +39,6 @@ class Ready(NamedTuple):
         return len(self.starts)
 
 
-NOBODY_READY = Ready(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
-
-
 class TakenBack(NamedTuple):
     """The rows of a step whose requests go on or have just ended with this token; entry i of what is [R] belongs to one
     row. What is meant to be told to others comes as lists, which nobody changes."""
@@ -50,15 +47,15 @@ class TakenBack(NamedTuple):
     request_ids: list[int]  # [R]
     positions: list[int]  # [R] tokens generated before
     token_ids: list[int]  # [R]
-    ended: list[tuple[RequestState, int | None]]  # whose request ends: (.., stop token or None for the length)
+    ended: list[tuple[RequestState, Ending]]
     filled: list[tuple[RequestState, int]]  # whose row filled a KV block: (.., full blocks)
-    late: list[tuple[RequestState, float]]  # whose gap is to be shown: (.., when the token before came)
+    late: list[tuple[RequestState, float]]  # to whom it came late: (.., when the token before came)
 
 
 class _Roll(NamedTuple):
     """All members in the order of their places. Plans share the arrays, so they are never changed."""
 
-    seats: Ints
+    seq_slots: Ints
     request_ids: Ints
     names: list[int]  # the same as a list
 
@@ -79,24 +76,23 @@ class DecodeTable:
     in flight and one if its last chunk is.
     """
 
-    def __init__(self, num_seats: int, block_size: int, tpot_s: float | None = None) -> None:
-        """`tpot_s` is the limit of requests that bring none."""
+    def __init__(self, num_seq_slots: int, block_size: int) -> None:
         self.states: list[RequestState] = []  # by place, as all that follows
-        self.times = DecodeTimes(num_seats, tpot_s)
-        self.blocks = DecodeBlocks(num_seats, block_size)
+        self.times = DecodeTimes(num_seq_slots)
+        self.blocks = DecodeBlocks(num_seq_slots, block_size)
         self._generated: list[list[int]] = []  # the states' own
         self._in_flight: deque[_Flight] = deque()  # all rows, also those of requests that have left
         self._block_size = block_size
-        self._place_of = np.full(num_seats, _NOWHERE, dtype=np.int64)  # of each seat
+        self._place_of = np.full(num_seq_slots, _NOWHERE, dtype=np.int64)  # of each slot
         self._roll: _Roll | None = None  # None: somebody has joined or left
         self._num_left = 0  # members that have left so far
-        self._seats = _zeros(num_seats)
-        self._request_ids = _zeros(num_seats)
-        self._last_tokens = _zeros(num_seats)
-        self._starts = _zeros(num_seats)  # position of the next row
-        self._lasts = _zeros(num_seats)  # position of the last row that it may have
-        self._offsets = _zeros(num_seats)  # start - offset: tokens generated before the row
-        self._chunk_in_flight = _zeros(num_seats)  # 1 while the last chunk is
+        self._seq_slots = _zeros(num_seq_slots)
+        self._request_ids = _zeros(num_seq_slots)
+        self._last_tokens = _zeros(num_seq_slots)
+        self._starts = _zeros(num_seq_slots)  # position of the next row
+        self._lasts = _zeros(num_seq_slots)  # position of the last row that it may have
+        self._offsets = _zeros(num_seq_slots)  # start - offset: tokens generated before the row
+        self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while the last chunk is
         self._stop_ids: Counter[int] = Counter()  # how many members end with a token
         self._sum_starts = 0
         self._longest = 0  # no start is larger
@@ -104,27 +100,27 @@ class DecodeTable:
     def __len__(self) -> int:
         return len(self.states)
 
-    def is_member(self, seat: int) -> bool:
-        return bool(self._place_of[seat] != _NOWHERE)
+    def is_member(self, seq_slot: int) -> bool:
+        return bool(self._place_of[seq_slot] != _NOWHERE)
 
-    def num_in_flight(self, seat: int) -> int:
-        """Rows of a seat, whoever it was when they were planned, that have not come back."""
-        return sum(int(np.count_nonzero(flight.rows.seats == seat)) for flight in self._in_flight)
+    def num_in_flight(self, seq_slot: int) -> int:
+        """Rows of a slot, whoever it was when they were planned, that have not come back."""
+        return sum(int(np.count_nonzero(flight.rows.seq_slots == seq_slot)) for flight in self._in_flight)
 
     # ---- coming and going
 
-    def join(self, state: RequestState, seat: int, blocks: BlockTable, timeline: Timeline, *, unread: int) -> None:
+    def join(self, state: RequestState, seq_slot: int, blocks: BlockTable, timeline: Timeline, *, unread: int) -> None:
         """`unread` 1: the chunk that gives the token before the first row is in flight."""
-        assert not self.is_member(seat), "a decode joins twice"
+        assert not self.is_member(seq_slot), "a decode joins twice"
         place, request = len(self.states), state.request
-        self.times.join(state, timeline, waited=not unread)
+        self.times.join(state, timeline)
         self.states.append(state)
         self._last_tokens[place] = _NOWHERE if unread else state.generated[-1]
         self._generated.append(state.generated)
-        self._place_of[seat], self._roll = place, None
-        self._seats[place], self._request_ids[place] = seat, request.id
+        self._place_of[seq_slot], self._roll = place, None
+        self._seq_slots[place], self._request_ids[place] = seq_slot, request.id
         self._starts[place] = start = state.num_tokens - 1 + unread
-        self._lasts[place] = request.num_prompt - 2 + request.max_new_tokens
+        self._lasts[place] = request.max_total_tokens - 2
         self._offsets[place] = request.num_prompt - 1
         self._chunk_in_flight[place] = unread
         self.blocks.join(blocks, start)
@@ -132,17 +128,17 @@ class DecodeTable:
         self._longest = max(self._longest, start)
         self._stop_ids.update(state.stop_ids)
 
-    def leave(self, seat: int) -> None:
+    def leave(self, seq_slot: int) -> None:
         """The request is planned no more; rows in flight are taken back all the same. Nothing happens if it is no
         member."""
-        place = int(self._place_of[seat])
+        place = int(self._place_of[seq_slot])
         if place == _NOWHERE:
             return
         state = self.states[place]
-        self.times.leave(place, in_chunk=bool(self._chunk_in_flight[place]))
+        self.times.leave(place)
         self._sum_starts -= int(self._starts[place])
         self._forget_stops(state.stop_ids)
-        self._place_of[seat], self._roll = _NOWHERE, None
+        self._place_of[seq_slot], self._roll = _NOWHERE, None
         self._num_left += 1
         self.blocks.leave(place)
         self._move(len(self.states) - 1, place)
@@ -159,8 +155,8 @@ class DecodeTable:
         del self.states[last], self._generated[last]
         if place == last:
             return
-        self._place_of[self._seats[last]] = place
-        numbers = self._seats, self._request_ids, self._last_tokens, self._starts, self._lasts, self._offsets
+        self._place_of[self._seq_slots[last]] = place
+        numbers = self._seq_slots, self._request_ids, self._last_tokens, self._starts, self._lasts, self._offsets
         for column in (*numbers, self._chunk_in_flight):
             column[place] = column[last]
 
@@ -185,10 +181,10 @@ class DecodeTable:
         found: list[RequestId] = self._request_ids[places].tolist()
         return found
 
-    def place(self, seat: int) -> int:
+    def place(self, seq_slot: int) -> int:
         """Of a member."""
-        assert self.is_member(seat), f"nobody decodes in seat {seat}"
-        return int(self._place_of[seat])
+        assert self.is_member(seq_slot), f"no decode in slot {seq_slot}"
+        return int(self._place_of[seq_slot])
 
     def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
         """One row for each; their requests are a token further as far as plans are concerned. `ahead`: a step is in
@@ -201,7 +197,7 @@ class DecodeTable:
         everybody = len(starts) == len(self.states)
         rows = DecodeRows(
             request_ids=roll.request_ids if everybody else roll.request_ids[places],
-            seats=roll.seats if everybody else roll.seats[places],
+            seq_slots=roll.seq_slots if everybody else roll.seq_slots[places],
             token_ids=token_ids,
             starts=starts,
             num_generated=starts - self._offsets[places],
@@ -219,31 +215,32 @@ class DecodeTable:
             everybody = slice(0, len(self.states))
             request_ids = self._request_ids[everybody].copy()
             self._longest = int(self._starts[everybody].max(initial=0))
-            self._roll = _Roll(self._seats[everybody].copy(), request_ids, request_ids.tolist())
+            self._roll = _Roll(self._seq_slots[everybody].copy(), request_ids, request_ids.tolist())
         return self._roll
 
     def _unread(self) -> Ints:
         """[M] tokens of each member that are planned and nobody has read."""
         counts: Ints = self._chunk_in_flight[: len(self.states)].copy()
         for flight in self._in_flight:
-            places = self._place_of[flight.rows.seats]
+            places = self._place_of[flight.rows.seq_slots]
             counts[places[places != _NOWHERE]] += 1
         return counts
 
     # ---- results
 
-    def read_chunk(self, seat: int, token_id: int, ended_s: float) -> None:
-        """The token of a member's last chunk, which has been appended already."""
-        place = self.place(seat)
+    def read_chunk(self, seq_slot: int, token_id: int, ended_s: float, gap_s: float) -> float | None:
+        """The token of a member's last chunk, which has been appended already. If it is late: when the one before
+        came."""
+        place = self.place(seq_slot)
         self._chunk_in_flight[place] = 0
         self._last_tokens[place] = token_id
-        self.times.read_chunk(place, ended_s)
+        return self.times.read_chunk(place, ended_s, gap_s)
 
     def take_back(self, rows: DecodeRows, token_ids: Ints, *, ended_s: float, batch: int, gap_s: float) -> TakenBack:
         """The rows are no longer in flight. Moves the members among them one token on; those that have left meanwhile
         are passed over.
 
-        `batch`: rows of the step. `gap_s`: between two tokens of a request without a limit, from which on it is shown.
+        `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`.
         """
         flight = self._in_flight.popleft()
         assert flight.rows is rows, "steps come back in another order"
@@ -253,7 +250,7 @@ class DecodeTable:
         if names is not None and flight.num_left == self._num_left:
             generated = self._generated if len(rows) == len(self.states) else self._generated[: len(rows)]
         else:
-            among = self._place_of[rows.seats]
+            among = self._place_of[rows.seq_slots]
             live = among != _NOWHERE
             places = among = among[live]
             starts, positions, token_ids = starts[live], positions[live], token_ids[live]
@@ -283,29 +280,26 @@ class DecodeTable:
 
     def _ended(
         self, places: Places, starts: Ints, token_ids: Ints, token_list: list[int]
-    ) -> list[tuple[RequestState, int | None]]:
+    ) -> list[tuple[RequestState, Ending]]:
+        """Looks at those that are at their last row, and at those with a token that ends some request."""
         ended = starts >= self._lasts[places]
         if not self._stop_ids.keys().isdisjoint(token_list):
             ended |= np.isin(token_ids, list(self._stop_ids))
         rows = ended.nonzero()[0]
-        found: list[tuple[RequestState, int | None]] = []
         if not rows.size:
-            return found
-        for state, row in zip(self._states_at(places, rows), rows.tolist(), strict=True):
-            if token_list[row] in state.stop_ids:
-                found.append((state, token_list[row]))
-            elif state.num_generated >= state.request.max_new_tokens:
-                found.append((state, None))
-        return found
+            return []
+        at_end = zip(self._states_at(places, rows), rows.tolist(), strict=True)
+        endings = ((state, state.ending_with(token_list[row])) for state, row in at_end)
+        return [(state, ending) for state, ending in endings if ending is not None]
 
     def _states_at(self, places: Places, rows: Ints) -> list[RequestState]:
         """Of some rows of those that have these places."""
         among = rows if isinstance(places, slice) else places[rows]
         return [self.states[place] for place in among.tolist()]
 
-    def resume(self, seat: int, resumed_s: float) -> None:
+    def resume(self, seq_slot: int, resumed_s: float) -> None:
         """The gap that `take_back` has named ends here; what follows, its token included, is decoding again."""
-        self.times.resume(self.place(seat), resumed_s)
+        self.times.resume(self.place(seq_slot), resumed_s)
 
     # ---- questions
 
@@ -323,21 +317,21 @@ class DecodeTable:
         assert [flight.rows for flight in self._in_flight] == rows, "decodes in flight"
 
     def check(self, members: dict[int, tuple[RequestState, BlockTable, int]]) -> None:
-        """Raises AssertionError unless the table agrees with `members`: seat -> (state, blocks, 1 if its last chunk is
+        """Raises AssertionError unless the table agrees with `members`: slot -> (state, blocks, 1 if its last chunk is
         in flight)."""
         num_members, unread = len(self.states), self._unread()
-        seats = self._seats[:num_members].tolist()
-        assert set(seats) == members.keys() and len(seats) == len(members), "the wrong requests are decodes"
+        seq_slots = self._seq_slots[:num_members].tolist()
+        assert set(seq_slots) == members.keys() and len(seq_slots) == len(members), "the wrong requests are decodes"
         assert set(np.flatnonzero(self._place_of != _NOWHERE).tolist()) == members.keys(), "places are lost"
         self.times.check(self.states)
         starts = self._starts[:num_members]
         assert self._sum_starts == int(starts.sum()) and self._longest >= int(starts.max(initial=0))
         assert self._stop_ids == Counter(chain.from_iterable(state.stop_ids for state in self.states)), "stop tokens"
-        for place, seat in enumerate(seats):
-            state, blocks, chunk = members[seat]
+        for place, seq_slot in enumerate(seq_slots):
+            state, blocks, chunk = members[seq_slot]
             where = f"request {state.request.id}"
-            assert self._place_of[seat] == place, f"{where} has another's place"
-            assert self.states[place] is state, f"{where} sits in a wrong seat"
+            assert self._place_of[seq_slot] == place, f"{where} has another's place"
+            assert self.states[place] is state, f"{where} has a wrong slot"
             assert self._request_ids[place] == state.request.id, f"{where} has another's id"
             assert self._generated[place] is state.generated, f"{where}: tokens go elsewhere"
             assert self._chunk_in_flight[place] == chunk, f"{where}: whether its last chunk is in flight"

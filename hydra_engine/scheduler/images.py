@@ -1,43 +1,37 @@
 """How far the images of all requests are, and what follows when their features come and go.
 
-All images with one picture are as far as its features are. Features are encoded here, or pulled from the instance that
-encoded them; features of an encode job are offered to another instance as long as they are here. Carries out what the
-planners decide and tells `outside` what others have to know; decides nothing itself.
+All images with one picture are as far as its features are. Features are encoded here, or elsewhere: the connector hears
+of every change. Carries out what the planners decide; who may take whose blocks is in `policy.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.state import ImageProgress, RequestState
-from hydra_engine.scheduler.events import FeaturesEvent, FeaturesGoneEvent, UnneededEvent
-from hydra_engine.scheduler.outside import Outside
+from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.timeline import Timeline
 
 Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
 
 
 class ImageBook:
-    """Others have been asked for every remote image that WAITS (`images_asked`) and have offered it or will do so. An
-    offer is known (`image_offers`) only while the image WAITS or is ENCODING; one whose copy is in flight is not among
-    them."""
-
     def __init__(
         self,
         features: FeatureCache,
         states: Mapping[RequestId, RequestState],
         timelines: Mapping[RequestId, Timeline],
-        outside: Outside,
+        connector: Connector,
         place: Callable[[RequestState], None],
     ) -> None:
         self.patches_waiting = 0  # of images that need an encode here, once for each request that needs it
-        self.offers: dict[int, tuple[RequestState, int]] = {}  # those that are known and not being copied
         self._features = features
         self._states = states
         self._timelines = timelines
-        self._outside = outside
+        self._connector = connector
         self._place = place
 
     # ---- requests
@@ -79,15 +73,10 @@ class ImageBook:
         return all(progress == ImageProgress.CONSUMED for progress in state.images)
 
     def end(self, state: RequestState) -> None:
-        """The request is about to end: nothing is encoded for it any more, nothing offered, nothing wanted."""
+        """The request is about to end: nothing is encoded for it any more."""
         for index, progress in enumerate(state.images):
             if progress == ImageProgress.WAITING and index not in state.remote_images:
                 self.patches_waiting -= state.request.images[index].num_patches
-            if state.is_job and progress == ImageProgress.ENCODED:
-                self._outside.tell(FeaturesGoneEvent(state.request.id, index))
-        for index in list(state.image_offers):
-            self._refuse(state, index)
-        self._outside.forget_needs(state.request.id)
 
     def drop(self, state: RequestState) -> None:
         """What a request that has ended holds."""
@@ -96,6 +85,21 @@ class ImageBook:
                 self._features.drop((state.request.id, index), state.image_keys[index])
 
     # ---- features
+
+    def make_room(
+        self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_take: bool
+    ) -> bool:
+        """Whether the image can have its blocks, after taking those of later images if it must and may and nothing is
+        put aside for an earlier one."""
+        features = self._features
+        if features.num_free >= reserved + num_blocks:
+            return True
+        if reserved or not may_take:
+            return False
+        missing = num_blocks - features.num_free
+        for key in policy.features_to_take(state, index, self.encoded(), missing):
+            self.take(key, now)
+        return features.num_free >= num_blocks
 
     def reserve(self, state: RequestState, index: int, now: float) -> None:
         """The image gets blocks and its features will be written for this request, and for all others with the same
@@ -118,6 +122,12 @@ class ImageBook:
             self._follow(key, now)
         return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
 
+    def settle_others(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
+        """Others had the same picture; some of them may have waited for nothing else."""
+        for state in users:
+            if state.request.id not in own and state.ending is None and not state.waits_for_images:
+                self.settled(state, now)
+
     def settled(self, state: RequestState, now: float) -> None:
         """The last image that a request waited for is ready, by somebody else's work."""
         timeline = self._timelines[state.request.id]
@@ -137,35 +147,6 @@ class ImageBook:
         for key, progress, num_blocks in self._features.held():
             if progress == ImageProgress.ENCODED:
                 yield key, self._users(key), num_blocks
-
-    def offer(self, state: RequestState, index: int, offer: int) -> bool:
-        """Features of a remote image can be pulled; False if they are not needed. Several instances may offer them, and
-        all but one may be about to take that back, so none is refused before the features are here."""
-        if index not in state.remote_images or state.images[index] > ImageProgress.ENCODING:
-            state.images_asked.discard(index)
-            return False
-        state.images_asked.add(index)
-        state.image_offers.setdefault(index, []).append(offer)
-        self.offers[offer] = state, index
-        return True
-
-    def claim(self, state: RequestState, index: int) -> int:
-        """The latest offer of an image; it is copied now, or refused, and known no longer."""
-        offer = state.image_offers[index][-1]
-        self.offer_gone(offer)
-        return offer
-
-    def offer_gone(self, offer: int) -> None:
-        """Unknown offers are ignored, and so are those that are being copied: the copy will not be valid."""
-        if offer in self.offers:
-            state, index = self.offers.pop(offer)
-            state.image_offers[index].remove(offer)
-            if not state.image_offers[index]:
-                del state.image_offers[index]
-
-    def _refuse(self, state: RequestState, index: int) -> None:
-        while index in state.image_offers:
-            self._outside.tell(UnneededEvent(self.claim(state, index)))
 
     # ---- inside
 
@@ -201,31 +182,7 @@ class ImageBook:
         before, state.images[index] = state.images[index], progress
         if state.ending is not None:
             return
-        if index in state.remote_images:
-            self._ask_others(state, index, progress)
-            return
-        change = (progress == ImageProgress.WAITING) - (before == ImageProgress.WAITING)
-        self.patches_waiting += change * state.request.images[index].num_patches
-        if state.is_job:
-            self._tell_target(state, index, progress, now)
-
-    def _ask_others(self, state: RequestState, index: int, progress: ImageProgress) -> None:
-        if progress == ImageProgress.WAITING and index not in state.images_asked:
-            state.images_asked.add(index)
-            self._outside.need(state.request.id, index)
-        elif progress > ImageProgress.ENCODING and index in state.image_offers:
-            state.images_asked.discard(index)
-            self._refuse(state, index)
-
-    def _tell_target(self, state: RequestState, index: int, progress: ImageProgress, now: float) -> None:
-        request_id = state.request.id
-        if progress == ImageProgress.ENCODED:
-            key, num_tokens = state.image_keys[index], state.request.images[index].num_tokens
-            block_ids = tuple(self._features.block_ids(key)[: self._features.blocks_for(num_tokens)].tolist())
-            self._outside.tell(FeaturesEvent(request_id, index, block_ids, num_tokens))
-            state.offered_s[index] = now
-        elif index in state.offered_s:
-            since_s, num_tokens = state.offered_s.pop(index), state.request.images[index].num_tokens
-            self._timelines[request_id].offered("offered_features", since_s, now, num_tokens)
-            if progress == ImageProgress.WAITING:
-                self._outside.tell(FeaturesGoneEvent(request_id, index))
+        if index not in state.remote_images:
+            change = (progress == ImageProgress.WAITING) - (before == ImageProgress.WAITING)
+            self.patches_waiting += change * state.request.images[index].num_patches
+        self._connector.on_image(state, index, now)

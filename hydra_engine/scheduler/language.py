@@ -2,12 +2,14 @@
 
 Takes blocks, preempts and marks what is scheduled; results are the scheduler's business. Text never waits for images:
 what waits for an encode is passed over. The rules of who goes first and who gives way are in `policy.py`, the arrays of
-decodes in `decodes.py`, the start of waiting requests is in `starts.py`, that of arriving ones in `arrivals.py`.
+decodes in `decodes.py`, the start of waiting requests is in `prefill.py`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -16,15 +18,14 @@ from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import RequestState
+from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.arrivals import ArrivalStarter
 from hydra_engine.scheduler.book import RequestBook
-from hydra_engine.scheduler.budget import Budgets, StepBudget
-from hydra_engine.scheduler.decodes import NOBODY_READY, Ready
-from hydra_engine.scheduler.demand import demand_of
-from hydra_engine.scheduler.draft import Draft, NeedsResult
-from hydra_engine.scheduler.starts import PrefillStarter
+from hydra_engine.scheduler.budget import Budgets, Demand, StepBudget, stretch
+from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
+
+MAX_SEEN = 16  # requests of a queue that the demand counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,52 +43,48 @@ class LanguagePlanner:
     where that would be needed. What it has done by then (blocks granted, requests started) stays, and is what the next
     plan would have done."""
 
-    def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig, *, whole_requests: bool) -> None:
+    def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
         self._book = book
         self._kv = book.kv
         self._budgets = budgets
-        self.arrivals = ArrivalStarter(book, config)
-        self._starter = PrefillStarter(book, config, whole_requests=whole_requests)
-        self._whole = whole_requests
+        self._starter = PrefillStarter(book, config)
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
-        draft = Draft(self._book, now, ahead=ahead, whole=self._whole)
+        builder = StepBuilder(self._book, now, ahead=ahead)
         try:
-            ready = NOBODY_READY if self._whole else self._ready_decodes(draft)
+            ready = self._ready_decodes(builder)
             can_start = not self._starter.is_full
             demand = demand_of(self._book, ready, patches_in_flight, can_start=can_start, now=now)
             budget = self._budgets.language(demand)
-            draft.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
-            self.arrivals.start(now, draft)
-            short = self._continue_prefills(draft)
-            self._starter.start(draft, short)
-            if self._whole and not draft.chunks:
-                ready = self._ready_decodes(draft)
-                if not ready.num_rows:  # the decodes gave way, which may have made room for a prefill
-                    self._continue_prefills(draft)
+            builder.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
+            self._book.connector.before_language(builder)
+            short = self._continue_prefills(builder)
+            self._starter.start(builder, short)
         except NeedsResult:
             return None
-        if not ready.num_rows and not draft.chunks:
+        if not ready.num_rows and not builder.chunks:
             return None
-        return self._step(step_id, ready, draft, budget, ahead=ahead)
+        return self._step(step_id, ready, builder, budget, ahead=ahead)
 
-    def _step(self, step_id: StepId, ready: Ready, draft: Draft, budget: StepBudget, *, ahead: bool) -> LanguageStep:
+    def _step(
+        self, step_id: StepId, ready: Ready, builder: StepBuilder, budget: StepBudget, *, ahead: bool
+    ) -> LanguageStep:
         decodes = self._book.decodes.take_rows(ready, ahead=ahead)
-        chunks = tuple(self._chunk_row(state, chunk) for state, chunk in draft.chunks)
+        chunks = tuple(self._chunk_row(state, chunk) for state, chunk in builder.chunks)
         load = LanguageLoad(
             num_decodes=len(decodes),
             decode_context=ready.num_keys,
-            prefill_tokens=sum(chunk for _, chunk in draft.chunks),
+            prefill_tokens=sum(chunk for _, chunk in builder.chunks),
             prefill_pairs=sum(row.num_pairs for row in chunks),
             num_chunks=len(chunks),
         )
-        named = tuple((state.request.id, chunk) for state, chunk in draft.chunks)
+        named = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
         return LanguageStep(LanguagePlan(step_id, decodes, chunks, budget.vision_s), load, budget, named)
 
     # ---- decodes
 
-    def _ready_decodes(self, draft: Draft) -> Ready:
+    def _ready_decodes(self, builder: StepBuilder) -> Ready:
         """The decodes that have a block for their next token. Where blocks lack, the youngest running request gives
         way, be it the decode itself; alone it waits, for then blocks of an ending request, or of one that is handed
         over, are about to come back.
@@ -100,20 +97,20 @@ class LanguagePlanner:
         if blocks := self._kv.extend(table.owners(lacking)):
             table.blocks.show(lacking, blocks)
             return ready
-        self._grow_by_age([table.states[place] for place in lacking.tolist()], draft)
+        self._grow_by_age([table.states[place] for place in lacking.tolist()], builder)
         ready = table.ready()
         return table.without(ready, table.blocks.lacking(ready.places, ready.starts))
 
-    def _grow_by_age(self, lacking: list[RequestState], draft: Draft) -> None:
+    def _grow_by_age(self, lacking: list[RequestState], builder: StepBuilder) -> None:
         book, table = self._book, self._book.decodes
         for state in sorted(lacking, key=lambda state: state.order):
             request_id = state.request.id
             while request_id in self._kv.tables:
                 if blocks := self._kv.extend([request_id]):
-                    table.blocks.show(np.array([table.place(book.seats.of(request_id))]), blocks)
+                    table.blocks.show(np.array([table.place(book.seq_slots.of(request_id))]), blocks)
                     break
                 victim = book.youngest_running()
-                if victim is None or (victim is state and self._runs_alone()) or not draft.preempt(victim):
+                if victim is None or (victim is state and self._runs_alone()) or not builder.preempt(victim):
                     break
 
     def _runs_alone(self) -> bool:
@@ -121,7 +118,7 @@ class LanguagePlanner:
 
     # ---- running prefills
 
-    def _continue_prefills(self, draft: Draft) -> RequestState | None:
+    def _continue_prefills(self, builder: StepBuilder) -> RequestState | None:
         """Adds chunks; returns the prefill that lacks blocks, if there is one.
 
         A prefill that has more to compute uses up the budget, so whoever starts in the rest of it finds the blocks of
@@ -135,22 +132,22 @@ class LanguagePlanner:
             timeline = self._book.timelines[state.request.id]
             if policy.is_stalled(state):
                 timeline.cause = "images" if state.arrival is None else "transfer"
-            elif not (chunk := draft.chunk_of(state)):
+            elif not (chunk := builder.chunk_of(state)):
                 timeline.cause = "budget"
-            elif self._grow_for_chunk(state, state.num_planned + chunk, draft):
-                draft.add(state, chunk)
+            elif self._grow_for_chunk(state, state.num_planned + chunk, builder):
+                builder.add(state, chunk)
             else:
                 timeline.cause = "kv blocks"
                 return state  # it has taken what younger prefills had
         return None
 
-    def _grow_for_chunk(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
+    def _grow_for_chunk(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> bool:
         """Room for a chunk, from younger prefills if need be. Decodes are left alone, and so is what goes on after a
         move and comes before all prefills: they have their rows already and free their blocks by ending or by giving
         way themselves."""
-        while not self._kv.grow(state.request.id, num_tokens, max_tokens=state.max_tokens):
-            younger = [other for other in self._book.prefilling if other.order > state.order and other not in draft]
-            if not younger or not draft.preempt(younger[-1]):
+        while not self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens):
+            younger = [other for other in self._book.prefilling if other.order > state.order and other not in builder]
+            if not younger or not builder.preempt(younger[-1]):
                 return False
         return True
 
@@ -163,12 +160,12 @@ class LanguagePlanner:
         sample = end == state.num_tokens
         state.num_scheduled += chunk
         state.plans_in_flight += 1
-        state.seated = True
+        state.slot_known = True
         if sample and Role.D in state.part:
             self._book.join_decodes(state, unread=1)
         return ChunkRow(
             request_id=request_id,
-            seat=self._book.seats.of(request_id),
+            seq_slot=self._book.seq_slots.of(request_id),
             token_ids=state.tokens(start, end),
             start=start,
             block_ids=table.block_ids,
@@ -188,3 +185,58 @@ class LanguagePlanner:
                 block_ids = self._book.features.block_ids(state.image_keys[index])
                 found.append(ImageSlice(first - start, last - first, first - image.start, block_ids))
         return tuple(found)
+
+
+def demand_of(book: RequestBook, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float) -> Demand:
+    """What there is to do when a language step is planned, summed up for the budgets. Looks at no more than `MAX_SEEN`
+    requests of a queue, so its cost does not grow with how many wait. `ready`: the decodes that are in the step.
+    `can_start`: a waiting request may find a slot.
+    """
+    prefills = [state for state in islice(book.prefilling, MAX_SEEN) if _computable(state)]
+    if can_start:
+        prefills += islice(book.waiting.by_urgency(), MAX_SEEN)
+    table = book.decodes
+    limit_s = stretch_s = math.inf
+    if table.times.has_limits and ready.num_rows:
+        limits = table.times.limits(ready.places)
+        limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
+    due = book.next_due(now)
+    due_tokens, due_patches = _before_due(book, due) if due is not None else (0, 0)
+    return Demand(
+        now=now,
+        num_decodes=ready.num_rows,
+        decode_context=ready.num_keys,
+        decode_limit_s=limit_s,
+        stretch_s=stretch_s,
+        prefill_tokens=sum(map(_computable, prefills)),
+        num_prefills=len(prefills),
+        prefill_context=prefills[0].num_planned if prefills else 0,
+        encode_patches=book.images.patches_waiting + patches_in_flight,
+        ttft_due_s=math.inf if due is None else due.due_s,
+        due_tokens=due_tokens,
+        due_patches=due_patches,
+    )
+
+
+def _computable(state: RequestState) -> int:
+    return state.num_computable - state.num_planned
+
+
+def _before_due(book: RequestBook, due: RequestState) -> tuple[int, int]:
+    """Tokens and patches that the first token of `due` waits for: its own, those of the running prefills that go first
+    and, if it has not started, those of more urgent requests."""
+    first = [due]
+    if due.request.id in book.kv.tables:
+        first += (state for state in islice(book.prefilling, MAX_SEEN) if state.order < due.order)
+    else:
+        first += islice(book.prefilling, MAX_SEEN)
+        first += (state for state in islice(book.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
+    tokens = sum(state.num_tokens - state.num_planned for state in first if state.arrival is None)
+    return tokens, sum(map(_patches, first)) if due.waits_for_images else 0
+
+
+def _patches(state: RequestState) -> int:
+    """That are encoded here."""
+    images = enumerate(zip(state.request.images, state.images, strict=True))
+    waiting = ((i, image) for i, (image, progress) in images if progress <= ImageProgress.ENCODING)
+    return sum(image.num_patches for i, image in waiting if i not in state.remote_images)

@@ -18,6 +18,19 @@ from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_PASSED = 16  # requests without room that a step looks past; bounds the time that planning takes
+# How long borrowed decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for
+# an image is late by far more.
+STEAL_PATIENCE_S = 0.1
+
+
+def may_borrow(role: Role) -> bool:
+    """Whether an instance takes decodes over from others while it has nothing to encode (HeteroServe, section 5.3)."""
+    return Role.E in role and Role.D in role
+
+
+def yield_patience_s(tpot_slo: float | None) -> float:
+    """How long borrowed decodes wait for the vision lane: with a TPOT limit no longer than half of that."""
+    return STEAL_PATIENCE_S if tpot_slo is None else min(STEAL_PATIENCE_S, tpot_slo / 2)
 
 
 def sequence_limit(max_num_seqs: int, token_budget: int) -> int:
@@ -37,12 +50,12 @@ def kv_tokens_to_admit(state: RequestState) -> int:
     the token behind it too."""
     if Role.D not in state.part:
         return state.num_tokens
-    if state.gave_way:
-        return state.max_tokens
+    if state.preempted:
+        return state.request.max_total_tokens
     if state.arrival is None:
         return state.num_tokens
     end = state.arrival.end
-    return min(max(state.num_tokens, 0 if end is None else end.num_tokens) + 1, state.max_tokens)
+    return min(max(state.num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
 
 
 def takes_all_at_once(state: RequestState) -> bool:
@@ -52,7 +65,7 @@ def takes_all_at_once(state: RequestState) -> bool:
     here. Such a request must not stand in need of blocks that others hold at the same time: the order of age would not
     help, for nobody takes blocks back that are offered.
     """
-    return state.gave_way or state.arrival is not None or Role.D not in state.part
+    return state.preempted or state.arrival is not None or Role.D not in state.part
 
 
 def is_stalled(state: RequestState) -> bool:
@@ -66,7 +79,7 @@ def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: i
     Anyone may while few do. The `head` (the oldest that waits for images) always may once its first image needs nothing
     more: its images may exceed the image cache together, so that the first must be consumed before the last is encoded.
     """
-    return may_insist(state, head=head) or (num_early < limit and not state.gave_way)
+    return may_insist(state, head=head) or (num_early < limit and not state.preempted)
 
 
 def may_insist(state: RequestState, *, head: bool) -> bool:

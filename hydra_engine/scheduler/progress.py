@@ -6,10 +6,12 @@ and the scheduler lets them go when no plan names them any more.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Container, Iterator
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.messages import Delta, PromptScores, RequestMessage, Tokens
+from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.plans import (
     ChunkRow,
     LanguagePlan,
@@ -21,10 +23,8 @@ from hydra_engine.core.plans import (
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.scheduler.blame import sentence
 from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.decodes import TakenBack
-from hydra_engine.scheduler.events import Event, ScoresEvent, TokenEvent, TokensEvent
 from hydra_engine.scheduler.timeline import StepTimes
 
 
@@ -41,13 +41,11 @@ class Progress:
     def encoded(self, plan: VisionPlan, result: VisionResult) -> list[RequestState]:
         """Returns the requests of the plan, for some may have ended before or now."""
         book = self._book
-        outcomes = {(outcome.request_id, outcome.image_index): outcome for outcome in result.outcomes}
         patches: dict[RequestId, int] = {}
         sharing: dict[RequestId, RequestState] = {}
-        for item in plan.items:
+        for item, error in zip(plan.items, result.errors, strict=True):
             patches[item.request_id] = patches.get(item.request_id, 0) + item.num_patches
             state = book.states[item.request_id]
-            error = outcomes[item.request_id, item.image_index].error
             if error is None:
                 self.images_encoded += 1
             elif state.ending is None:
@@ -63,35 +61,17 @@ class Progress:
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
             if not more and not state.num_scheduled and not state.needs_pull:
                 timeline.images_ready(result.ended_s)
-        self._shared(sharing, patches, result.ended_s)
+        book.images.settle_others(sharing.values(), patches, result.ended_s)
         return [book.states[request_id] for request_id in patches]
-
-    def _shared(self, users: Mapping[RequestId, RequestState], own: Container[RequestId], now: float) -> None:
-        """Others had the same picture; some of them may have waited for nothing else."""
-        for request_id, state in users.items():
-            if request_id not in own and state.ending is None and not state.waits_for_images:
-                self._book.images.settled(state, now)
-
-    # ---- transfer
-
-    def pulled(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
-        """Features of an image have been copied, or turned out not to be there any more."""
-        key, num_tokens = state.image_keys[index], state.request.images[index].num_tokens
-        timeline = self._book.timelines[state.request.id]
-        timeline.pulled("pull_features", started_s, ended_s, num_tokens)
-        if valid:
-            state.images_asked.discard(index)
-        users = self._book.images.finish(key, ended_s, failed=not valid)
-        self._shared({user.request.id: user for user in users}, (), ended_s)
 
     # ---- language
 
-    def computed(self, plan: LanguagePlan, result: LanguageResult) -> tuple[list[Event], list[RequestState]]:
+    def computed(self, plan: LanguagePlan, result: LanguageResult) -> tuple[list[RequestMessage], list[RequestState]]:
         """The tokens, and the requests of the plan that have ended, before or now."""
         failures, logprobs = dict(result.failures), dict(result.logprobs)
-        tokens = TokensEvent([], [], [])
-        events: list[Event] = []
-        ended = self._decodes(plan, result, tokens, events, failures, logprobs)
+        tokens = Tokens([], [], [], result.ended_s)
+        messages: list[RequestMessage] = []
+        ended = self._decodes(plan, result, tokens, messages, failures, logprobs)
         for row, chunk in enumerate(plan.chunks, start=len(plan.decodes)):
             state = self._book.states[chunk.request_id]
             state.plans_in_flight -= 1
@@ -101,28 +81,32 @@ class Progress:
             timeline.prefilled(result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=more)
             if state.ending is None:
                 token_id = int(result.token_ids[row])
-                self._chunk(state, chunk, token_id, failures.get(row), result.ended_s)
+                late = self._chunk(state, chunk, token_id, failures.get(row), result.ended_s)
+                if late is not None:
+                    tokens.late[chunk.request_id] = late
                 if chunk.sample and row not in failures:
-                    _tell(chunk.request_id, chunk.num_generated, token_id, logprobs.get(row), tokens, events)
+                    _tell(chunk.request_id, chunk.num_generated, token_id, logprobs.get(row), tokens, messages)
             if state.ending is not None:
                 ended.append(state)
         if tokens.request_ids:
-            events.insert(0, tokens)
-        return [*self._scores(plan, result, failures), *events], ended
+            messages.insert(0, tokens)
+        return [*self._scores(plan, result, failures), *messages], ended
 
-    def _scores(self, plan: LanguagePlan, result: LanguageResult, failures: Container[int]) -> Iterator[ScoresEvent]:
+    def _scores(self, plan: LanguagePlan, result: LanguageResult, failures: Container[int]) -> Iterator[PromptScores]:
         """Of chunks that came back sound, whatever else has become of their requests."""
         for row, logprobs in result.scores:
             chunk = plan.chunks[row - len(plan.decodes)]
             if row not in failures:
-                yield ScoresEvent(chunk.request_id, chunk.start + 1, logprobs)
+                yield PromptScores(chunk.request_id, chunk.start + 1, logprobs)
 
     def _chunk(
         self, state: RequestState, chunk: ChunkRow, token_id: int, error: ErrorInfo | None, ended_s: float
-    ) -> None:
+    ) -> StageSpan | None:
+        """Returns the gap before its token if that came late."""
+        late = None
         if error is not None:
             self._book.end(state, Ending(FinishReason.ERROR, error=error))
-            return
+            return None
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
             self._book.images.consume(state, ended_s)
@@ -132,34 +116,31 @@ class Progress:
                 self.prompt_tokens += max(0, state.request.num_prompt - state.cached_tokens)
             self.generation_tokens += 1
             state.generated.append(token_id)
-            self._sampled(state, chunk.seat, token_id, ended_s)
+            late = self._sampled(state, chunk.seq_slot, token_id, ended_s)
             self._book.prefixes.owe(state)
-            if token_id in state.stop_ids:
-                self._book.end(state, Ending(FinishReason.STOP, stop_token_id=token_id))
-            elif state.num_generated >= state.request.max_new_tokens:
-                self._book.end(state, Ending(FinishReason.LENGTH))
-        if state.ending is None and Role.D not in state.part:
-            self._book.offer_kv(state, ended_s, self._book.end_of_kv(state) if chunk.sample else None)
+            if (ending := state.ending_with(token_id)) is not None:
+                self._book.end(state, ending)
         if state.ending is None:
+            self._book.connector.on_computed(state, ended_s, sampled=chunk.sample)
             self._book.place(state)
+        return late
 
-    def _sampled(self, state: RequestState, seat: int, token_id: int, ended_s: float) -> None:
-        """The times of the token that ends a prefill; where the request goes on here, the table of decodes keeps
-        them."""
+    def _sampled(self, state: RequestState, seq_slot: int, token_id: int, ended_s: float) -> StageSpan | None:
+        """The times of the token that ends a prefill; where the request goes on here, the table of decodes keeps them.
+        Returns the gap before it if it came late."""
+        gap_s = self._times.gap_s
         if Role.D in state.part:
-            self._book.decodes.read_chunk(seat, token_id, ended_s)
-            return
-        timeline = self._book.timelines[state.request.id]
-        timeline.last_token_s = ended_s
-        if not timeline.first_token_s:
-            timeline.first_token_s = ended_s
+            since_s = self._book.decodes.read_chunk(seq_slot, token_id, ended_s, gap_s)
+        else:
+            since_s = self._book.timelines[state.request.id].prefill_sampled(ended_s, gap_s)
+        return None if since_s is None else self._explained(state, since_s, ended_s)
 
     def _decodes(
         self,
         plan: LanguagePlan,
         result: LanguageResult,
-        tokens: TokensEvent,
-        events: list[Event],
+        tokens: Tokens,
+        messages: list[RequestMessage],
         failures: dict[int, ErrorInfo],
         logprobs: dict[int, TokenLogprobs],
     ) -> list[RequestState]:
@@ -168,36 +149,33 @@ class Progress:
         if not len(rows):
             return []
         for row, error in failures.items():
-            if row < len(rows) and table.is_member(int(rows.seats[row])):
+            if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
                 state = self._book.states[RequestId(int(rows.request_ids[row]))]
                 self._book.end(state, Ending(FinishReason.ERROR, error=error))
         token_ids, batch = result.token_ids[: len(rows)], plan.num_rows
         back = table.take_back(rows, token_ids, ended_s=result.ended_s, batch=batch, gap_s=self._times.gap_s)
         self.generation_tokens += len(back.token_ids)
-        if back.late:
-            self._explain(back, result.ended_s)
+        for state, since_s in back.late:
+            gap = tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)
+            table.resume(self._book.seq_slots.of(state.request.id), gap.end_s)
         self._book.prefixes.owe_all(back.filled)
-        self._tell_all(back, tokens, events, logprobs)
-        for state, stop_token_id in back.ended:
-            reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
-            self._book.end(state, Ending(reason, stop_token_id=stop_token_id))
+        self._tell_all(back, tokens, messages, logprobs)
+        for state, ending in back.ended:
+            self._book.end(state, ending)
         ended = [state for state, _ in back.ended]
         if back.live is not None:
             ended += [self._book.states[RequestId(number)] for number in rows.request_ids[~back.live].tolist()]
         return ended
 
-    def _explain(self, back: TakenBack, ended_s: float) -> None:
-        """The timelines of late tokens say what they waited for."""
-        book = self._book
-        for state, since_s in back.late:
-            request_id = state.request.id
-            blames = book.log.explain(request_id, since_s, ended_s)
-            resumed_s = max(since_s, ended_s - self._times.typical_s)
-            book.timelines[request_id].gap(since_s, resumed_s, sentence(blames), blames)
-            book.decodes.resume(book.seats.of(request_id), resumed_s)
+    def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
+        """The gap before a token that came late, as its timeline tells it."""
+        timeline = self._book.timelines[state.request.id]
+        limit_s = timeline.limit_s if timeline.limit_s < math.inf else self._times.gap_s
+        causes = self._book.observer.explain(state.request.id, since_s, ended_s, limit_s)
+        return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)
 
     def _tell_all(
-        self, back: TakenBack, tokens: TokensEvent, events: list[Event], logprobs: dict[int, TokenLogprobs]
+        self, back: TakenBack, tokens: Tokens, messages: list[RequestMessage], logprobs: dict[int, TokenLogprobs]
     ) -> None:
         if not logprobs:
             tokens.request_ids.extend(back.request_ids)
@@ -206,7 +184,7 @@ class Progress:
             return
         places = range(len(back.token_ids)) if back.live is None else back.live.nonzero()[0].tolist()
         for place, *token in zip(places, back.request_ids, back.positions, back.token_ids, strict=True):
-            _tell(RequestId(token[0]), token[1], token[2], logprobs.get(place), tokens, events)
+            _tell(RequestId(token[0]), token[1], token[2], logprobs.get(place), tokens, messages)
 
 
 def _tell(
@@ -214,12 +192,13 @@ def _tell(
     position: int,
     token_id: int,
     logprobs: TokenLogprobs | None,
-    tokens: TokensEvent,
-    events: list[Event],
+    tokens: Tokens,
+    messages: list[RequestMessage],
 ) -> None:
     """Tokens with log probabilities travel alone, all others of a step together."""
     if logprobs is not None:
-        events.append(TokenEvent(request_id, position, token_id, logprobs))
+        late = tokens.late.pop(request_id, None)
+        messages.append(Delta(request_id, position, (token_id,), tokens.time_s, (logprobs,), late))
         return
     tokens.request_ids.append(request_id)
     tokens.positions.append(position)

@@ -43,7 +43,7 @@ class PrefixReuse:
     def adopt(self, state: RequestState, num_blocks: int) -> None:
         """Begins the request's table with blocks that `find` has found."""
         if num_blocks:
-            self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], max_tokens=state.max_tokens)
+            self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], capacity=state.request.max_total_tokens)
         state.num_named = num_blocks
         state.num_prefilled = num_blocks * self._block_size
 

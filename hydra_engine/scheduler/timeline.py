@@ -2,25 +2,41 @@
 
 Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. While
 a request decodes, its open span and its gaps are counted in `decodes.py`. Keeps at most `MAX_SPANS` spans however long
-the request runs. Is told times, never asks for them.
+the request runs. Every answer carries its own. Is told times, never asks for them.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
 
-from hydra_engine.core.outputs import Blame, StageSpan
+import numpy as np
+import numpy.typing as npt
+
+from hydra_engine.core.outputs import DelayCause, StageSpan
+
+Seconds = npt.NDArray[np.float64] | np.float64
 
 MAX_SPANS = 200
 MIN_WAIT_S = 0.001  # shorter waits are hand-over, not waiting
 MIN_GAP_S = 0.05
 _REMEMBERED_STEPS = 64
 _NEW_SHARE = 0.25  # of the latest step in a moving mean
+_MAX_NAMED = 3  # causes that a sentence names
+_MIN_NAMED = 0.1  # of the delay that a cause must have to be named
+_UNITS = {"prefill": "tokens", "encode": "patches"}
+_WORDS = {"step": "slow step", "cpu": "between steps", "decode": "the decode step itself", "lost": "instance lost"}
 _WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
+
+
+def is_late(gap_s: Seconds, limit_s: Seconds, unlimited_s: float) -> npt.NDArray[np.bool_]:
+    """Which gaps between two tokens are late, the one definition for all who count or explain them: those longer than
+    the request's TPOT limit or, where that is infinite, than `unlimited_s`, `StepTimes.gap_s`."""
+    return gap_s > np.where(limit_s < math.inf, limit_s, unlimited_s)
 
 
 class StepTimes:
@@ -51,15 +67,16 @@ class StepTimes:
 
     @property
     def gap_s(self) -> float:
-        """Time between two tokens of a request from which on it counts as a gap."""
+        """Time between two tokens of a request without a limit from which on the later one is late."""
         return max(MIN_GAP_S, 2 * self.typical_s)
 
 
 class Timeline:
     """`cause` says what the request waits for on the language lane; the planner sets it, the next chunk clears it.
 
-    `last_s` is the end of its latest language step; it, the times of the first and the latest token and the number of
-    gaps between its tokens that were longer than its limit are kept in the table of decodes while it is there.
+    `last_s` is the end of its latest language step; it, the times of the first and the latest token (0.0: none yet) and
+    the number of late gaps between its tokens are kept in the table of decodes while it is there. `limit_s` is its TPOT
+    limit, infinite without one.
     """
 
     __slots__ = (
@@ -73,9 +90,12 @@ class Timeline:
         "last_s",
         "last_token_s",
         "late_gaps",
+        "limit_s",
     )
 
-    def __init__(self, instance: str, now: float, has_images: bool, *, prefills: bool = True) -> None:
+    def __init__(
+        self, instance: str, now: float, has_images: bool, *, prefills: bool = True, limit_s: float = math.inf
+    ) -> None:
         """`prefills` False: an encode job, which waits for no language step."""
         self._instance = instance
         self._spans: list[StageSpan] = []
@@ -87,6 +107,7 @@ class Timeline:
         self.last_s = now
         self.last_token_s = 0.0
         self.late_gaps = 0
+        self.limit_s = limit_s
 
     def encode_waits(self, now: float) -> None:
         """Some image needs an encode, perhaps again."""
@@ -135,9 +156,19 @@ class Timeline:
         self._prefill_since_s = None
         self._add("decode", since_s, until_s, batch=batch, tokens=tokens)
 
-    def gap(self, since_s: float, until_s: float, cause: str, blame: Sequence[Blame] = ()) -> None:
+    def prefill_sampled(self, ended_s: float, unlimited_s: float) -> float | None:
+        """The last chunk of a prefill has given a token. If that is late: when the token before came."""
+        before_s, self.last_token_s = self.last_token_s, ended_s
+        if not self.first_token_s:
+            self.first_token_s = ended_s
+        elif is_late(np.float64(ended_s - before_s), np.float64(self.limit_s), unlimited_s):
+            self.late_gaps += 1
+            return before_s
+        return None
+
+    def gap(self, since_s: float, until_s: float, causes: Sequence[DelayCause]) -> StageSpan:
         """The next token came late. What was decoded before has been told."""
-        self._add("decode_wait", since_s, until_s, cause=cause, blame=blame)
+        return self._add("decode_wait", since_s, until_s, cause=sentence(causes), blame=causes)
 
     def pulled(self, stage: str, started_s: float, ended_s: float, tokens: int) -> None:
         """`stage` is pull_features or pull_kv; one copy of that many tokens."""
@@ -175,11 +206,13 @@ class Timeline:
         batch: int = 0,
         tokens: int = 0,
         cause: str | None = None,
-        blame: Sequence[Blame] = (),
-    ) -> None:
+        blame: Sequence[DelayCause] = (),
+    ) -> StageSpan:
         if len(self._spans) >= MAX_SPANS:
             self._spans = squeezed(self._spans)
-        self._spans.append(StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause, tuple(blame)))
+        span = StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause, tuple(blame))
+        self._spans.append(span)
+        return span
 
 
 def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
@@ -211,3 +244,17 @@ def _joined(run: list[StageSpan]) -> StageSpan:
         cause=longest.cause,
         blame=longest.blame,
     )
+
+
+def sentence(causes: Sequence[DelayCause]) -> str:
+    """The largest causes in words: "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
+    limit_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
+    return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= limit_s)
+
+
+def _words(cause: DelayCause) -> str:
+    if cause.kind not in _UNITS:
+        return _WORDS.get(cause.kind, cause.kind)
+    whose = "other requests" if cause.request is None else f"request {cause.request}"
+    size = f" ({cause.amount} {_UNITS[cause.kind]})" if cause.amount else ""
+    return f"{cause.kind} of {whose}{size}"

@@ -10,7 +10,7 @@ that they were encoded for. Rules of age are in `policy.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby, islice
+from itertools import groupby
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import StepId
@@ -24,44 +24,36 @@ from hydra_engine.scheduler.budget import Budgets
 class VisionPlanner:
     """Blocks are granted in order, all of an image at once, and never to a later image while an earlier one lacks
     them; by arrival that leaves no cycle of waiting with `policy.features_to_take`, even if the cache has room for one
-    image. Urgency takes nothing from anybody, and no more time than the patience from the oldest image that waits.
-
-    Features of encode jobs leave room for the largest image that a request of this instance waits for, so that nobody
-    here waits for another instance to fetch something; an image too large for that counts as any other. Only jobs
-    give way for it, so the oldest job always gets on."""
+    image. Urgency takes nothing from anybody, and no more time than the patience from the oldest image that waits."""
 
     def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
         self._book = book
         self._budgets = budgets
-        self._patience_s = config.encode_patience_ms / 1000
-        self._job_quota = 0  # blocks that features of jobs may hold, while a step is filled
+        self._patience_s = config.encode_patience_s
 
-    def plan(self, step_id: StepId, now: float, *, among: int | None = None) -> VisionPlan | None:
-        """The next step, or None if nothing can be encoded. `among`: only images of so many requests, the first ones in
-        order, are looked at. Its first image may exceed the budget."""
+    def plan(self, step_id: StepId, now: float) -> VisionPlan | None:
+        """The next step, or None if nothing can be encoded. Its first image may exceed the budget."""
         unencoded = self._book.unencoded
-        self._job_quota = self._book.features.num_blocks - self._largest_local()
+        self._book.connector.before_vision()
         items: list[EncodeItem] = []
         if unencoded.is_ranked and not self._is_impatient(unencoded.oldest(), now):
-            items = self._fill(unencoded.by_urgency(), now, among, may_take=False)
+            items = self._fill(unencoded.by_urgency(), now, may_take=False)
         if not items:
-            items = self._fill(unencoded.by_age(), now, among, may_take=True)
+            items = self._fill(unencoded.by_age(), now, may_take=True)
         if not items:
             return None
         for request_id in {item.request_id for item in items}:
             self._book.states[request_id].plans_in_flight += 1
         return VisionPlan(step_id, tuple(items))
 
-    def _fill(
-        self, states: Iterable[RequestState], now: float, among: int | None, *, may_take: bool
-    ) -> list[EncodeItem]:
+    def _fill(self, states: Iterable[RequestState], now: float, *, may_take: bool) -> list[EncodeItem]:
         """Images for a step. One too large for what is left of the budget is skipped, its blocks are put aside and
         smaller ones fill the step; behind one that has waited longer than the patience nothing is filled in."""
-        budget = self._budgets.vision()
+        budget, connector = self._budgets.vision(), self._book.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
         jobs_wait = False  # one that has used up the quota keeps nobody but other jobs waiting
-        for state, index in _images(islice(states, among)):
+        for state, index in _images(states):
             if state.images[index] != ImageProgress.WAITING:
                 continue  # the same picture is in the step already
             if state.is_job and jobs_wait:
@@ -74,10 +66,10 @@ class VisionPlanner:
                 if self._is_impatient(state, now) or used >= budget or num_skipped >= policy.MAX_PASSED:
                     break
                 continue
-            if state.is_job and not self._within_quota(state, index, num_blocks, now, may_take=may_take):
+            if state.is_job and not connector.may_encode(state, index, num_blocks, now, may_take=may_take):
                 jobs_wait = True
                 continue
-            if not self._make_room(state, index, num_blocks, reserved, now, may_take=may_take):
+            if not self._book.images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
                 break
             items.append(self._item(state, index, now))
             used += image.num_patches
@@ -85,53 +77,6 @@ class VisionPlanner:
 
     def _is_impatient(self, state: RequestState | None, now: float) -> bool:
         return state is not None and now - state.image_wait_since_s >= self._patience_s
-
-    def _make_room(
-        self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_take: bool
-    ) -> bool:
-        """Whether the image can have its blocks, after taking those of later images if it must and may and nothing is
-        put aside for an earlier one."""
-        features = self._book.features
-        if features.num_free >= reserved + num_blocks:
-            return True
-        if reserved or not may_take:
-            return False
-        missing = num_blocks - features.num_free
-        for key in policy.features_to_take(state, index, self._book.images.encoded(), missing):
-            self._book.images.take(key, now)
-        return features.num_free >= num_blocks
-
-    def _largest_local(self) -> int:
-        """Blocks of the largest image that a request of this instance lacks; 0 where there are no jobs."""
-        book = self._book
-        if not book.jobs:
-            return 0
-        sizes = (
-            book.features.blocks_for(image.num_tokens)
-            for state in chain(book.encoding, book.prefilling)
-            for image, progress in zip(state.request.images, state.images, strict=True)
-            if progress <= ImageProgress.ENCODING
-        )
-        return max(sizes, default=0)
-
-    def _within_quota(self, state: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
-        """Whether features of jobs may hold so many blocks more, after taking those of later jobs if it must and
-        may."""
-        book = self._book
-        if num_blocks > self._job_quota or self._job_quota == book.features.num_blocks:
-            return True
-        if (excess := self._held_by_jobs() + num_blocks - self._job_quota) <= 0:
-            return True
-        if may_take:
-            of_jobs = (holder for holder in book.images.encoded() if all(user.is_job for user, _ in holder[1]))
-            for key in policy.features_to_take(state, index, of_jobs, excess):
-                book.images.take(key, now)
-        return self._held_by_jobs() + num_blocks <= self._job_quota
-
-    def _held_by_jobs(self) -> int:
-        book = self._book
-        held = ((book.features.users(key), num_blocks) for key, _, num_blocks in book.features.held())
-        return sum(n for users, n in held if all(book.states[request_id].is_job for request_id, _ in users))
 
     def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
         request, image = state.request, state.request.images[index]

@@ -1,8 +1,8 @@
-"""What only the administrator may: see and change the topology while requests are served, empty the caches, and read
-the trace of everybody's requests.
+"""The admin routes: see and change the topology while requests are served, clear the caches, and read the trace of all
+clients' requests.
 
 The routes exist only where an admin key is configured (`auth.py`). Does not know how instances change their roles or
-forget what they have.
+clear their caches.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from aiohttp import web
 
 from hydra_engine.core.roles import MAX_INSTANCES
 from hydra_engine.errors import HydraError, InvalidRequest, Unavailable
-from hydra_engine.server.body import read_request
-from hydra_engine.server.context import LIFECYCLE, loaded_engine
+from hydra_engine.server.context import loaded_engine
 from hydra_engine.server.generate import json_response
 from hydra_engine.server.health import Alive, Instance, describe
+from hydra_engine.server.http.body import read_request
 from hydra_engine.server.info import topology_of
 from hydra_engine.server.port import EnginePort
+from hydra_engine.server.state import STATE
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ async def show_topology(request: web.Request) -> web.Response:
 async def set_topology(request: web.Request) -> web.Response:
     """Answers when the change is made."""
     engine = loaded_engine(request)
-    request.app[LIFECYCLE].check()
-    asked = await read_request(request, TopologyRequest)
-    await request.app[SWITCH].carry_out(asked.topology)
+    request.app[STATE].lifecycle.check()
+    body = await read_request(request, TopologyRequest)
+    await request.app[SWITCH].carry_out(body.topology)
     answer = _answer(engine)
     logger.warning("the topology is now %s", answer.topology)
     return json_response(answer)
@@ -112,9 +113,9 @@ def _trace_json(engine: EnginePort, seconds: float) -> bytes:
     return msgspec.json.encode(Trace(engine.trace_events(seconds)))
 
 
-def _seconds(asked: str | None) -> float:
+def _seconds(text: str | None) -> float:
     try:
-        seconds = TRACE_S if asked is None else float(asked)
+        seconds = TRACE_S if text is None else float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MAX_TRACE_S:

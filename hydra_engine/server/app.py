@@ -9,77 +9,38 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hydra_engine import __version__
 from hydra_engine.config import ServerConfig
-from hydra_engine.server import (
-    admin,
-    chat,
-    completions,
-    health,
-    info,
-    messages,
-    models,
-    openapi,
-    page,
-    requests,
-    responses,
-    tokenize,
-    tracing,
-)
-from hydra_engine.server.access import ACCESS, Access, route_of, write_line
-from hydra_engine.server.auth import KEYS, KeyRing, Keys, auth_middleware
-from hydra_engine.server.body import body_middleware
-from hydra_engine.server.commons import COMMONS, OWN, Commons, OwnCommons
+from hydra_engine.server import admin, health, info, openapi, requests
+from hydra_engine.server.anthropic import messages
 from hydra_engine.server.context import (
     CLIENT,
     CONFIG,
     ENGINE,
-    LIFECYCLE,
-    METRICS,
     MODEL_NAME,
     REQUEST_ID,
-    Lifecycle,
     make_request_id,
 )
-from hydra_engine.server.cors import Cors, is_loopback
-from hydra_engine.server.errors import error_middleware, has_anthropic_style
-from hydra_engine.server.isolation import SALT_SECRET
-from hydra_engine.server.loop_lag import LoopLag
+from hydra_engine.server.http import tracing
+from hydra_engine.server.http.access import ACCESS, Access, route_of, write_line
+from hydra_engine.server.http.auth import KEYS, KeyRing, auth_middleware
+from hydra_engine.server.http.body import body_middleware
+from hydra_engine.server.http.cors import Cors, is_loopback
+from hydra_engine.server.http.errors import error_middleware, has_anthropic_style
+from hydra_engine.server.http.isolation import SALT_SECRET
+from hydra_engine.server.http.loop_lag import LoopLag
+from hydra_engine.server.openai import chat, completions, models, responses, tokenize
+from hydra_engine.server.page import events as page
 from hydra_engine.server.port import EnginePort
+from hydra_engine.server.state import STATE, ServerState
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class House:
-    """What applications share that serve one port, in this process or in several."""
-
-    commons: Commons
-    keys: Keys
-    secret: bytes  # of cache salts
-    model_name: str
-    lifecycle: Lifecycle
-    debug_endpoints: bool = False
-
-
-def open_house(
-    engine: EnginePort,
-    config: ServerConfig,
-    *,
-    model_name: str | None = None,
-    debug_endpoints: bool = False,
-    keys: KeyRing | None = None,
-) -> tuple[House, OwnCommons, KeyRing]:
-    """Of the process with the engine, which may still be loading. Raises ConfigError where the keys are wrong."""
-    secret = secrets.token_bytes(32)
-    name = model_name or config.served_model_name or engine.model_name
-    keys, commons = keys or KeyRing.from_config(config, secret), OwnCommons(engine, config, name)
-    return House(commons, keys, secret, name, commons.lifecycle, debug_endpoints), commons, keys
+_PROBES = frozenset({"/livez", "/health", "/ready", "/ping"})  # come every second and say nothing about anybody
 
 
 def build_app(
@@ -90,29 +51,22 @@ def build_app(
     debug_endpoints: bool = False,
     keys: KeyRing | None = None,
 ) -> web.Application:
-    """The one of a server with one process. Once the engine serves, give `app[METRICS].observe` to its `add_observer`.
-    `keys`: instead of those that the configuration and the environment name."""
-    house, commons, _ = open_house(engine, config, model_name=model_name, debug_endpoints=debug_endpoints, keys=keys)
-    app = furnish(engine, config, house)
-    app[OWN] = commons
-    app[METRICS] = commons.metrics
-    return app
-
-
-def furnish(engine: EnginePort, config: ServerConfig, house: House) -> web.Application:
-    keys = house.keys
+    """The engine may still be loading. Once it serves, give `app[STATE].metrics.requests.add` to its `add_observer`.
+    `keys`: instead of those that the configuration and the environment name. Raises ConfigError where these are
+    wrong."""
+    secret = secrets.token_bytes(32)
+    keys = keys or KeyRing.from_config(config, secret)
     cors = Cors(config.allow_origins, only_this_machine=is_loopback(config.host) and not keys.asks)
     middlewares = [request_middleware, error_middleware, cors.middleware, auth_middleware(keys), body_middleware]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[KEYS] = keys
-    app[SALT_SECRET] = house.secret
-    app[COMMONS] = house.commons
+    app[SALT_SECRET] = secret
     app[ENGINE] = engine
     app[CONFIG] = config
-    app[MODEL_NAME] = house.model_name
-    app[LIFECYCLE] = house.lifecycle
+    app[MODEL_NAME] = model_name or config.served_model_name or engine.model_name
+    app[STATE] = ServerState(config, app[MODEL_NAME])
     app[admin.SWITCH] = admin.TopologySwitch(engine)
-    app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=house.debug_endpoints))
+    app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=debug_endpoints))
     app[openapi.KEYS] = openapi.Keys(api=keys.asks, admin=keys.has_admin_key)
     if config.ui:
         page.install(app)
@@ -134,7 +88,7 @@ def furnish(engine: EnginePort, config: ServerConfig, house: House) -> web.Appli
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
-    lag = LoopLag(app[COMMONS].lagged)
+    lag = LoopLag(app[STATE].metrics.traffic.lagged, is_serving=lambda: app[ENGINE].health()[0])
     lag.start()
     yield
     lag.stop()
@@ -192,16 +146,18 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 def _note(request: web.Request, status: int, access: Access) -> None:
     """A request has been answered, or was left by its client (499). The bytes of a whole answer are still to leave."""
-    config, commons, route, client = request.app[CONFIG], request.app[COMMONS], route_of(request), request.get(CLIENT)
+    config, metrics = request.app[CONFIG], request.app[STATE].metrics
+    route, client = route_of(request), request.get(CLIENT)
     elapsed_s = access.ended_s - access.began_s
-    commons.answered(route, status, client, method=request.method, seconds=elapsed_s)
+    metrics.traffic.answered(route, status, client, method=request.method, seconds=elapsed_s)
     if access.results:
         answers = [result.usage.completion_tokens for result, _ in access.answers]
-        commons.generated(len(answers), max(answers))
-    if config.enable_log_requests:
+        metrics.requests.add_choices(len(answers), max(answers))
+    is_probe = route in _PROBES
+    if config.enable_log_requests and not is_probe:
         line = "%s %s %s %d %.1f ms" + (" for %s" if client else "%s")
         logger.info(line, request[REQUEST_ID], request.method, route, status, elapsed_s * 1e3, client or "")
-    if config.access_log != "off":
+    if config.access_log != "off" and not is_probe:
         write_line(request, status, access)
     if tracing.TRACER in request.app:
         tracing.trace(request, status, access)

@@ -5,27 +5,38 @@ Endpoints differ only in the `Answer` they bring. Does not know their formats or
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core import outputs
+from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest, NotFound
-from hydra_engine.observe import timeline
-from hydra_engine.server.access import ACCESS
-from hydra_engine.server.commons import admitted
-from hydra_engine.server.context import ANSWER_ID, CONFIG, MODEL_NAME, REQUEST_ID
-from hydra_engine.server.errors import STREAM
-from hydra_engine.server.port import Forwarding, Handle
-from hydra_engine.server.protocol.common import Usage, usage_of
+from hydra_engine.server.context import ANSWER_ID, CONFIG, ENGINE, MODEL_NAME, REQUEST_ID, loaded_engine
+from hydra_engine.server.http.access import ACCESS
+from hydra_engine.server.http.body import read_request
+from hydra_engine.server.http.errors import STREAM
+from hydra_engine.server.http.isolation import cache_salt
+from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.server.http.sse import DONE, EventStream, json_events, send_parts
+from hydra_engine.server.openai import logprob_limit
+from hydra_engine.server.openai.several import add_requests
+from hydra_engine.server.port import EnginePort, Handle
+from hydra_engine.server.protocol.common import FINGERPRINT, Metrics, Usage, metrics_of, usage_of
 from hydra_engine.server.protocol.fields import GenerationFields, SamplingFields
-from hydra_engine.server.sse import EventStream
+from hydra_engine.server.state import STATE, admitted
+from hydra_engine.telemetry import timeline
+
+R = TypeVar("R", bound=GenerationFields)
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -35,12 +46,16 @@ class Identity(msgspec.Struct, frozen=True):
     created: int
     model: str
 
+    def head(self, kind: str) -> tuple[str, str, int, str, str]:
+        """Of an OpenAI answer: the fields of `CompletionHead`."""
+        return self.id, kind, self.created, self.model, FINGERPRINT
+
 
 class UsageMeter:
     """The `usage` of a stream's chunks: absent unless asked for, null on all but the last, or a running count."""
 
     def __init__(self, fields: SamplingFields) -> None:
-        self.wanted = fields.include_usage
+        self.included = fields.include_usage
         self._running = fields.continuous_usage
         self._prompt: outputs.Usage | None = None
         self.num_tokens = 0
@@ -53,115 +68,143 @@ class UsageMeter:
         self.num_tokens += len(piece.token_ids)
 
     def now(self) -> Usage | UnsetType | None:
-        if not self.wanted:
+        if not self.included:
             return UNSET
         return usage_of(self._prompt, self.num_tokens) if self._prompt is not None else None
 
 
-class Meter(Protocol):
+class Answer:
+    """What an endpoint makes of results and pieces."""
+
+    last = DONE  # the event behind all others
+    # The short way for pieces of nothing but text, where there is one. As `events`, for a piece without a result; None,
+    # with nothing counted: it takes the long way. Does not raise.
+    text_event: Callable[[Piece], bytes | None] | None = None
+
+    def __init__(self, body: GenerationFields, identity: Identity) -> None:
+        self._identity = identity
+        self._with_metrics = bool(body.return_metrics)
+        self.slices = Slices()
+
     def begin(self, handle: Handle) -> None:
         """The request is admitted."""
-        ...
+
+    def whole(self, result: Result) -> msgspec.Struct:
+        raise NotImplementedError
+
+    def _chunks(self, piece: Piece) -> Iterable[msgspec.Struct]:
+        """What a piece of any choice adds. One with a result closes its choice, the last such piece the answer."""
+        raise NotImplementedError
+
+    def events(self, piece: Piece) -> bytes | Iterator[bytes]:
+        """Whole events; empty where there is nothing to show, in parts where that is long."""
+        return json_events(self._chunks(piece), self.slices)
+
+    def _metrics(self, result: Result, *, streamed: bool = False) -> Metrics | UnsetType:
+        return metrics_of(result, streamed=streamed) if self._with_metrics else UNSET
 
 
-class Answer(Protocol):
-    @property
-    def meter(self) -> Meter: ...
-
-    def whole(self, result: Result) -> msgspec.Struct: ...
-
-    def events(self, piece: Piece) -> bytes:
-        """Whole events of a piece, of whichever choice it is; empty where there is nothing to show. A piece with a
-        result closes its choice, the last one of them the answer."""
-        ...
-
-    @property
-    def last(self) -> bytes:
-        """The event behind all others."""
-        ...
-
-
-@runtime_checkable
-class TextAnswer(Protocol):
-    """An answer that knows a short way for pieces of nothing but text."""
-
-    def text_event(self, piece: Piece) -> bytes | None:
-        """As `events`, for a piece without a result; None, with nothing counted: it takes the long way. Does not
-        raise."""
-        ...
-
-
-def identify(request: web.Request, fields: GenerationFields, prefix: str, *, separator: str = "-") -> Identity:
-    """Takes over the id that the body asks for. Raises NotFound for another model, InvalidRequest for odd options."""
-    model = check_model(request, fields.model)
-    if isinstance(fields, SamplingFields) and fields.stream_options is not None and not fields.stream:
+async def read_generation(request: web.Request, kind: type[R], prefix: str) -> tuple[EnginePort, R, Identity]:
+    """What every generating endpoint begins with: the engine, the body, and the answer's identity under the id that the
+    body asks for. Raises Unavailable, NotFound for another model, InvalidRequest for odd options."""
+    engine = loaded_engine(request)
+    request.app[STATE].lifecycle.check()
+    body = await read_request(request, kind)
+    model = check_model(request, body.model)
+    if isinstance(body, SamplingFields) and body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    if fields.request_id is not None:
-        request[REQUEST_ID] = fields.request_id
-    request[ANSWER_ID] = f"{prefix}{separator}{request[REQUEST_ID]}"
-    return Identity(request[ANSWER_ID], int(time.time()), model)
+    if body.request_id is not None:
+        request[REQUEST_ID] = body.request_id
+    request[ANSWER_ID] = prefix + request[REQUEST_ID]
+    return engine, body, Identity(request[ANSWER_ID], int(time.time()), model)
 
 
-def check_model(request: web.Request, asked: str | None) -> str:
+def check_model(request: web.Request, model: str | None) -> str:
     """The served name, which a request may leave out."""
     served = request.app[MODEL_NAME]
-    if asked is not None and asked != served:
+    if model is not None and model != served:
         raise NotFound(
-            f"The model `{asked[:200]}` does not exist; GET /v1/models lists what is served",
+            f"The model `{model[:200]}` does not exist; GET /v1/models lists what is served",
             param="model",
             code="model_not_found",
         )
     return served
 
 
+def call_of(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:
+    """What the calls of all endpoints have in common; of no prompt yet."""
+    return GenerationCall(
+        logprob_limit.bounded(request, body, sampling),
+        slo=body.slo,
+        priority=body.priority or 0,
+        cache_salt=cache_salt(request, body.cache_salt),
+        request_id=request[ANSWER_ID],
+    )
+
+
 async def respond(
-    request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer, asked: GenerationFields
+    request: web.Request, calls: Sequence[GenerationCall], answer: Answer, body: GenerationFields
 ) -> web.StreamResponse:
-    if asked.stream:
-        return await _stream(request, submit, answer, asked.num_choices)
-    async with admitted(request, asked.num_choices):
-        handle = await submit()
-        try:
-            _begin(request, answer, handle)
-            result = await handle
-        finally:
-            handle.cancel()
+    """One call for each prompt, all sampled alike."""
+    if body.stream:
+        return await _stream(request, calls, answer, body)
+    async with _running(request, calls, answer, body) as handle:
+        result = await handle
     request[ACCESS].add(result)
-    response = json_response(answer.whole(result))
-    if asked.return_metrics or request.app[CONFIG].server_timing:
-        response.headers["Server-Timing"] = timeline.server_timing(result)
-    return response
+    headers = {}
+    if body.return_metrics or request.app[CONFIG].server_timing:
+        headers["Server-Timing"] = timeline.server_timing(result)
+    encoded = answer.slices.encode(answer.whole(result))
+    if isinstance(encoded, bytes):
+        return web.Response(body=encoded, content_type="application/json", headers=headers)
+    return await send_parts(request, encoded, headers)
 
 
 async def _stream(
-    request: web.Request, submit: Callable[[], Awaitable[Handle]], answer: Answer, num_answers: int
+    request: web.Request, calls: Sequence[GenerationCall], answer: Answer, body: GenerationFields
 ) -> web.StreamResponse:
-    async with admitted(request, num_answers):
-        handle = await submit()
-        try:
-            _begin(request, answer, handle)
-            async with EventStream(request, keepalive_s=request.app[CONFIG].keepalive_s) as events:
-                request[STREAM] = events
-                if isinstance(handle, Forwarding) and isinstance(answer, TextAnswer):
-                    handle.forward(partial(_write_text, answer, events))
-                async for piece in handle:
-                    if piece.result is not None:
-                        request[ACCESS].add(piece.result)
-                    if data := answer.events(piece):
-                        await events.send(data)
-        finally:
-            handle.cancel()
+    async with (
+        _running(request, calls, answer, body) as handle,
+        EventStream(request, keepalive_s=request.app[CONFIG].keepalive_s) as events,
+    ):
+        request[STREAM] = events
+        if answer.text_event is not None:
+            handle.forward(partial(_write_text, answer.text_event, events))
+        async for piece in handle:
+            if piece.result is not None:
+                request[ACCESS].add(piece.result)
+            data = answer.events(piece)
+            if not isinstance(data, bytes):
+                await events.send_parts(data)
+            elif data:
+                await events.send(data)
+            if piece.logprobs:  # which take their time; others have a turn between two pieces that wait
+                await asyncio.sleep(0)
     return await events.finish(answer.last)
 
 
-def _begin(request: web.Request, answer: Answer, handle: Handle) -> None:
-    answer.meter.begin(handle)
-    request[ACCESS].prompt = handle.prompt_usage
+@asynccontextmanager
+async def _running(
+    request: web.Request, calls: Sequence[GenerationCall], answer: Answer, body: GenerationFields
+) -> AsyncIterator[Handle]:
+    """The admitted requests of these calls as one; cancelled in any case."""
+    async with admitted(request, body.num_choices):
+        handle = await add_requests(request.app[ENGINE], calls, request[ANSWER_ID])
+        try:
+            prompt = handle.prompt_usage
+            if prompt is not None:
+                logprob_limit.check(request, body, calls[0].sampling, prompt.prompt_tokens)
+            handle.expect(pieces=bool(body.stream))
+            answer.begin(handle)
+            request[ACCESS].prompt = prompt
+            yield handle
+        finally:
+            handle.cancel()
 
 
-def _write_text(answer: TextAnswer, events: EventStream, piece: Piece) -> bool:
+def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream, piece: Piece) -> bool:
     """False: the stream's task has to render it, or to wait for the reader."""
-    if not events.is_free or (data := answer.text_event(piece)) is None:
+    if not events.is_free or (data := text_event(piece)) is None:
         return False
     if data:
         events.put(data)

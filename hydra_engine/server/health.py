@@ -1,8 +1,8 @@
-"""What operators ask: is the process up, is it serving, which version, how busy, what is held.
+"""Health routes: whether the process is up and serves, its version, its load and what is allocated.
 
 GET /livez answers while the front process lives. GET /health and /ready say whether requests are served and make
-progress, and how each instance is; fewer instances that still serve every stage are degraded, not down. Does not know
-generation.
+progress, with the condition of each instance; if the remaining instances serve every stage, the server is degraded, not
+down. Does not know generation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.errors import Unavailable
-from hydra_engine.server.commons import COMMONS
-from hydra_engine.server.context import ENGINE, LIFECYCLE
-from hydra_engine.server.errors import ErrorBody, error_body, error_response
+from hydra_engine.server.context import ENGINE
 from hydra_engine.server.generate import json_response
+from hydra_engine.server.http.errors import ErrorBody, error_body, error_response
+from hydra_engine.server.state import STATE
 
 _REASONS = {
     "loading": ("not_ready", "the model is still loading"),
@@ -72,7 +72,7 @@ def describe(states: Iterable[InstanceState]) -> list[Instance]:
 async def health(request: web.Request) -> web.Response:
     serving, reason = request.app[ENGINE].health()
     states = request.app[ENGINE].instances()
-    if request.app[LIFECYCLE].draining:
+    if request.app[STATE].lifecycle.draining:
         serving, reason = False, "draining"
     if serving:
         return json_response(Health(degraded=any(s.condition in _WANTED for s in states), instances=describe(states)))
@@ -88,7 +88,8 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text, kind = await request.app[COMMONS].metrics_page(request.headers.get("Accept", ""))
+    engine, accept = request.app[ENGINE], request.headers.get("Accept", "")
+    text, kind = request.app[STATE].metrics.page(accept, engine.stats(), engine.instances(), engine.statuses())
     return web.Response(body=text, headers={"Content-Type": kind})
 
 

@@ -1,6 +1,6 @@
 """GET /server_info and /load: what is served here, on what, within which limits, and how many requests run.
 
-Nothing in it is secret and nothing is a path. Does not know how any of it came about.
+It holds no secrets and no paths. Does not know how the values came about.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
-from hydra_engine.server.commons import COMMONS
 from hydra_engine.server.context import CONFIG, MODEL_NAME, loaded_engine
 from hydra_engine.server.generate import json_response
+from hydra_engine.server.state import STATE
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -77,16 +77,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`default_sampling_params` are those of `SamplingParams` that the model or the operator has changed."""
+
     model: str
     version: str
     created: int
     topology: str
     limits: Limits
+    default_sampling_params: dict[str, float]
     instances: list[InstanceInfo]
 
 
 async def load(request: web.Request) -> web.Response:
-    return json_response(Load(await request.app[COMMONS].num_running()))
+    return json_response(Load(request.app[STATE].lifecycle.num_running))
 
 
 async def server_info(request: web.Request) -> web.Response:
@@ -106,6 +109,7 @@ async def server_info(request: web.Request) -> web.Response:
                 tpot_s=max((one.tpot_limit_s for one in limits), default=0.0) or None,
                 ttft_s=max((one.ttft_limit_s for one in limits), default=0.0) or None,
             ),
+            default_sampling_params=engine.default_sampling_params.chosen,
             instances=[_instance(summary, by_name.get(summary.name)) for summary in summaries],
         )
     )
@@ -118,23 +122,13 @@ def topology_of(states: Iterable[InstanceState]) -> str:
 
 
 def _instance(summary: InstanceSummary, state: InstanceState | None) -> InstanceInfo:
+    same = set(InstanceInfo.__struct_fields__) & {*summary.__struct_fields__} - {"role"}
     return InstanceInfo(
-        name=summary.name,
+        **{name: getattr(summary, name) for name in same},
         role=summary.role if state is None else state.role,
         condition=(Condition.STOPPED if state is None else state.condition).value,
-        family=summary.family,
-        device=summary.device,
-        dtype=summary.dtype,
-        backend=summary.backend,
-        deterministic=summary.deterministic,
-        threads=summary.threads,
-        weights_bytes=summary.weights_bytes,
-        state_bytes=summary.state_bytes,
-        max_model_len=summary.max_model_len,
         kv_cache=Cache(summary.kv_cache_bytes, summary.num_kv_blocks, summary.kv_block_size),
         image_cache=Cache(summary.image_cache_bytes, summary.num_image_blocks, summary.image_block_size),
-        token_budget=summary.token_budget,
-        image_budget=summary.image_budget,
         budgets=[
             Budget(
                 budget.num_decodes,

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from hydra_engine import __version__
 from hydra_engine.errors import CODES
-from hydra_engine.server.auth import ADMIN_PATHS, OPEN_PATHS, PAGE_FILES
-from hydra_engine.server.errors import AnthropicErrorAnswer, ErrorAnswer, has_anthropic_style
+from hydra_engine.server.http.auth import ADMIN_PATHS, OPEN_PATHS, PAGE_FILES
+from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer, has_anthropic_style
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
 from hydra_engine.server.protocol.names import refused_fields
 
@@ -68,13 +68,13 @@ def _written(routes: tuple[tuple[str, str], ...], keys: Keys) -> bytes:
 
 def routes_of(app: web.Application) -> list[tuple[str, str]]:
     """(method, path) of the API. Without HEAD, which every GET has, and without the page."""
-    found = []
+    routes = []
     for route in app.router.routes():
         if route.resource is None or route.resource.canonical in PAGE_PATHS:
             continue
         if route.method != "HEAD":
-            found.append((route.method, route.resource.canonical))
-    return found
+            routes.append((route.method, route.resource.canonical))
+    return routes
 
 
 def document(routes: Iterable[tuple[str, str]], keys: Keys) -> Json:
@@ -130,7 +130,7 @@ def _operation(method: str, path: str, operation: Operation, schemas: dict[Any, 
         "responses": _answers(path, operation, schemas),
     }
     if operation.parameters:
-        described["parameters"] = [_parameter(one, schemas) for one in operation.parameters]
+        described["parameters"] = [_parameter(parameter, schemas) for parameter in operation.parameters]
     if operation.body is not None:
         examples = {f"{index}": {"value": value} for index, value in enumerate(operation.examples, 1)}
         content = {_JSON: {"schema": schemas[operation.body], "examples": examples}}
@@ -161,12 +161,12 @@ def _answers(path: str, operation: Operation, schemas: dict[Any, Json]) -> Json:
         content = {_JSON: {"schema": schemas[operation.answer]}}
     if operation.events is not None:
         content[_EVENTS] = {"schema": _event(schemas[operation.events], done=operation.done)}
-    found: Json = {"200": {"description": "OK", "headers": _headers("X-Request-Id"), "content": content}}
+    answers: Json = {"200": {"description": "OK", "headers": _headers("X-Request-Id"), "content": content}}
     for status in sorted({*operation.errors, *_EVERYWHERE}):
-        found[str(status)] = {"$ref": f"#/components/responses/{_error_name(path, status)}"}
+        answers[str(status)] = {"$ref": f"#/components/responses/{_error_name(path, status)}"}
     for status, kind in operation.others.items():
-        found[str(status)] = _error_answer(status, schemas[kind])
-    return found
+        answers[str(status)] = _error_answer(status, schemas[kind])
+    return answers
 
 
 def _event(data: Json, *, done: bool) -> Json:

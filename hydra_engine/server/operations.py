@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_engine.server import admin, health, info, models, requests, tokenize
-from hydra_engine.server.protocol import chat, completions, messages, response_events, responses
+from hydra_engine.server import admin, health, info, requests
+from hydra_engine.server.openai import models, tokenize
+from hydra_engine.server.protocol import anthropic as messages
+from hydra_engine.server.protocol import chat, completions, response_events, responses
 from hydra_engine.server.protocol import tokenize as token_requests
 
 TEXT = "text/plain"
@@ -49,7 +51,15 @@ _PICTURE = (
     "gg=="
 )
 _WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": _PICTURE.partition(",")[2]}
 _HELLO = {"role": "user", "content": "Hello"}
+_SAME_AS_HEALTH = Operation("server", "The same as /health", health.Health, others={503: health.NotServing})
+
+
+def _about(picture: dict[str, Any], text_type: str) -> list[dict[str, Any]]:
+    """A question about a picture, as messages of a dialect."""
+    return [{"role": "user", "content": [picture, {"type": text_type, "text": "What is in the picture?"}]}]
+
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
@@ -63,15 +73,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         examples=(
             {"messages": [_HELLO]},
             {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "image_url", "image_url": {"url": _PICTURE}},
-                            {"type": "text", "text": "What is in the picture?"},
-                        ],
-                    }
-                ],
+                "messages": _about({"type": "image_url", "image_url": {"url": _PICTURE}}, "text"),
                 "max_tokens": 32,
                 "temperature": 0,
                 "stream": True,
@@ -81,7 +83,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/completions"): Operation(
         "generation",
-        "Text that goes on with a prompt, without a chat template",
+        "Text that continues a prompt, without a chat template",
         completions.TextCompletion,
         completions.CompletionRequest,
         completions.TextCompletion,
@@ -99,15 +101,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         examples=(
             {"input": "Hello", "instructions": "Answer in one word."},
             {
-                "input": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "input_image", "image_url": _PICTURE, "detail": "auto"},
-                            {"type": "input_text", "text": "What is in the picture?"},
-                        ],
-                    }
-                ],
+                "input": _about({"type": "input_image", "image_url": _PICTURE, "detail": "auto"}, "input_text"),
                 "max_output_tokens": 32,
                 "stream": True,
             },
@@ -129,22 +123,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
             {"max_tokens": 32, "messages": [_HELLO], "system": "Answer in one word."},
             {
                 "max_tokens": 32,
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {
-                                "type": "image",
-                                "source": {
-                                    "type": "base64",
-                                    "media_type": "image/png",
-                                    "data": _PICTURE.partition(",")[2],
-                                },
-                            },
-                            {"type": "text", "text": "What is in the picture?"},
-                        ],
-                    }
-                ],
+                "messages": _about({"type": "image", "source": _SOURCE}, "text"),
                 "stop_sequences": ["###"],
                 "stream": True,
             },
@@ -199,8 +178,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation(
         "server", "Whether requests are served and make progress", health.Health, others={503: health.NotServing}
     ),
-    ("GET", "/ready"): Operation("server", "The same as /health", health.Health, others={503: health.NotServing}),
-    ("GET", "/ping"): Operation("server", "The same as /health", health.Health, others={503: health.NotServing}),
+    **{("GET", path): _SAME_AS_HEALTH for path in ("/ready", "/ping")},
     ("GET", "/load"): Operation("server", "How many generations run or wait", info.Load),
     ("GET", "/version"): Operation("server", "The version of the server", health.Version),
     ("GET", "/server_info"): Operation(

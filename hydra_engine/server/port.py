@@ -7,14 +7,14 @@ loop and must not block it. Does not know HTTP.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
+from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
-from hydra_engine.core.prompting import PixelBudget, TemplateOptions
-from hydra_engine.core.request import SamplingParams, Slo
-from hydra_engine.observe.live import Activity
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.telemetry.live import Activity
 
 
 class Handle(Protocol):
@@ -27,6 +27,16 @@ class Handle(Protocol):
         """Counts of the prompt with no completion tokens yet; known once the request is admitted."""
         ...
 
+    def expect(self, *, pieces: bool) -> None:
+        """Says, once it is admitted, in which one way it is read. The result of one that is read piece by piece has no
+        log probabilities."""
+        ...
+
+    def forward(self, take: Callable[[Piece], bool]) -> None:
+        """From now on `take` may be called with a piece without a result as it comes, on the loop that this is called
+        on, while no other piece waits; where it returns False the piece is read as ever. It must not raise."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Piece]:
         """Pieces of text; the last one has `.result`."""
         ...
@@ -35,16 +45,6 @@ class Handle(Protocol):
 
     def cancel(self) -> None:
         """Ends the request at the next step boundary; idempotent, also after its end."""
-        ...
-
-
-@runtime_checkable
-class Forwarding(Protocol):
-    """A handle that can also give pieces away at once, without a turn of the reader's task for each."""
-
-    def forward(self, take: Callable[[Piece], bool]) -> None:
-        """From now on `take` is asked first about every piece without a result, on the loop that this is called on,
-        while no other piece waits; those for which it says no are read as ever. It must not raise."""
         ...
 
 
@@ -60,25 +60,16 @@ class EnginePort(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What requests are sampled with where they do not say."""
+        ...
+
+    @property
     def chat_template(self) -> str | None:
         """Its text; how a model writes tool calls can be read there."""
         ...
 
-    async def asubmit(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[dict[str, Any]] | None = None,
-        images: Any = None,
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
-        raw: bool = False,
-        slo: Slo | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        template: TemplateOptions | None = None,
-        pixels: PixelBudget | None = None,
-    ) -> Handle:
+    async def add_request(self, call: GenerationCall) -> Handle:
         """Fetches, decodes, renders, tokenises and admits before it returns. Raises the request's HydraError;
         cancelling the call gives up everything that it has begun."""
         ...
@@ -100,7 +91,7 @@ class EnginePort(Protocol):
         """The latest gauges, summed over instances; None before the first."""
         ...
 
-    async def aactivity(self, since: int = 0, limit: int = 100) -> Activity:
+    def activity(self, since: int = 0, limit: int = 100) -> Activity:
         """Where running requests are, the oldest `limit`, and the stages of those that have ended behind the first
         `since` ones, the latest `limit`."""
         ...
@@ -125,33 +116,22 @@ class EnginePort(Protocol):
 
     async def aledger(self) -> LedgerReport: ...
 
-    async def atokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[dict[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        template: TemplateOptions | None = None,
-    ) -> list[int]: ...
+    async def tokenize(self, call: GenerationCall) -> list[int]:
+        """Token ids of a call's prompt; a picture is one placeholder and is not opened."""
+        ...
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each."""
         ...
 
-    async def acount_tokens(
-        self, messages: Sequence[dict[str, Any]], *, template: TemplateOptions | None = None
-    ) -> int:
-        """How long the prompt of these messages is, with what their pictures take, which are opened for that. Raises
-        what `asubmit` would."""
+    async def count_tokens(self, call: GenerationCall) -> int:
+        """How long a call's prompt is, with what its pictures take, which are opened for that. Raises what
+        `add_request` would."""
         ...
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
         ...
-
-
-class OwnEngine(EnginePort, Protocol):
-    """One that lives in this process."""
 
     @property
     def lost(self) -> bool:

@@ -6,11 +6,9 @@ import msgspec
 from aiohttp import web
 
 from hydra_engine.errors import NotFound
-from hydra_engine.server.commons import COMMONS
 from hydra_engine.server.context import TENANT
 from hydra_engine.server.generate import json_response
-
-_MAX_ID_CHARS = 256  # more than any id that was given out
+from hydra_engine.server.state import STATE
 
 
 class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +20,8 @@ class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def end_requests(request: web.Request) -> web.Response:
-    wanted = request.match_info["id"]
-    is_id = wanted.isascii() and len(wanted) <= _MAX_ID_CHARS
-    ended = await request.app[COMMONS].end(request.get(TENANT, ""), wanted) if is_id else 0
+    request_id = request.match_info["id"]
+    ended = request.app[STATE].lifecycle.end(request.get(TENANT, ""), request_id)
     if not ended:
         raise NotFound("no request with this id is running; ids are the `id` of an answer or its X-Request-Id header")
-    return json_response(EndedRequests(id=wanted, ended=ended))
+    return json_response(EndedRequests(id=request_id, ended=ended))

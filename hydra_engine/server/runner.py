@@ -12,19 +12,17 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Protocol
 
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.core.outputs import Result
-from hydra_engine.server import access, tracing
-from hydra_engine.server.app import furnish, open_house
-from hydra_engine.server.auth import KeyRing, Keys
-from hydra_engine.server.commons import OwnCommons
-from hydra_engine.server.context import Lifecycle
-from hydra_engine.server.cors import is_loopback
-from hydra_engine.server.front_workers import FrontWorkers, Logging
-from hydra_engine.server.listening import CLOSE_S, SWITCH_S, bind, listen
-from hydra_engine.server.port import OwnEngine
+from hydra_engine.server import load_log
+from hydra_engine.server.app import build_app
+from hydra_engine.server.http import access
+from hydra_engine.server.http.auth import KEYS, KeyRing
+from hydra_engine.server.http.cors import is_loopback
+from hydra_engine.server.http.listening import CLOSE_S, SWITCH_S, Listening, listen
+from hydra_engine.server.port import EnginePort
+from hydra_engine.server.state import STATE, Lifecycle, ServerState
 
 logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
@@ -33,29 +31,8 @@ _WATCH_S = 0.5
 _SERVING_THRESHOLD = 700  # new objects until the collector looks; the command line raises it for the start
 
 
-class Door(Protocol):
-    """What takes connections: this process, or its front workers."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def addresses(self) -> list[str]: ...
-
-    async def wait_open(self) -> None:
-        """Until connections are taken. Raises ResourceError when there will be none."""
-        ...
-
-    @property
-    def lost(self) -> bool:
-        """No connection will ever be taken again."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 async def serve(
-    engine: OwnEngine,
+    engine: EnginePort,
     config: ServerConfig,
     *,
     start: Callable[[], Awaitable[None]],
@@ -63,48 +40,36 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     model_name: str | None = None,
     debug_endpoints: bool = False,
-    log_level: str = "info",
-    log_format: str = "text",
 ) -> int:
     """Serves until a signal or the engine's end; the exit code of the process. Call it on the main thread.
 
     The port is bound first, so a wrong one fails in no time and health answers while `start` loads the model.
     `ready` gets the URL once requests are served; `stop` is called whatever ends the serving. The first SIGTERM or
     SIGINT drains, the second ends at once, a third one meets the system's default. SIGHUP reads the file of API keys
-    again, if there is one. What is said of the log is for front workers, which set it up themselves.
+    again, if there is one.
     """
-    house, commons, keys = open_house(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
-    door: Door
-    if config.front_workers:
-        if config.otlp_endpoint is not None:
-            tracing.check(config.otlp_endpoint)
-        bound = await bind(config.host, config.port)
-        door = workers = FrontWorkers(engine, config, house, commons, keys, bound, Logging(log_level, log_format))
-        workers.start()
-        reload = workers.reload_keys
-    else:
-        if config.access_log != "off":
-            access.turn_on(config.access_log)
-        door = await listen(furnish(engine, config, house), config.host, config.port)
-        reload = keys.reload
+    app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
+    if config.access_log != "off":
+        access.turn_on(config.access_log)
+    listening = await listen(app, config.host, config.port)
     signals = _Signals()
     sys.setswitchinterval(SWITCH_S)
     try:
-        _warn_of_exposure(door, keys, config)
-        with signals.installed(), _reloading(keys, reload):
-            return await _run(engine, config, commons, door, signals, start, ready)
+        _warn_of_exposure(listening, app[KEYS], config)
+        with signals.installed(), _reloading(app[KEYS]):
+            return await _run(engine, config, app[STATE], listening.url, signals, start, ready)
     finally:
         try:
-            await door.close()
+            await listening.close()
         finally:
             await stop()
 
 
-def _warn_of_exposure(door: Door, keys: Keys, config: ServerConfig) -> None:
-    if not keys.asks and not all(is_loopback(address) for address in door.addresses):
+def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig) -> None:
+    if not keys.asks and not all(is_loopback(address) for address in listening.addresses):
         logger.warning(
             "%s is reachable from other machines and asks for no API key; see --api-key-file, or --host 127.0.0.1",
-            door.url,
+            listening.url,
         )
     given = {*config.api_key, config.admin_key} - {*environment_api_keys(), environment_admin_key(), None}
     if given:
@@ -115,12 +80,12 @@ def _warn_of_exposure(door: Door, keys: Keys, config: ServerConfig) -> None:
 
 
 @contextlib.contextmanager
-def _reloading(keys: KeyRing, reload: Callable[[], None]) -> Iterator[None]:
+def _reloading(keys: KeyRing) -> Iterator[None]:
     if not keys.has_file:
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    loop.add_signal_handler(signal.SIGHUP, keys.reload)
     try:
         yield
     finally:
@@ -128,32 +93,34 @@ def _reloading(keys: KeyRing, reload: Callable[[], None]) -> Iterator[None]:
 
 
 async def _run(
-    engine: OwnEngine,
+    engine: EnginePort,
     config: ServerConfig,
-    commons: OwnCommons,
-    door: Door,
+    state: ServerState,
+    url: str,
     signals: _Signals,
     start: Callable[[], Awaitable[None]],
     ready: Callable[[str], None] | None,
 ) -> int:
-    if not await _load(start, door, signals):
+    if not await _load(start, signals):
         return 0
     gc.collect()
     gc.freeze()  # full collections pass over what has been loaded, which would take them a tenth of a second
     gc.set_threshold(_SERVING_THRESHOLD)
-    engine.add_observer(commons.metrics.observe)
+    engine.add_observer(state.metrics.requests.add)
     if config.enable_log_requests:
         request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest
         engine.add_observer(_log_request)
-    logger.info("ready on %s", door.url)
+    logger.info("ready on %s", url)
     if ready is not None:
-        ready(door.url)
-    if not await _until_signal_or_loss(engine, door, signals):
-        what = "front workers" if door.lost else "instances of a stage"
-        logger.error("the %s have ended for good; the server ends too", what)
+        ready(url)
+    load_lines = contextlib.nullcontext() if config.disable_log_stats else load_log.telling(engine)
+    async with load_lines:
+        well = await _until_signal_or_loss(engine, signals)
+    if not well:
+        logger.error("the instances of a stage have ended for good; the server ends too")
         await asyncio.sleep(CLOSE_S)  # clients are told, and health says it once more
         return 1
-    return await _drain(commons.lifecycle, config.shutdown_timeout_s, signals)
+    return await _drain(state.lifecycle, config.shutdown_timeout_s, signals)
 
 
 def _log_request(result: Result) -> None:
@@ -171,14 +138,10 @@ def _log_request(result: Result) -> None:
     )
 
 
-async def _load(start: Callable[[], Awaitable[None]], door: Door, signals: _Signals) -> bool:
+async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool:
     """False when a signal came first."""
 
-    async def load() -> None:
-        await start()
-        await door.wait_open()
-
-    loading = asyncio.create_task(load())
+    loading = asyncio.ensure_future(start())
     interrupted = asyncio.create_task(signals.first.wait())
     try:
         await asyncio.wait({loading, interrupted}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,9 +155,9 @@ async def _load(start: Callable[[], Awaitable[None]], door: Door, signals: _Sign
         await asyncio.gather(loading, interrupted, return_exceptions=True)
 
 
-async def _until_signal_or_loss(engine: OwnEngine, door: Door, signals: _Signals) -> bool:
+async def _until_signal_or_loss(engine: EnginePort, signals: _Signals) -> bool:
     """False when the engine can serve no more. One instance that ends is no reason: it is started again."""
-    while not (engine.lost or door.lost) and engine.health()[1] != "closed":
+    while not engine.lost and engine.health()[1] != "closed":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.first.wait(), _WATCH_S)
             return True

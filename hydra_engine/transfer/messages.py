@@ -12,7 +12,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports
 
-TRANSFER_VERSION = 1
+TRANSFER_VERSION = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -28,7 +28,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """Source to target: blocks may be read, as long as word `slot` of the source holds `word`.
 
     `image_index` of `request_id` (the target's id), or its KV where it is None. `blocks` of the source, in order, as
-    many as are ready; KV grows by `More`. `total_tokens`: what will be offered in the end, as far as it is known.
+    many as are ready; KV grows by `More`.
     """
 
     incarnation: int
@@ -38,7 +38,6 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     slot: int
     word: int
     blocks: tuple[int, ...]
-    total_tokens: int
     end: KvEnd | None = None  # KV: nothing more comes
     checksums: tuple[int, ...] = ()
 
@@ -56,7 +55,7 @@ class More(msgspec.Struct, frozen=True, tag=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: the offer is gone. The blocks may be somebody else's already."""
+    """Source to target: the offer is gone. The blocks may be in use for something else already."""
 
     incarnation: int
     sequence: int

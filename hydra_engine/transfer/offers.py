@@ -23,7 +23,7 @@ Owner = tuple[RequestId, int | None]
 
 
 def valid_word(sequence: int) -> int:
-    """What the control word of a live offer holds; no other offer of the same incarnation ever has it."""
+    """The control word of a live offer; no other offer of the same incarnation ever has it."""
     return (sequence << 8) | 1
 
 
@@ -76,7 +76,6 @@ class Source:
         image_index: int | None,
         blocks: Sequence[int],
         *,
-        total_tokens: int,
         now: float,
         end: KvEnd | None = None,
         checksums: tuple[int, ...] = (),
@@ -102,7 +101,6 @@ class Source:
             slot=slot,
             word=valid_word(sequence),
             blocks=tuple(blocks),
-            total_tokens=total_tokens,
             end=end,
             checksums=checksums,
         )
@@ -110,7 +108,7 @@ class Source:
     def more(
         self, owner: Owner, blocks: Sequence[int], *, end: KvEnd | None = None, checksums: tuple[int, ...] = ()
     ) -> More | None:
-        """To be sent to the offer's peer. With `end` nothing more comes. None if the owner has no live offer."""
+        """The message to the offer's peer. With `end` nothing more comes. None if the owner has no live offer."""
         if owner not in self._sequence_of:
             return None
         live = self._live[self._sequence_of[owner]]
@@ -176,7 +174,7 @@ class Source:
         return over
 
     def peer_lost(self, peer: str) -> list[Owner]:
-        """Takes back everything that was offered to `peer`, oldest offer first; there is nobody left to tell."""
+        """Takes back everything that was offered to `peer`, oldest offer first, without a message."""
         owners = []
         for live in sorted(self._live.values(), key=lambda live: live.sequence):
             if live.peer == peer:
@@ -185,7 +183,7 @@ class Source:
         return owners
 
     def next_deadline(self) -> float:
-        """When `expire` has something to do unless a renewal comes; infinite if never."""
+        """The time at which `expire` has something to do unless a renewal comes; infinite if never."""
         return next(iter(self._live.values())).deadline_s if self._live else math.inf
 
     # ---- looking
@@ -193,14 +191,6 @@ class Source:
     @property
     def live(self) -> int:
         return len(self._live)
-
-    def owners(self) -> list[Owner]:
-        return list(self._sequence_of)
-
-    def peer_of(self, owner: Owner) -> str | None:
-        """To whom the owner's live offer was made; None if it has none."""
-        sequence = self._sequence_of.get(owner)
-        return None if sequence is None else self._live[sequence].peer
 
     def check(self) -> None:
         """AssertionError if the tables disagree."""

@@ -5,7 +5,7 @@ An offer goes through these states; each one that the owner was told of (`Offere
     unclaimed   its request is not known here (yet): recorded, not renewed
     wanted      `Offered` was given out, no copy of it is in flight; ends by `Gone`, `refuse` or `forget`
     copying     at least one copy is in flight; ends by `Committed`, or is wanted again after its last copy for now
-    doomed      copying, but withdrawn, refused, invalid, or its source lost; ends by `Lost` with its last copy
+    cancelled   copying, but withdrawn, refused, invalid, or its source lost; ends by `Lost` with its last copy
 
 A copy in flight is never cut and its target blocks stay what they are until it has ended. Whether a copy was in time is
 not decided here: whoever copies reads the source's control word afterwards and tells `end`.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import BlockIds, KvEnd
+from hydra_engine.core.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, Withdraw
 from hydra_engine.transfer.records import Peer, Pull, Records
@@ -33,22 +33,12 @@ RENEWALS_UNCLAIMED = 10  # an unclaimed offer is forgotten after so many periods
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Blocks for a request of this instance can be pulled. KV (`image_index` None) may grow until `end` is known."""
+    """Blocks for a request of this instance can be pulled, `num_blocks` in all. KV (`image_index` None) may grow until
+    `end` is known: it is told again, under the same handle."""
 
     handle: int
     request_id: RequestId
     image_index: int | None
-    num_blocks: int
-    total_tokens: int
-    end: KvEnd | None
-
-
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """`num_blocks` of the KV can be pulled now, those of before included."""
-
-    handle: int
-    request_id: RequestId
     num_blocks: int
     end: KvEnd | None
 
@@ -62,24 +52,12 @@ class Gone:
     image_index: int | None
 
 
-PullEvent = Offered | Extended | Gone
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """What is to be copied, and the control word that must still be there afterwards; see `core.plans.PullJob`."""
-
-    peer: str
-    pool: PoolKind
-    source_blocks: BlockIds  # [n]
-    slot: int
-    word: int
-    checksums: tuple[int, ...]  # [n], or none
+PullEvent = Offered | Gone
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everything is here and was valid. `ack` goes to `peer`."""
+    """All blocks of the offer are here and were valid. `ack` goes to `peer`."""
 
     request_id: RequestId
     image_index: int | None
@@ -138,7 +116,7 @@ class Destination:
     # ---- what sources say
 
     def peer_up(self, peer: str, incarnation: int) -> None:
-        """From here on messages of this incarnation count, until `peer_lost`."""
+        """Accepts messages of this incarnation from now on, until `peer_lost`."""
         assert peer not in self._records.peers, f"{peer} is up already; report its loss first"
         self._records.peers[peer] = Peer(incarnation)
 
@@ -177,7 +155,6 @@ class Destination:
             image_index=offer.image_index,
             slot=offer.slot,
             word=offer.word,
-            total_tokens=offer.total_tokens,
             blocks=list(offer.blocks),
             checksums=list(offer.checksums),
             end=offer.end,
@@ -202,7 +179,7 @@ class Destination:
         pull.end = more.end
         if pull.request_id not in self._records.sources:
             return []
-        return [Extended(pull.handle, pull.request_id, len(pull.blocks), pull.end)]
+        return [_offered(pull)]
 
     def on_withdraw(self, peer: str, withdraw: Withdraw) -> list[PullEvent]:
         pull = self._records.find(peer, withdraw.incarnation, withdraw.sequence)
@@ -215,29 +192,31 @@ class Destination:
 
     # ---- copies
 
-    def begin(self, handle: int, first_block: int, count: int) -> Copy | None:
-        """Blocks [first_block, first_block + count) of an offer are to be copied; `end` follows. Parts are begun in
-        order, each behind the one before; the first one may start anywhere (what is cached here is not pulled), and
-        the last one may be empty, if the end came without blocks: then only the word is read. While no copy is in
-        flight a target that has given its blocks away may begin anew. None if the offer is over but for earlier copies
-        in flight: nothing is to be copied or ended, and the part is not valid. Other handles that are over are a bug
-        (KeyError)."""
+    def begin(self, plan: PullPlan) -> PullJob | None:
+        """The copy that the plan comes to; `end` follows. Parts of an offer are begun in order, each behind the one
+        before; the first one may start anywhere (what is cached here is not pulled), and the last one may be empty, if
+        the end came without blocks: then only the word is read. While no copy is in flight a target that has given its
+        blocks away may begin anew. None if the offer is over but for earlier copies in flight: nothing is to be copied
+        or ended, and the part is not valid. Other handles that are over are a bug (KeyError)."""
+        handle, first_block = plan.offer, plan.first_block
         pull = self._records.pulls[handle]
-        if pull.doomed:
+        if pull.cancelled:
             return None
         assert pull.request_id in self._records.sources, f"offer {handle} is not for a request of ours"
-        stop = first_block + count
-        assert 0 <= first_block <= stop <= len(pull.blocks), (
+        stop = first_block + len(plan.block_ids)
+        assert first_block >= 0 and stop <= len(pull.blocks), (
             f"blocks {first_block} to {stop} of offer {handle}, which has {len(pull.blocks)} so far"
         )
         in_order = pull.begun == first_block or not pull.copies
         assert in_order, f"offer {handle} goes on at block {pull.begun}, not {first_block}"
         pull.begun = stop
         pull.copies += 1
-        return Copy(
+        return PullJob(
+            step_id=plan.step_id,
             peer=pull.peer,
             pool=PoolKind.KV if pull.image_index is None else PoolKind.FEATURES,
             source_blocks=np.array(pull.blocks[first_block:stop], np.int32),
+            target_blocks=plan.block_ids,
             slot=pull.slot,
             word=pull.word,
             checksums=tuple(pull.checksums[first_block:stop]),
@@ -249,7 +228,7 @@ class Destination:
         anything else only after `Lost`, with which no copy of the offer is in flight."""
         pull = self._records.pulls[handle]
         assert pull.copies > 0, f"no copy of offer {handle} is in flight"
-        if not valid and not pull.doomed:
+        if not valid and not pull.cancelled:
             # If it was not too late, but the bytes were wrong, the source still holds the blocks for us.
             self._refusals.append((pull.peer, Refuse(pull.incarnation, pull.sequence, failed=True)))
             self._records.doom(pull)
@@ -257,7 +236,7 @@ class Destination:
         pull.last_ended |= last
         if pull.copies:
             return None
-        if pull.doomed:
+        if pull.cancelled:
             self.invalid += not pull.refused
             self._records.remove(pull)
             return Lost(handle, pull.request_id, pull.image_index)
@@ -272,12 +251,12 @@ class Destination:
         """The offer is not wanted. Returns what is to be sent; None if it is over already. What is being copied ends as
         `Lost`."""
         pull = self._records.pulls.get(handle)
-        return None if pull is None or pull.doomed else self._refuse(pull)
+        return None if pull is None or pull.cancelled else self._refuse(pull)
 
     # ---- time
 
     def renewals(self, now: float) -> list[tuple[str, Renew | Refuse]]:
-        """What is to be sent: refusals at once, and every `renew_s` a renewal to each peer whose offers are wanted."""
+        """Messages to send: refusals at once, and every `renew_s` a renewal to each peer whose offers are wanted."""
         messages: list[tuple[str, Renew | Refuse]] = [*self._refusals]
         self._refusals.clear()
         for state in self._records.peers.values():
@@ -295,7 +274,7 @@ class Destination:
         return messages
 
     def next_deadline(self) -> float:
-        """When `renewals` has something to say or to forget; infinite if never."""
+        """The time at which `renewals` has something to send or to forget; infinite if never."""
         if self._refusals:
             return -math.inf
         deadline = math.inf
@@ -312,10 +291,6 @@ class Destination:
     def live(self) -> int:
         """Offers that are known and not over, those for unknown requests included."""
         return len(self._records.pulls)
-
-    def copying(self, handle: int) -> bool:
-        """A copy of the offer is in flight."""
-        return handle in self._records.pulls and self._records.pulls[handle].copies > 0
 
     def check(self) -> None:
         """AssertionError if the tables disagree."""
@@ -341,8 +316,7 @@ class Destination:
                 events.append(Gone(earlier.handle, earlier.request_id, earlier.image_index))
             self._refusals.append(self._refuse(earlier))
         self._records.add_wanted(pull)
-        num_blocks, tokens = len(pull.blocks), pull.total_tokens
-        events.append(Offered(pull.handle, pull.request_id, pull.image_index, num_blocks, tokens, pull.end))
+        events.append(_offered(pull))
         return events
 
     def _refuse(self, pull: Pull) -> tuple[str, Refuse]:
@@ -357,3 +331,7 @@ class Destination:
             return []
         self._records.remove(pull)
         return [Gone(pull.handle, pull.request_id, pull.image_index)]
+
+
+def _offered(pull: Pull) -> Offered:
+    return Offered(pull.handle, pull.request_id, pull.image_index, len(pull.blocks), pull.end)

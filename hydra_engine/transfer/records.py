@@ -24,7 +24,6 @@ class Pull:
     image_index: int | None  # None: KV
     slot: int
     word: int
-    total_tokens: int
     blocks: list[int]
     checksums: list[int]  # none, or one for each block
     end: KvEnd | None
@@ -33,7 +32,7 @@ class Pull:
     copies: int = 0  # in flight
     begun: int | None = None  # behind the last block whose copy has begun
     last_ended: bool = False
-    doomed: bool = False  # over but for copies in flight
+    cancelled: bool = False  # over but for copies in flight
     refused: bool = False  # by us: it is not too late, it is not wanted
 
     @property
@@ -51,8 +50,8 @@ class Peer:
 
 
 class Records:
-    """Every offer is wanted (its request is one of ours), unclaimed (it is not, yet) or doomed. A doomed one is found
-    by its handle only: no message is about it any more."""
+    """Every offer is wanted (its request is one of ours), unclaimed (it is not, yet) or cancelled. A cancelled offer is
+    found by its handle only: no message is about it any more."""
 
     def __init__(self) -> None:
         self.pulls: dict[int, Pull] = {}  # by handle: all of them
@@ -96,7 +95,7 @@ class Records:
 
     def remove(self, pull: Pull) -> None:
         del self.pulls[pull.handle]
-        if pull.doomed:
+        if pull.cancelled:
             return
         peer = self.peers[pull.peer]
         if peer.unclaimed.pop(pull.sequence, None) is not None:
@@ -109,7 +108,7 @@ class Records:
 
     def doom(self, pull: Pull) -> None:
         self.remove(pull)
-        pull.doomed = True
+        pull.cancelled = True
         self.pulls[pull.handle] = pull
 
     def check(self) -> None:
@@ -119,7 +118,7 @@ class Records:
         by_peer = {pull.handle for peer in self.peers.values() for pull in peer.wanted.values()}
         assert {pull.handle for pull in wanted} == by_peer, "offers by request and by peer"
         for pull in wanted:
-            assert pull.request_id in self.sources and not pull.doomed, f"offer {pull.handle} is not wanted"
+            assert pull.request_id in self.sources and not pull.cancelled, f"offer {pull.handle} is not wanted"
             assert self._wanted[pull.request_id][pull.image_index, pull.peer] is pull
             assert pull.image_index is not None or self.sources[pull.request_id] == pull.peer, "KV of the wrong peer"
         for name, peer in self.peers.items():
@@ -128,11 +127,11 @@ class Records:
                 assert (name, peer.incarnation, sequence) == (pull.peer, pull.incarnation, pull.sequence)
                 assert sequence <= peer.newest and self.pulls[pull.handle] is pull
             for pull in peer.unclaimed.values():
-                assert pull.request_id not in self.sources and not pull.copies and not pull.doomed
+                assert pull.request_id not in self.sources and not pull.copies and not pull.cancelled
         num_known = sum(len(peer.wanted) + len(peer.unclaimed) for peer in self.peers.values())
-        doomed = [pull for pull in self.pulls.values() if pull.doomed]
-        assert len(self.pulls) == num_known + len(doomed), "an offer is in no table"
-        assert all(pull.copies > 0 for pull in doomed), "a doomed offer without a copy in flight"
+        cancelled = [pull for pull in self.pulls.values() if pull.cancelled]
+        assert len(self.pulls) == num_known + len(cancelled), "an offer is in no table"
+        assert all(pull.copies > 0 for pull in cancelled), "a cancelled offer without a copy in flight"
         for handle, pull in self.pulls.items():
             assert handle == pull.handle
             assert len(pull.checksums) in (0, len(pull.blocks)) and (pull.begun or 0) <= len(pull.blocks)

@@ -1,7 +1,8 @@
-"""Steps of nobody's requests, as warm-ups and measurements run them: pictures of zeros, tokens of zeros.
+"""Dummy steps without requests, for warm-ups and measurements: pictures of zeros, tokens of zeros.
 
-Every slot is -1 and every block the first, so nothing is written to a cache and caches of one block do; what is left in
-recurrent states is never read, for a request begins without one. Does not know which steps say something, nor lanes.
+Every slot is -1 and every block the first, so nothing is written to a cache and caches of one block suffice; what is
+left in recurrent states is never read, because a request begins without one. Does not know why a step is run, nor
+lanes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hydra_engine.backend.base import Draws, Ops, PagedCache, StateCache, StateRows
+from hydra_engine.backend.base import Ops, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
-from hydra_engine.specs.base import ItemPlan, LanguageSpec
+from hydra_engine.models.specs.base import ItemPlan, LanguageSpec
 
 
 def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:
@@ -41,8 +42,8 @@ def blank_rows(
     cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
     longest, num_tokens = max(contexts), int(ends[-1])
     tables = torch.zeros((len(counts), -(-longest // cache.block_size)), dtype=torch.int32)
-    places = [torch.arange(end - count, end, device=device) for count, end in zip(counts, contexts, strict=True)]
-    positions = torch.cat(places)
+    spans = [torch.arange(end - count, end, device=device) for count, end in zip(counts, contexts, strict=True)]
+    positions = torch.cat(spans)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     every = torch.arange(num_tokens, dtype=torch.int64, device=device)
     return LanguageInput(
@@ -59,11 +60,11 @@ def blank_rows(
     )
 
 
-def blank_draws(count: int, device: torch.device) -> Draws:
+def blank_sampling(count: int, device: torch.device) -> SamplingTensors:
     """With every filter, which is what takes most."""
     top_k = torch.full((count,), 50, dtype=torch.int32, device=device)
     temperatures, top_p, min_p, numbers = (torch.full((count,), x, device=device) for x in (1.0, 0.9, 0.01, 0.5))
-    return Draws(temperatures, top_k, top_p, min_p, numbers)
+    return SamplingTensors(temperatures, top_k, top_p, min_p, numbers)
 
 
 def _drop(logits: torch.Tensor) -> None:
@@ -71,6 +72,6 @@ def _drop(logits: torch.Tensor) -> None:
 
 
 def _state_rows(cu_q: torch.Tensor) -> StateRows:
-    """Each row in a place of its own, of which every slot has two, with a state before none of them."""
-    places = torch.arange(cu_q.shape[0] - 1, dtype=torch.int64)
-    return StateRows(cu_q.to(torch.int64), torch.zeros_like(places), places, places)
+    """Each row in a state slot of its own; no row has a state before."""
+    state_slots = torch.arange(cu_q.shape[0] - 1, dtype=torch.int64)
+    return StateRows(cu_q.to(torch.int64), torch.zeros_like(state_slots), state_slots, state_slots)

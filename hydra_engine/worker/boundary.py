@@ -1,5 +1,5 @@
-"""The boundary that keeps a failure inside a step: an exception becomes data for the requests it belongs to. All but
-one: that the device itself has failed belongs to nobody's request, and goes on through.
+"""The boundary that keeps a failure inside a step: an exception becomes data for the requests it belongs to. Only a
+failure of the device itself belongs to no request and is raised further.
 
 Does not know what a step does. The text of an unforeseen exception goes to the log only, never into an answer.
 """

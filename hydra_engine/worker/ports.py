@@ -5,7 +5,7 @@ Does not know model families, weights or how a forward pass is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +17,11 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.vlm import Vision
-from hydra_engine.worker.positions import PromptPositions
-from hydra_engine.worker.sampler import Recipe
+from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.language.sampler import SamplingState
+
+Job = Callable[[], None]
+Guard = Callable[[Job], None]  # runs a job in a lane's thread; what raises there ends the worker
 
 
 class ServedModel(Protocol):
@@ -58,12 +61,12 @@ class WorkerRequest:
 
     The registry that maps ids to these belongs to the instance thread. A plan carries the records of its images and
     chunks to the lane with it (taken when it is submitted), so a lane never reads the registry; decodes need none, for
-    their seat has what they need. Everything in here is immutable but `recipe.history` and `recipe.constraint`, which
-    only the language lane touches.
+    their slot has what they need. Everything in here is immutable but the history and the constraint of
+    `sampling_state`, which only the language lane touches.
     """
 
     request: Request
-    recipe: Recipe
+    sampling_state: SamplingState
     pixels: Mapping[ImageDigest, PixelPayload]
     pixel_bytes: int
     rope: PromptPositions | None = None

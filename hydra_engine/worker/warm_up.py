@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from hydra_engine.backend.base import Ops, PagedCache, StateCache
-from hydra_engine.specs.base import LanguageSpec, VisionSpec
-from hydra_engine.specs.generic import GenericVisionSpec
-from hydra_engine.worker.blank_steps import blank_draws, blank_pictures, blank_rows
+from hydra_engine.models.specs.base import LanguageSpec, VisionSpec
+from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
+from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, blank_sampling
+from hydra_engine.worker.language.sampler import best_tokens
 from hydra_engine.worker.ports import ServedModel
-from hydra_engine.worker.sampler import best_tokens
 
 _SIDE = 224  # pixels; the family's rule makes of it what its tower takes
 _MAX_TOKENS = 16  # of the prefill, and before the decode
@@ -37,9 +37,9 @@ def warm_language(
     *,
     max_model_len: int,
     decode: bool,
-    draws: bool = False,
+    samples: bool = False,
 ) -> None:
-    """One prefill, with an image row where there is an image cache, or two decodes. `draws`: tokens are sampled where
+    """One prefill, with an image row where there is an image cache, or two decodes. `samples`: tokens are sampled where
     the logits are."""
     length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
     counts, start = ((1, 1), length) if decode else ((length,), 0)
@@ -48,6 +48,6 @@ def warm_language(
     with torch.inference_mode():
         inputs = blank_rows(ops, language, kv_cache, states, counts, contexts, device, merged=merged)
         logits = model.forward(inputs, kv_cache, image_cache)
-        if draws:
-            ops.sample(logits, blank_draws(logits.shape[0], device))
+        if samples:
+            ops.sample(logits, blank_sampling(logits.shape[0], device))
     best_tokens(logits.cpu().numpy())

@@ -20,7 +20,6 @@ from queue import SimpleQueue
 
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.device import Lane
-from hydra_engine.backend.lanes import ThreadLane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
@@ -30,28 +29,19 @@ from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError
-from hydra_engine.specs.base import ModelSpec, VisionSpec
+from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
-from hydra_engine.worker.constraints import Constraints
-from hydra_engine.worker.decode_graphs import DecodeGraphs
-from hydra_engine.worker.encode_graphs import EncodeGraphs, encode_graphs
-from hydra_engine.worker.exchange import Exchange
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.gate import LaneGate
-from hydra_engine.worker.language_form import asynchronous_lane, synchronous_lane
-from hydra_engine.worker.language_lane import LanguageLane
-from hydra_engine.worker.language_step import StepParts
-from hydra_engine.worker.ports import ServedModel, WorkerRequest
-from hydra_engine.worker.positions import PromptPositions
-from hydra_engine.worker.sampler import Recipe
-from hydra_engine.worker.states import StateTable
-from hydra_engine.worker.vision_lane import VisionLane
-from hydra_engine.worker.warm_up import warm_language, warm_vision
-from hydra_engine.worker.working_memory import image_budget, largest_encode
+from hydra_engine.worker.language.constraints import Constraints
+from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.language.sampler import SamplingState
+from hydra_engine.worker.language.track import LanguageTrack
+from hydra_engine.worker.ports import Job, ServedModel, WorkerRequest
+from hydra_engine.worker.transfer.exchange import Exchange
+from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.vision.track import VisionTrack
 
 logger = logging.getLogger(__name__)
-
-PIECE_ROWS = 64  # rows of a layer between two places where an encode can pause; whole layers without a limit
 
 Result = VisionResult | LanguageResult | PullResult
 
@@ -61,6 +51,8 @@ class Worker:
     `shared`: there are peers. They can map those caches that lie in memory made for it (`PagedCache.memory`).
     `asynchronous`: language steps are launched before the one before was read, and steps of both lanes may
     be replayed; None: where the device works so."""
+
+    PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
 
     def __init__(
         self,
@@ -80,72 +72,33 @@ class Worker:
         shared: bool = False,
         asynchronous: bool | None = None,
     ) -> None:
-        self._model = model
-        self._backend = backend
-        self._spec = spec
-        self._kv_cache = kv_cache
-        self._image_cache = image_cache
-        self._states = states
-        self._slicing = config.scheduler.vision_slicing
-        self._max_model_len = config.max_model_len or spec.max_model_len
+        self._multimodal = spec.language.rope_sections is not None
         self._constraints = Constraints(config.model_path)
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
         self._results: deque[Result] = deque()
-        self.faults = faults if faults is not None else FaultPoints()
-        caches = _by_kind(image_cache, kv_cache)
-        self._exchange = Exchange(backend, caches, clock, self.faults, self._run) if shared else None
-        self._vision: tuple[Lane, VisionLane] | None = None
-        self._language: tuple[Lane, LanguageLane] | None = None
-        self._readers: Lane | None = None  # where results are waited for
-        self._graphs: DecodeGraphs | None = None
-        self._encode_graphs: EncodeGraphs | None = None
-        self.notes: tuple[str, ...] = ()  # what a user should know of how steps are run, a sentence each
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
-        vision = spec.vision if role.needs_vision and image_cache is not None else None
-        if gate is None and vision is not None and role.needs_language:
-            gate = LaneGate(clock, slicing=config.scheduler.vision_slicing)
-        self._gate = gate
-        self._piece_rows = PIECE_ROWS if config.scheduler.slices_layers and gate is not None else 0
-        asynchronous = backend.device.asynchronous if asynchronous is None else asynchronous
-        if vision is not None and image_cache is not None:
-            if asynchronous:
-                self._encode_graphs = self._graphs_of_encodes(vision, image_cache, config)
-            pieces = gate, self._piece_rows, self._encode_graphs
-            encoder = VisionLane(model, backend, image_cache, clock, self.faults, *pieces)
-            self._vision = backend.device.lane("vision"), encoder
-        if role.needs_language and kv_cache is not None:
-            decoder = self._language_lane(kv_cache, config, clock, asynchronous=asynchronous)
-            self._language = backend.device.lane("language"), decoder
-
-    def _graphs_of_encodes(self, vision: VisionSpec, cache: PagedCache, config: EngineConfig) -> EncodeGraphs | None:
-        """Those that are to be captured; leaves a note where there are none and nobody asked for that."""
-        model, pauses = self._model, self._piece_rows > 0
-        largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
-        graphs, reason = encode_graphs(model, self._backend, cache, config, largest, pauses=pauses)
-        self.notes = (reason,) if reason else ()
-        return graphs
-
-    def _language_lane(
-        self, kv_cache: PagedCache, config: EngineConfig, clock: Clock, *, asynchronous: bool
-    ) -> LanguageLane:
-        """With the graphs of decodes and the readers of results, where steps run behind their launch."""
-        parts = StepParts(
-            self._model,
-            self._backend.ops,
-            self._backend.device,
-            kv_cache,
-            self._image_cache,
-            self.faults,
-            None if self._states is None else StateTable(self._states),
-            multimodal_rope=self._spec.language.rope_sections is not None,
+        self.faults = faults if faults is not None else FaultPoints()
+        self._exchange = (
+            Exchange(backend, _by_kind(image_cache, kv_cache), clock, self.faults, self._run) if shared else None
         )
-        if not asynchronous:
-            return synchronous_lane(parts, config, clock, self._gate)
-        runner, self._graphs = asynchronous_lane(parts, config, clock, self._gate, self._max_model_len)
-        self._readers = ThreadLane("results", 1)
-        return runner
+        self._vision: VisionTrack | None = None
+        self._language: LanguageTrack | None = None
+        vision = spec.vision if role.needs_vision else None
+        if gate is None and vision is not None and image_cache is not None and role.needs_language:
+            gate = LaneGate(clock)
+        self._gate = gate
+        asynchronous = backend.device.asynchronous if asynchronous is None else asynchronous
+        lane = config, clock, self.faults, gate, self._run
+        if vision is not None and image_cache is not None:
+            self._vision = VisionTrack(
+                model, backend, vision, image_cache, *lane, piece_rows=self.PIECE_ROWS, asynchronous=asynchronous
+            )
+        if role.needs_language and kv_cache is not None:
+            self._language = LanguageTrack(
+                model, backend, spec, kv_cache, image_cache, states, *lane, asynchronous=asynchronous
+            )
 
     # ---- requests
 
@@ -153,10 +106,10 @@ class Worker:
         assert request.id not in self._requests, "request id added twice"
         by_digest = {payload.digest: payload for payload in pixels}
         # Encode jobs for other instances have pictures and no prompt.
-        has_positions = self._spec.language.rope_sections is not None and request.num_prompt > 0
+        has_positions = self._multimodal and request.num_prompt > 0
         record = WorkerRequest(
             request,
-            Recipe.of(request, self._constraints.of(request)),
+            SamplingState.of(request, self._constraints.of(request)),
             by_digest,
             sum(len(payload.data) for payload in by_digest.values()),
             PromptPositions.of_request(request) if has_positions else None,
@@ -175,37 +128,24 @@ class Worker:
     @property
     def num_slices(self) -> int:
         """About how many pieces the largest encode is computed in, between which it can wait; 0: it cannot wait."""
-        vision = self._spec.vision
-        if self._gate is None or vision is None or not self._slicing:
-            return 0
-        pieces = vision.max_patches_per_image // self._piece_rows if self._piece_rows else 1
-        return self._model.num_slices * max(1, pieces)
+        return 0 if self._vision is None else self._vision.num_slices
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how steps are run, a sentence each."""
+        return (self._vision.note,) if self._vision is not None and self._vision.note else ()
 
     # ---- steps
 
     def submit_vision(self, plan: VisionPlan) -> None:
         assert self._vision is not None, "this worker has no vision lane"
-        lane, runner = self._vision
-        records = [self._requests[item.request_id] for item in plan.items]
-        lane.submit(partial(self._run, lambda: self._deliver(runner.run(plan, records))))
+        self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self._deliver)
 
     def submit_language(self, plan: LanguagePlan) -> None:
         assert self._language is not None, "this worker has no language lane"
-        lane, runner = self._language
-        records = [self._requests[chunk.request_id] for chunk in plan.chunks]
-        readers = self._readers
-        if readers is None:
-            lane.submit(partial(self._run, lambda: self._deliver(runner.run(plan, records))))
-        else:
-            lane.submit(partial(self._run, lambda: self._launch(readers, runner, plan, records)))
+        self._language.submit(plan, [self._requests[chunk.request_id] for chunk in plan.chunks], self._deliver)
 
-    def _launch(
-        self, readers: Lane, runner: LanguageLane, plan: LanguagePlan, records: Sequence[WorkerRequest]
-    ) -> None:
-        pending = runner.launch(plan, records)
-        readers.submit(partial(self._run, lambda: self._deliver(pending.result())))
-
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Job) -> None:
         """In a lane's thread. What raises here is no request's fault: the device failed, or the lane has a bug. It ends
         the lane, and the worker with the next `poll`, for what is in flight never comes back."""
         try:
@@ -260,18 +200,7 @@ class Worker:
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Runs tiny steps in the lanes' own threads and waits for them. Raises BackendError if one fails."""
-        jobs: list[tuple[Lane, Callable[[], None]]] = []
-        device = self._backend.device.torch_device
-        if self._vision is not None and self._image_cache is not None and self._spec.vision is not None:
-            encode = partial(warm_vision, self._model, self._spec.vision, self._image_cache, device)
-            jobs.append((self._vision[0], encode))
-        if self._language is not None and self._kv_cache is not None:
-            ops, language = self._backend.ops, self._spec.language
-            caches = self._kv_cache, self._image_cache, self._states
-            step = partial(warm_language, self._model, ops, language, *caches, device)
-            sizes = partial(step, max_model_len=self._max_model_len, draws=self._readers is not None)
-            for decode in (False, True):
-                jobs.append((self._language[0], partial(sizes, decode=decode)))
+        jobs = [(track.lane, job) for track in self._tracks for job in track.warm_up_jobs]
         progress(0, len(jobs))
         for done, (lane, job) in enumerate(jobs, start=1):
             if _failed(lane, "warm-up", job):
@@ -281,44 +210,44 @@ class Worker:
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
         """After the warm-up, where steps are to be replayed: progress is not called where they are not. Raises
         BackendError."""
-        kinds = (
-            (self._language, self._graphs, "decode steps", "cuda_graph_sizes"),
-            (self._vision, self._encode_graphs, "encodes", "encoder_cuda_graph_sizes"),
-        )
-        jobs: list[tuple[Lane, Callable[[], None], str, str]] = []
-        for track, graphs, what, option in kinds:
-            if track is not None and graphs is not None:
-                _capture(track[0], graphs.prepare, what, option)
-                jobs += [(track[0], partial(graphs.capture, *wanted), what, option) for wanted in graphs.wanted]
+        jobs: list[tuple[Lane, Job, str, str]] = []
+        for track in reversed(self._tracks):
+            if track.graphs is not None:
+                lane, names = track.lane, (track.captures, track.size_option)
+                _capture(lane, track.graphs.prepare, *names)
+                jobs += [(lane, partial(track.graphs.capture, *wanted), *names) for wanted in track.graphs.wanted]
         for done, job in enumerate(jobs, start=1):
             _capture(*job)
             progress(done, len(jobs))
 
     @property
+    def _tracks(self) -> list[VisionTrack | LanguageTrack]:
+        return [track for track in (self._vision, self._language) if track is not None]
+
+    @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Rows of the decode steps that are captured, ascending; none before `capture_graphs`, or without graphs."""
-        return () if self._graphs is None else self._graphs.captured_sizes
+        graphs = None if self._language is None else self._language.graphs
+        return () if graphs is None else graphs.captured_sizes
 
     @property
     def graph_bytes(self) -> int:
         """What captured steps took of the device's memory."""
-        return sum(graphs.num_bytes for graphs in (self._graphs, self._encode_graphs) if graphs is not None)
+        return sum(track.graphs.num_bytes for track in self._tracks if track.graphs is not None)
 
     @property
     def captured_patches(self) -> int:
         """Of the largest encode that is replayed; 0: none is."""
-        return 0 if self._encode_graphs is None else self._encode_graphs.largest
+        graphs = None if self._vision is None else self._vision.graphs
+        return 0 if graphs is None else graphs.largest
 
     def close(self) -> None:
         """Waits for the steps that were submitted; their results can still be polled. Peers keep what they have mapped
         of ours."""
         if self._gate is not None:
             self._gate.close()
-        for track in (self._vision, self._language):
-            if track is not None:
-                track[0].close()
-        if self._readers is not None:
-            self._readers.close()
+        for track in self._tracks:
+            track.close()
         if self._exchange is not None:
             self._exchange.end()
         self._constraints.close()
@@ -329,7 +258,7 @@ def _by_kind(image_cache: PagedCache | None, kv_cache: PagedCache | None) -> dic
     return {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
 
 
-def _capture(lane: Lane, job: Callable[[], None], what: str, option: str) -> None:
+def _capture(lane: Lane, job: Job, what: str, option: str) -> None:
     if _failed(lane, "graph capture", job):
         raise BackendError(
             f"{what} cannot be captured on this backend; the log says why, enforce_eager does without, and where "
@@ -337,7 +266,7 @@ def _capture(lane: Lane, job: Callable[[], None], what: str, option: str) -> Non
         )
 
 
-def _failed(lane: Lane, what: str, job: Callable[[], None]) -> bool:
+def _failed(lane: Lane, what: str, job: Job) -> bool:
     """Runs the job in the lane and waits for it."""
     answers: SimpleQueue[bool] = SimpleQueue()
 

@@ -5,9 +5,10 @@ read by many programs and a row's token never depends on the batch. `_scan_kerne
 lists what a filtered row can keep, mostly a few hundred ids, and `_draw_kernel` finds the exact threshold on that list
 by bisecting the order-preserving integers of float32.
 
-Does not know penalties, masks, seeds or logprobs. Meaning and ties are those of hydra_engine/worker/sampler.py, which
-computes in float64 while weights and their sums are float32 here, in an order that the vocabulary fixes. Tokens differ
-only where `numbers`, top_p or min_p lies within that rounding of the boundary between two tokens.
+Does not know penalties, masks, seeds or logprobs. Meaning and ties are those of
+hydra_engine/worker/language/sampler.py, which computes in float64 while weights and their sums are float32 here, in an
+order that the vocabulary fixes. Tokens differ only where `numbers`, top_p or min_p lies within that rounding of the
+boundary between two tokens.
 """
 
 from __future__ import annotations

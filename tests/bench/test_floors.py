@@ -11,8 +11,8 @@ import pytest
 
 from bench.micro import floors
 from bench.micro.floors import Rates
-from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
 
 RATES = Rates(790e12, 4.3e12, 4.3e12)
 SQUARE = (896, 896)

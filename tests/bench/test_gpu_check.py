@@ -88,6 +88,7 @@ def test_missing_packages_are_said_first(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[2] == "packages missing: 1" and lines[3] == "  no_such_module_here: without it goes an example"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_runs_the_rest_and_fails(tmp_path: Path) -> None:
     """From another folder, with a path of the environment that must not be lost."""
@@ -106,11 +107,13 @@ def test_without_a_gpu_it_says_so_runs_the_rest_and_fails(tmp_path: Path) -> Non
     assert "256 running, 64 waiting" in (tmp_path / "results" / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_word_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--dir", str(tmp_path), "--only", "nonsense"]) == 2
     assert "there is no part 'nonsense'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_of_the_tests_need_no_plugin(tmp_path: Path) -> None:
     """A folder of tests runs under them, an unknown marker is refused, and a warning fails nothing."""
     (tmp_path / "pytest.ini").write_text(gpu_check._INI)

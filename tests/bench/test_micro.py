@@ -20,7 +20,7 @@ from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn
 from bench.micro.side_by_side import Duo
 from bench.micro.subject import _divided
 from bench.summary import table
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.cpu.device import CpuDevice
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

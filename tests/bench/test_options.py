@@ -28,12 +28,14 @@ def test_quick_only_changes_what_was_not_given() -> None:
 
 def test_servers_of_all_kinds_get_the_same_load() -> None:
     found = settings(
-        "--config", "slow=--schedule request", "--peer", "other=http://h:1", "--command", "own=python -m x --model d"
+        *("--config", "slow=--max-num-seqs 1", "--baseline", "unsliced"),
+        *("--peer", "other=http://h:1", "--command", "own=python -m x --model d"),
     ).servers
-    assert [server.name for server in found] == ["hydra-engine", "slow", "own", "other"]
-    assert found[1].command[-2:] == ("--schedule", "request") and found[1].takes_limits
-    assert found[2].command[1:] == ("-m", "x", "--model", "d") and not found[2].takes_limits
-    assert found[3].base_url == "http://h:1"
+    assert [server.name for server in found] == ["hydra-engine", "slow", "unsliced", "own", "other"]
+    assert found[1].command[-2:] == ("--max-num-seqs", "1") and found[1].takes_limits
+    assert found[2].command[1:5] == ("-m", "bench.baselines", "unsliced", "demo") and found[2].takes_limits
+    assert found[3].command[1:] == ("-m", "x", "--model", "d") and not found[3].takes_limits
+    assert found[4].base_url == "http://h:1"
     assert settings("--base-url", "http://h:2").servers[0].command == ()
 
 
@@ -52,7 +54,7 @@ def test_limits_are_given_taken_from_the_paper_or_measured() -> None:
         ("--limits", "llava-1.5-7b"),
         ("--arrivals", "sometimes"),
         ("--config", "nameless"),
-        ("--config", "hydra-engine=--no-lanes"),
+        ("--config", "hydra-engine=--no-look-ahead"),
         ("--text-share", "2"),
         ("nonsense",),
     ],

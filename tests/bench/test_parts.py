@@ -28,7 +28,7 @@ def run(folder: Path, *parts: Part, budget_s: float = 60.0) -> tuple[dict[str, O
     return runner.outcomes, "\n".join(said)
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     """Ended; one that nobody has asked for its status yet counts."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -58,6 +58,7 @@ def test_a_part_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> None
     assert (tmp_path / "second.log").read_text() == "so far\nit broke\n"
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
     """Also where both ignore that they are asked to end."""
     code = (
@@ -106,6 +107,7 @@ def test_what_cannot_be_run_is_not_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "follows.log").exists()
 
 
+@pytest.mark.slow
 def test_no_part_outlives_the_budget(tmp_path: Path) -> None:
     began = time.monotonic()
     sleeps = [script(f"sleeps-{i}", "import time; time.sleep(30)", least_s=0.8) for i in range(3)]

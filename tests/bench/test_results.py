@@ -136,6 +136,7 @@ def document() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_mode_has_a_picture(tmp_path: Path) -> None:
     drawing = pytest.importorskip("bench.serve.drawing", reason="needs matplotlib", exc_type=ImportError)
     written = drawing.draw(json.loads(json.dumps(document())), tmp_path / "new")
@@ -145,6 +146,7 @@ def test_every_mode_has_a_picture(tmp_path: Path) -> None:
             assert picture.width > 500 and len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line_ends_in_one_document(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.serve", "--quick", "--rates", "20", "--requests", "5", "--bisect", "0"]
     command += ["--ttft-slo", "20s", "--tpot-slo", "10s", "--server-args", "--threads 1", "--no-server-limits"]

@@ -122,6 +122,7 @@ def test_a_folder_is_read_in_the_order_of_the_suite_and_other_files_are_named(tm
     assert [problem.split(" ")[0] for problem in problems] == ["cut.json", "half.json"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_and_picture(tmp_path: Path) -> None:
     put(tmp_path, "decode", DECODE)
     done = subprocess.run(
@@ -148,6 +149,7 @@ def test_nothing_at_all_is_a_summary_too(tmp_path: Path) -> None:
     assert "- tests-gpu: failed" in (tmp_path / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_small_suite_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.micro", "--dir", str(tmp_path), "--only", "sched"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -31,7 +31,7 @@ from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.registry import load_spec
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(("textcaps", "pope", "mme"), text_share=0.25, scale=0.25)
@@ -293,6 +293,7 @@ def command(mode: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_simulate_prints_a_point_for_every_topology_and_rate(tmp_path: Path, profile: Path) -> None:
     pytest.importorskip("matplotlib")
     document = command("simulate", tmp_path, "--profile", str(profile), "--devices", "3", "--requests", "6")

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.__main__ import main
-from hydra_engine.backend.cuda_device import probe
+from hydra_engine.backend.cuda.probe import probe
+from hydra_engine.cli import other_engines
 from hydra_engine.cli.commands import build_parser
 from tests.cli.conftest import Here
+from tests.packaging.flags import FLAG
 
 ROOT = Path(__file__).parents[2]
 PICTURE = "hydra_engine/demo/pictures/stars.png"
@@ -38,11 +40,33 @@ def test_generate_streams_an_answer() -> None:
     assert done.stdout.startswith("There is") and "prefill" in done.stdout
 
 
-def test_generate_says_what_is_wrong_and_ends_with_its_code() -> None:
-    done = hydra("generate", "x", "--image", "no-such-file.png")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("hydra-engine: ") and "cannot be opened" in last
+def test_bad_pictures_and_a_missing_template_are_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "tokenizer_config.json").write_text("{}")
+    fake, large = str(tmp_path / "fake.png"), str(tmp_path / "large.png")
+    Path(fake).write_text("no picture at all")
+    Path(large).write_bytes(bytes(4096))
+    given = [["/nope.png"], [PICTURE, "/nope.png"], [fake], [large], [str(tmp_path)]]
+    code = (
+        f"import sys\nfrom hydra_engine.__main__ import main\nfor pictures in {given!r}:\n"
+        "    flags = [word for picture in pictures for word in ('--image', picture)]\n"
+        "    print(main(['generate', 'x', '--model', '/no/model', '--max-image-bytes', '3072', *flags]))\n"
+        f"for more in ([], ['--chat-template', '/no/such.jinja']):\n"
+        f"    print(main(['generate', 'x', '--model', {str(bare)!r}, *more]))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.split() == ["1"] * 5 + ["2"] * 2 + ["False"], done.stderr
+    assert done.stderr.replace("hydra-engine: ", "").splitlines() == [
+        "/nope.png: no such file",
+        "image 2: /nope.png: no such file",
+        f"{fake}: the image has an unsupported format; supported: PNG, JPEG, WEBP, GIF, BMP",
+        f"{large}: the image is larger than 3 KiB",
+        f"{tmp_path}: is a directory",
+        "the model has no chat template; give one with --chat-template FILE",
+        "cannot read the chat template /no/such.jinja: No such file or directory",
+    ]
 
 
 def test_generate_says_what_is_wrong(here: Here) -> None:
@@ -52,11 +76,17 @@ def test_generate_says_what_is_wrong(here: Here) -> None:
         (("x", "--kv-cache-gib", "0.000001"), 4, "KV cache"),
         (("x", "--config", "no-such-file.yaml"), 2, "configuration file"),
         (("x", "--tpot-slo", "soon"), 2, "--tpot-slo"),
+        (("x", "--chat-template", "/no/template"), 2, "cannot read the chat template /no/template: No such file"),
     ):
         done = here("generate", *arguments, "--threads", "1")
         assert done.returncode == code, (arguments, done.stderr)
         assert done.stderr.strip().splitlines()[-1].startswith("hydra-engine: ") and words in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_profile_that_could_not_be_written_is_refused_before_it_is_measured(here: Here) -> None:
+    done = here("profile", "demo", "--output", "/no/such/file")
+    assert done.returncode == 2 and "--output /no/such/file: there is no folder /no/such" in done.stderr
 
 
 def test_a_configuration_file_is_read_and_flags_win(tmp_path: Path, here: Here) -> None:
@@ -104,6 +134,90 @@ def test_bench_lists_its_benchmarks_and_refuses_others(here: Here) -> None:
     assert here("bench", "nonsense").returncode == 2
 
 
+def test_benchmarks_are_listed_by_what_they_measure(here: Here) -> None:
+    lines = here("bench").stdout.splitlines()
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert len(titles) == 4 and all(title.endswith(":") for title in titles)
+    assert lines.index(titles[2]) < next(at for at, line in enumerate(lines) if line.split()[0] == "ops.linear")
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("asked", [(), ("help",), ("--help",)], ids=" ".join)
+def test_without_a_command_there_is_help(asked: tuple[str, ...], here: Here) -> None:
+    done = here(*asked)
+    assert done.returncode == 0 and done.stdout.startswith("usage: hydra-engine") and not done.stderr
+    assert "run-batch" in done.stdout
+
+
+def test_help_of_a_command_has_three_spellings(here: Here) -> None:
+    first, *others = (here(*words).stdout for words in (("serve", "--help"), ("--help", "serve"), ("help", "serve")))
+    assert first.startswith("usage: hydra-engine serve") and others == [first, first]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("srve", "serve"), ("server", "serve"), ("run", "run-batch"), ("Chat", "chat"), ("zzz", "")]
+)
+def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here: Here) -> None:
+    for words in ((typed, "--port", "1"), ("help", typed)):
+        done = here(*words)
+        assert done.returncode == 2 and not done.stdout
+        wanted = f"{typed!r} is not a command" + (f"; did you mean {meant}?" if meant else "")
+        assert done.stderr.splitlines()[0] == f"hydra-engine: {wanted}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        (("serve", "demo", "-c", "4096"), "-c is not an option here: give --max-model-len"),
+        (("serve", "demo", "--ctx-size=4096"), "--ctx-size is not an option here: give --max-model-len"),
+        (("serve", "--context_length", "4096"), "--context-length is not an option here: give --max-model-len"),
+        (("serve", "demo", "-ngl", "99"), "-ngl is not an option here: a model runs on one device"),
+        (("serve", "demo", "--tp-size", "2"), "--tp-size is not an option here: a model runs on one device"),
+        (("generate", "x", "-n", "5"), "-n is not an option here: a request says how long its answer may be"),
+        (("serve", "--mem-fraction-static", "0.8"), "give --gpu-memory-utilization"),
+        (("demo", "--model", "x"), "--model is not an option here: the demo's questions are about its own model"),
+        (("serve", "--max-num-sequences", "2"), "--max-num-sequences is not an option; the nearest one is --max-num"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_names_of_other_engines_are_explained(typed: tuple[str, ...], instead: str, here: Here) -> None:
+    done = here(*typed)
+    assert done.returncode == 2 and instead in done.stderr.splitlines()[0]
+
+
+def test_what_is_told_to_give_instead_is_an_option() -> None:
+    _, commands = build_parser()
+    flags = {flag.removeprefix("--") for parser in commands.values() for flag in parser.flags()}
+    told = {flag for reason in other_engines._INSTEAD for flag in FLAG.findall(reason)}
+    assert told and told <= flags
+    names = [name for several in other_engines._INSTEAD.values() for name in several]
+    assert len(set(names)) == len(names)
+    serve = {flag.removeprefix("--") for flag in commands["serve"].flags()}
+    assert not set(names) - {"model"} & serve
+
+
+def test_a_model_is_named_in_its_place_or_with_a_flag(here: Here) -> None:
+    for command in ("config", "memory", "profile", "serve"):
+        assert "--model MODEL" in here(command, "--help").stdout
+    for words in (("/m/x",), ("--model", "/m/x"), ("--model=/m/x", "/m/x"), ("--port", "1", "--model", "/m/x")):
+        assert "model: /m/x" in here("config", *words).stdout
+    done = here("config", "--model", "/m/x", "/m/y")
+    assert done.returncode == 2 and "'/m/x' and '/m/y' are given for one MODEL" in done.stderr
+
+
+def test_run_batch_takes_its_files_as_vllm_does(here: Here, tmp_path: Path) -> None:
+    absent, answers = str(tmp_path / "absent.jsonl"), str(tmp_path / "answers.jsonl")
+    for words in (
+        (absent, "-o", answers),
+        ("-i", absent, "-o", answers),
+        ("--input-file", absent, "--output", answers),
+    ):
+        done = here("run-batch", *words)
+        assert done.returncode == 2 and f"the file of requests {absent} cannot be opened: no such file" in done.stderr
+    done = here("run-batch", "-o", answers)
+    assert done.returncode == 2 and "run-batch FILE -o FILE" in done.stderr
+
+
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     _, commands = build_parser()
     assert {"serve", "generate", "chat", "demo", "bench", "memory", "config", "doctor", "completion"} <= set(commands)
@@ -114,6 +228,10 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             text = capsys.readouterr().out
             assert ended.value.code in (0, None) and text.startswith("usage: hydra-engine"), command
             assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sizes_in_bytes_are_told_in_mib_too(here: Here) -> None:
+    assert "(default: 20971520, 20 MiB)" in " ".join(here("serve", "--help", "max-image-bytes").stdout.split())
 
 
 def test_help_loads_no_torch() -> None:

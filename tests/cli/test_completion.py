@@ -50,9 +50,9 @@ def completions(source: Path, line: str) -> set[str]:
         ("hydra-engine s", {"serve"}),
         ("hydra-engine co", {"config", "completion"}),
         ("hydra-engine serve --max-num", {"--max-num-seqs"}),
-        ("hydra-engine serve --no-la", {"--no-lanes"}),
+        ("hydra-engine serve --no-st", {"--no-steal-decodes"}),
         ("hydra-engine serve --dtype b", {"bfloat16"}),
-        ("hydra-engine serve --schedule ", {"stage", "request"}),
+        ("hydra-engine serve --generation-config ", {"auto", "none"}),
         ("hydra-engine serve --port ", set()),
         ("hydra-engine serve --config ", set()),  # left to the shell's own completion of paths
         ("hydra-engine chat --top", {"--top-p", "--top-k"}),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from hydra_engine.__main__ import main
 from hydra_engine.cli.memory import report_lines
 from hydra_engine.config import CacheConfig, EngineConfig
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.footprint import Footprints, footprints
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.registry import load_spec
+from tests.cli.conftest import Here
+from tools.miniatures import make_tiny
 
 GIB = 1 << 30
 
@@ -31,13 +32,15 @@ def test_each_role_holds_what_it_needs_and_nothing_else() -> None:
     assert spec.vision is not None
     vision, language = 2 * spec.vision.num_parameters(), 2 * spec.language.num_parameters()
     one = {f.role: f for f in found(LLAVA, "E+P+D").instances}
-    assert [(f.vision_bytes, f.language_bytes) for f in (one["E"], one["P"], one["D"])] == [
+    assert [(f.plan.vision_weights_bytes, f.plan.language_weights_bytes) for f in (one["E"], one["P"], one["D"])] == [
         (vision, 0),
         (0, language),
         (0, language),
     ]
-    assert (one["E"].kv_bytes, one["D"].image_bytes) == (0, 0) and one["E"].image_bytes == one["P"].image_bytes > 0
-    assert one["P"].kv_bytes == one["P"].kv_tokens * spec.language.kv_bytes_per_token(2)
+    assert (one["E"].plan.kv_bytes, one["D"].plan.image_bytes) == (0, 0) and one["E"].plan.image_bytes == one[
+        "P"
+    ].plan.image_bytes > 0
+    assert one["P"].plan.kv_bytes == one["P"].kv_tokens * spec.language.kv_bytes_per_token(2)
 
 
 def test_an_encoder_s_device_holds_a_twentieth() -> None:
@@ -45,11 +48,11 @@ def test_an_encoder_s_device_holds_a_twentieth() -> None:
     result = found(LLAVA, "E+P+D", kv_cache_gib=4)
     for one, whole in zip(result.instances, result.wholes, strict=True):
         assert whole is not None and whole.role == EPD.letters
-        assert whole.kv_bytes == 4 * GIB and one.total_bytes < whole.total_bytes
+        assert whole.plan.kv_bytes == 4 * GIB and one.plan.total_bytes < whole.plan.total_bytes
     encode, prefill, _ = result.instances
     assert result.wholes[0] is not None
-    assert encode.weights_bytes < 0.05 * result.wholes[0].weights_bytes
-    assert 0.95 < prefill.weights_bytes / result.wholes[0].weights_bytes < 1
+    assert encode.plan.weights_bytes < 0.05 * result.wholes[0].plan.weights_bytes
+    assert 0.95 < prefill.plan.weights_bytes / result.wholes[0].plan.weights_bytes < 1
 
 
 def test_a_device_is_shared_by_its_instances_only() -> None:
@@ -59,21 +62,24 @@ def test_a_device_is_shared_by_its_instances_only() -> None:
     assert (together.memory, apart.memory) == ({"cuda:0": 60 * GIB}, {"cuda:0": 60 * GIB, "cuda:1": 60 * GIB})
     # On a GPU whoever keeps KV gets what the others do not need.
     (_, beside), (_, alone) = together.instances, apart.instances
-    assert 0.9 * alone.kv_bytes < beside.kv_bytes < alone.kv_bytes
-    assert 0.9 * 60 * GIB - GIB < alone.total_bytes < 0.9 * 60 * GIB
+    assert 0.9 * alone.plan.kv_bytes < beside.plan.kv_bytes < alone.plan.kv_bytes
+    assert 0.9 * 60 * GIB - GIB < alone.plan.total_bytes < 0.9 * 60 * GIB
     assert {f.device for f in found(LLAVA, "E@cuda:3+PD", 60).instances} == {"cuda:3"}
 
 
 def test_where_everything_would_not_fit_a_role_may() -> None:
     result = found("demo", "EP+D", None)
-    assert None not in result.wholes and all(f.total_bytes > 0 for f in result.instances)
+    assert None not in result.wholes and all(f.plan.total_bytes > 0 for f in result.instances)
     lines = report_lines(result, "demo")
     assert lines[0] == "demo (llava), bfloat16, topology EP+D" and len(lines) == 5
     assert "vision tower" in lines[3] and "vision tower" not in lines[2]
 
 
 def test_an_instance_that_would_not_fit_is_named() -> None:
-    with pytest.raises(ResourceError, match=r"^p0 would not fit: instance role P needs KV for \d+ tokens"):
+    with pytest.raises(
+        ResourceError,
+        match=r"^p0 would not fit .* 24: weights 12\.\d GiB > 8 GiB for .* P, its part of the 24 GiB",
+    ):
         found(LLAVA, "E+P+D", 24)
     result = found(LLAVA, "E@cuda:0+PD@cuda:1", 15.5)
     assert result.wholes == (None, None) and "EPD would not fit" in report_lines(result, "m")[2]
@@ -94,24 +100,87 @@ def test_topologies_that_cannot_serve_the_model_are_refused(tmp_path: Path) -> N
 
 def test_what_steps_take_of_a_gpu_is_estimated() -> None:
     result = found("qwen2-vl-7b", "E@cuda:0+PD@cuda:1", 80)
-    encode, decode = (one.working for one in result.instances)
+    encode, decode = (one.plan.working for one in result.instances)
     assert 1 * GIB < encode.encode_bytes < 4 * GIB and (encode.language_bytes, decode.encode_bytes) == (0, 0)
     assert 0.1 * GIB < decode.language_bytes < GIB and decode.graph_bytes > encode.graph_bytes > 0
     lines = report_lines(result, "m")
-    assert lines[4].startswith("  e0: activations about 1.8 GiB, graphs 176.0 MiB; measured at start")
+    assert lines[4].startswith("  e0: activations about 1.8 GiB, graphs 176 MiB; measured at start")
     assert "activations" in lines[3] and "activations about" not in "".join(report_lines(found(LLAVA, "EPD"), "m"))
     with pytest.raises(
-        ResourceError, match=r"^epd0 would not fit: .* lower --token-budget or --max-num-seqs or --image"
+        ResourceError,
+        match=r"^epd0 would not fit .* 16: weights .* lower --token-budget or --max-num-seqs or --image",
     ):
         footprints(EngineConfig(model="qwen2-vl-7b", device="cuda:0", dtype="bfloat16"), 16 * GIB)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", LLAVA, "--topology", "E+PD", "--memory", "60", "--dtype", "bfloat16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+QWEN = ("qwen2.5-vl-7b", "--load-format", "random", "--dtype", "bfloat16")
+
+
+def refused(here: Here, *arguments: str) -> str:
+    done = here("memory", *QWEN, *arguments)
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    return line.removeprefix("hydra-engine: ")
+
+
+def test_weights_that_do_not_fit_come_first(here: Here) -> None:
+    told = refused(here, "--memory", "8")
+    assert told == (
+        "epd0 would not fit into --memory 8: weights 15.4 GiB > 8 GiB for instance role EPD; "
+        "free memory or take a smaller model"
+    )
+    assert "weights 30.9 GiB > 8 GiB" in (told := refused(here, "--memory", "8", "--dtype", "float32"))
+    assert "take a smaller --dtype" in told
+
+
+def test_what_steps_take_of_a_gpu_comes_with_the_weights(here: Here) -> None:
+    told = refused(here, "--memory", "16.2", "--topology", "EPD@cuda:0")
+    assert told.startswith(
+        "epd0 would not fit into --memory 16.2: weights 15.4 GiB + working memory 2.6 GiB + margin 512 MiB > 14.6 GiB "
+        "for instance role EPD; raise --gpu-memory-utilization, lower --token-budget or"
+    )
+
+
+def test_caches_come_last_with_the_least_that_they_need(here: Here) -> None:
+    assert "567.9 MiB are left beside the weights; free memory" in (told := refused(here, "--memory", "16"))
+    assert (
+        ": KV cache 226.6 MiB < 896.9 MiB (16392 tokens, one largest picture" in told and "--kv-cache-gib" not in told
+    )
+    assert refused(here, "--memory", "18", "--max-model-len", "60000").endswith("or lower --max-model-len to 19120")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--memory", "17.2"),
+        ("--memory", "16.5"),
+        ("--memory", "17", "--kv-cache-gib", "0.1"),
+        ("--memory", "17", "--image-cache-gib", "0.01"),
+        ("--memory", "17", "--num-kv-blocks", "3", "--num-image-blocks", "1"),
+        ("--memory", "20", "--max-model-len", "60000"),
+    ],
+    ids=" ".join,
+)
+def test_who_gives_what_was_asked_for_is_not_asked_again(given: tuple[str, ...], here: Here) -> None:
+    told = refused(here, *given)
+    asked = re.findall(r"(--(?:kv-cache-gib|image-cache-gib|num-\w+-blocks)) (\d\S*?)(?=[ ,]|$)", told)
+    assert asked, told
+    assert here("memory", *QWEN, *given, *(word for pair in asked for word in pair)).returncode == 0
+
+
+def test_the_document_shows_what_its_command_prints(here: Here) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text(encoding="utf-8")
+    found = re.search(r"```sh\nhydra-engine (memory [^\n]*)\n```.*?```\n(.*?)```", text, re.DOTALL)
+    assert found and here(*found[1].split()).stdout == found[2]
+
+
+def test_the_command(here: Here) -> None:
+    done = here("memory", LLAVA, "--topology", "E+PD", "--memory", "60", "--dtype", "bfloat16")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
     assert lines[1].split()[:4] == ["instance", "role", "device", "weights"]
     assert lines[2].split()[:2] == ["e0", "E"] and "decoder 12.6 GiB" in lines[2]
-    assert lines[-1].startswith("device cpu: ") and lines[-1].endswith(" of 60.0 GiB")
+    assert lines[-1].startswith("device cpu: ") and lines[-1].endswith(" of 60 GiB")
     for wrong in ("0", "-1", "nan"):
-        assert main(["memory", LLAVA, "--memory", wrong]) == 2
-        assert "--memory must be a number of GiB above 0" in capsys.readouterr().err
+        done = here("memory", LLAVA, "--memory", wrong)
+        assert done.returncode == 2 and "--memory must be a number of GiB above 0" in done.stderr

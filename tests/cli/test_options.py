@@ -93,18 +93,18 @@ def test_a_limit_of_another_type_or_size_is_refused(given: Any) -> None:
 
 def test_flags_win_over_the_file_and_none_is_no_limit(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("tpot_slo: 40ms\nttft-slo: 1\nserver-timing: true\nlanes: off\n")
-    arguments = parsed("--config", str(file), "--tpot-slo", "20ms", "--lanes")
+    file.write_text("tpot_slo: 40ms\nttft-slo: 1\nserver-timing: true\nsteal-decodes: off\n")
+    arguments = parsed("--config", str(file), "--tpot-slo", "20ms", "--steal-decodes")
     settings = read_settings(arguments)
-    scheduler = settings.engine().scheduler
-    assert (scheduler.tpot_slo, scheduler.ttft_slo, scheduler.lanes) == (0.02, 1.0, True)
+    config = settings.engine()
+    assert (config.scheduler.tpot_slo, config.scheduler.ttft_slo, config.cluster.steal_decodes) == (0.02, 1.0, True)
     assert settings.server().server_timing and not ServerConfig().server_timing
     assert (configured().scheduler.tpot_slo, configured().scheduler.ttft_slo) == (None, None)
 
 
-def test_an_unknown_schedule_is_refused_from_wherever_it_comes(tmp_path: Path) -> None:
+def test_an_unknown_router_is_refused_from_wherever_it_comes(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("schedule: stages\n")
-    for make in (lambda: configured("--config", str(file)), lambda: config_from_options("demo", {"schedule": 1})):
-        with pytest.raises(ConfigError, match=r"^schedule .*must be stage or request"):
+    file.write_text("router: nearest\n")
+    for make in (lambda: configured("--config", str(file)), lambda: config_from_options("demo", {"router": 1})):
+        with pytest.raises(ConfigError, match=r"^router .*must be least-loaded, affinity"):
             make()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,18 @@ def test_a_file_in_a_file_out(tmp_path: Path, here: Here) -> None:
     assert "20 requests in " in done.stderr and "0 of them failed" in done.stderr
 
 
+def test_the_document_s_example_works_as_pasted(tmp_path: Path, here: Here) -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "run-batch" in block)
+    *before, command = block.strip().splitlines()
+    subprocess.run(["bash", "-c", "\n".join(before)], cwd=tmp_path, check=True, timeout=20)
+    with contextlib.chdir(tmp_path):
+        done = here(*shlex.split(command)[1:], "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    found = answers((tmp_path / "answers.jsonl").read_text(encoding="utf-8"))
+    assert found["a"]["choices"][0]["message"]["content"] == RIGHT and found["b"]["choices"][0]["text"]
+
+
 def test_failed_lines_make_the_exit_code_and_pipes_do() -> None:
     lines = request("a", model="mine") + "nonsense\n" + request("b", model="other")
     done = hydra("run-batch", "-", "-o", "-", "--threads", "1", "--served-model-name", "mine", stdin=lines)
@@ -51,9 +67,13 @@ def test_failed_lines_make_the_exit_code_and_pipes_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("no-such-file", "-o", "-"), 2, "the file of requests cannot be opened: no such file or directory"),
+        (
+            ("no-such-file", "-o", "-"),
+            2,
+            "the file of requests no-such-file cannot be opened: no such file or directory",
+        ),
         (("{file}", "-o", "{file}"), 2, "must not be that of the requests"),
-        (("{file}", "-o", "/no/such/folder/x"), 2, "the file of answers cannot be opened"),
+        (("{file}", "-o", "/no/such/folder/x"), 2, "the file of answers /no/such/folder/x cannot be opened"),
         (("{file}", "-o", "-", "--max-concurrent", "0"), 2, "--max-concurrent must be from 1 to 512"),
         (("{file}", "-o", "-", "--model", "no-such-folder"), 3, "no model directory"),
         (("{file}",), 2, "-o/--output"),
@@ -73,6 +93,7 @@ def test_what_is_wrong_with_the_command(
     assert file.read_text(encoding="utf-8") == request("a")
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_and_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = (request(f"r{i}", max_tokens=200, ignore_eos=True) for i in range(2000))

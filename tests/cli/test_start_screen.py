@@ -12,6 +12,7 @@ import pytest
 from hydra_engine.cli.start_screen import screen_lines
 from hydra_engine.config import EngineConfig, SchedulerConfig, ServerConfig
 from hydra_engine.core.messages import LimitSummary
+from hydra_engine.core.request import SamplingParams
 from tests.cli.conftest import KEY, Started
 from tests.cli.test_summary import BUDGETS, instance
 
@@ -20,7 +21,9 @@ URL = "http://127.0.0.1:8000"
 
 def screen(*summaries: object, config: EngineConfig | None = None, url: str = URL, **server: object) -> list[str]:
     shown = summaries or (instance("epd0", "EPD", notes=("dtype bfloat16: " + "because " * 12,)),)
-    return screen_lines(shown, config or EngineConfig(), ServerConfig(**server), url=url, model_name="m")  # type: ignore[arg-type]
+    return screen_lines(
+        shown, config or EngineConfig(), ServerConfig(**server), SamplingParams(), url=url, model_name="m"
+    )  # type: ignore[arg-type]
 
 
 def test_one_screen() -> None:
@@ -28,11 +31,11 @@ def test_one_screen() -> None:
     assert lines[1:] == [
         "  model        m (llava), 7.5 billion parameters, bfloat16",
         "  instance     epd0, role EPD, cpu, 2 threads per lane, ops native-amx, deterministic",
-        "  memory       weights 14.0 GiB, KV cache 512.0 MiB (8192 tokens), image cache 8.0 MiB (512 rows)",
+        "  memory       weights 14 GiB, KV cache 512 MiB (8192 tokens), image cache 8 MiB (512 rows)",
         "  limits       4096 tokens a request, 512 tokens a language step, 1152 patches a vision step",
         "  loaded in    1.0 s",
         "  budgets      fixed, as above; --tpot-slo 40ms derives them from step times of this machine",
-        "  admission    64 requests at once, 512 accepted; 16 pictures a request, bodies of 64.0 MiB",
+        "  admission    64 requests at once, 512 accepted; 16 pictures a request, bodies of 64 MiB",
         "  access       this machine only, asks for no key",
         "  note         dtype bfloat16: because because because because because because because because",
         "               because because because because",
@@ -42,6 +45,25 @@ def test_one_screen() -> None:
         """  -d '{"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}'""",
     ]
     assert max(map(len, lines)) <= 100
+
+
+def test_sampling_defaults_and_where_they_are_from() -> None:
+    greedy, none = SamplingParams(temperature=0.0, top_k=3, max_tokens=200), SamplingParams()
+    line = lambda sampling, **options: [  # noqa: E731
+        line
+        for line in screen_lines(
+            [instance("epd0", "EPD")], EngineConfig(**options), ServerConfig(), sampling, url=URL, model_name="m"
+        )
+        if line.startswith("  sampling")
+    ]
+    assert line(none) == []
+    assert line(greedy) == [
+        "  sampling     temperature 0, top_k 3, max_tokens 200 unless a request says (generation_config.json)"
+    ]
+    overridden = {"override_generation_config": '{"top_k": 3}', "generation_config": "none"}
+    assert line(SamplingParams(top_k=3), **overridden) == [
+        "  sampling     top_k 3 unless a request says (--override-generation-config)"
+    ]
 
 
 def test_with_a_limit_the_budgets_are_those_that_follow() -> None:
@@ -88,8 +110,11 @@ def test_chat_is_told_where_the_server_is() -> None:
 
 def test_the_screen_of_a_real_server_and_its_command(server: Started) -> None:
     """Pasted into a shell as it stands, with the key in the variable that it names."""
-    assert server.screen[0].startswith("hydra-engine ") and server.screen[-1].startswith("ready on http://127.0.0.1:")
-    assert 10 <= len(server.screen) <= 20 and max(map(len, server.screen)) <= 100
+    title = next(i for i, line in enumerate(server.screen) if line.startswith("hydra-engine "))
+    phases = [line.partition(" hydra_engine: ")[2] for line in server.screen[:title]]
+    assert phases[:2] == ["starting", "loading weights"] and "warm-up" in phases and len(set(phases)) == len(phases)
+    assert server.screen[-1].startswith("ready on http://127.0.0.1:")
+    assert 10 <= len(server.screen) - title <= 20 and max(map(len, server.screen[title:])) <= 100
     assert KEY not in "\n".join(server.screen) and "\x1b" not in "\n".join(server.screen)
     begin = next(i for i, line in enumerate(server.screen) if line.startswith("curl "))
     command = "\n".join(server.screen[begin:-1])

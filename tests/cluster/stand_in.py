@@ -32,7 +32,7 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.pools import Exports
 from hydra_engine.errors import ConfigError
-from hydra_engine.instance.ports import FromPeer, Inbox, Outbox, PeerDown, PeerUp, Place
+from hydra_engine.instance.ports import FromPeer, Inbox, InstanceContext, Outbox, PeerDown, PeerUp
 from hydra_engine.transfer.messages import Offer
 
 PERIOD_S = 0.05
@@ -47,13 +47,13 @@ def exports() -> tuple[Exports, tuple[int, ...]]:
 
 
 def offer(sequence: int) -> Offer:
-    return Offer(1, sequence, RequestId(5), None, 0, 9, (1, 2, 3), 12)
+    return Offer(1, sequence, RequestId(5), None, 0, 9, (1, 2, 3))
 
 
-def summary(name: str, place: Place) -> InstanceSummary:
+def summary(name: str, context: InstanceContext) -> InstanceSummary:
     zeros = {f: 0 for f in InstanceSummary.__struct_fields__ if InstanceSummary.__annotations__[f] in ("int", "float")}
     texts = dict.fromkeys(("model", "family", "device", "dtype", "backend"), "none")
-    values = {**zeros, **texts, "name": name, "role": place.role.letters, "incarnation": place.incarnation}
+    values = {**zeros, **texts, "name": name, "role": context.role.letters, "incarnation": context.incarnation}
     return InstanceSummary(**values, deterministic=True)
 
 
@@ -75,7 +75,7 @@ class StandIn:
                 case Shutdown():
                     self.stopped = not self.deaf
                 case SetRole():
-                    self.outbox.send([LedgerReport(0, 0, 0, 0, 0, 0, 0, holders=(message.role,))])
+                    self.outbox.send([LedgerReport(0, 0, 0, 0, 0, holders=(message.role,))])
                 case SetFault():
                     self.obey(message)
         for event in self.peers.drain() if self.peers is not None else []:
@@ -113,7 +113,7 @@ def run_instance(
     outbox: Outbox,
     wake: threading.Event,
     *,
-    place: Place,
+    context: InstanceContext,
     connect: ConnectPeers | None,
 ) -> int:
     outbox.send([Loading("weights", 1, 2)])
@@ -127,7 +127,7 @@ def run_instance(
     peers = connect(*exports()) if connect is not None else None
     assert peers is None or isinstance(peers, PeerSockets)
     instance = StandIn(name, inbox, outbox, peers)
-    outbox.send([Ready(WIRE_VERSION, summary(name, place))])
+    outbox.send([Ready(WIRE_VERSION, summary(name, context))])
     progress = 0
     while not instance.stopped:
         wake.wait(PERIOD_S)

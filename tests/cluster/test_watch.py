@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hydra_engine.cluster.children import describe_exit
 from hydra_engine.cluster.pairs import Pairs
 from hydra_engine.cluster.watch import PACE, Change, OwnPauses, Restarts, Silence
+from hydra_engine.core.units import describe_exit
 
 
 def test_waits_grow_with_each_death_and_start_over_after_a_long_life() -> None:
@@ -29,11 +29,11 @@ def test_five_deaths_in_a_minute_are_enough() -> None:
 
 def test_silence_is_told_once_and_ends_with_a_word() -> None:
     silence = Silence(2.0, 10.0)
-    silence.hear(100.0)
+    silence.heartbeat(100.0)
     assert silence.check(101.9) is None
     assert silence.check(102.0) is Change.SILENT
     assert silence.check(105.0) is None
-    assert silence.hear(106.0) and not silence.hear(106.1)
+    assert silence.heartbeat(106.0) and not silence.heartbeat(106.1)
     assert silence.check(108.0) is None
     assert silence.check(108.1) is Change.SILENT
     assert silence.check(116.1) is Change.FENCE
@@ -41,9 +41,9 @@ def test_silence_is_told_once_and_ends_with_a_word() -> None:
 
 def test_time_in_which_nobody_listened_does_not_count() -> None:
     silence = Silence(2.0, 10.0)
-    silence.hear(100.0)
+    silence.heartbeat(100.0)
     assert silence.check(102.5) is Change.SILENT
-    silence.excuse(160.0)
+    silence.reset_timer(160.0)
     assert silence.silent, "it still has not been heard"
     assert silence.check(169.9) is None
     assert silence.check(170.0) is Change.FENCE
@@ -63,7 +63,7 @@ def test_an_end_is_told_in_words(code: int, text: str) -> None:
 
 
 def up(pairs: Pairs, one: str, other: str, now: float = 0.0) -> list[bool | None]:
-    return [pairs.said(one, other, True, "", now), pairs.said(other, one, True, "", now)]
+    return [pairs.report(one, other, True, "", now), pairs.report(other, one, True, "", now)]
 
 
 def make_pairs(*names: str) -> Pairs:
@@ -94,14 +94,14 @@ def test_a_pair_is_up_when_both_have_said_so() -> None:
     assert pairs.complete
     assert sorted(pairs.leave("p0")) == [("e0", "p0"), ("p0", "d0")]
     assert not pairs.complete
-    assert pairs.said("e0", "p0", False, "it is gone", 1.0) is None, "of a life that is over"
+    assert pairs.report("e0", "p0", False, "it is gone", 1.0) is None, "of a life that is over"
 
 
 def test_a_broken_pair_is_connected_again_after_a_second_and_once() -> None:
     pairs = make_pairs("e0", "p0")
     up(pairs, "e0", "p0")
-    assert pairs.said("e0", "p0", False, "nonsense", 5.0) is False
-    assert pairs.said("p0", "e0", False, "closed", 5.1) is None
+    assert pairs.report("e0", "p0", False, "nonsense", 5.0) is False
+    assert pairs.report("p0", "e0", False, "closed", 5.1) is None
     assert pairs.due(5.9) == []
     assert pairs.due(6.0) == [("e0", "p0")]
     pairs.connected(("e0", "p0"), 6.0)
@@ -113,17 +113,17 @@ def test_late_words_about_the_old_connection_do_no_harm() -> None:
     """One side reports the end of the first connection only after the second one was made."""
     pairs = make_pairs("e0", "p0")
     up(pairs, "e0", "p0")
-    pairs.said("e0", "p0", False, "nonsense", 5.0)
+    pairs.report("e0", "p0", False, "nonsense", 5.0)
     pairs.connected(("e0", "p0"), 6.0)
-    assert pairs.said("e0", "p0", True, "", 6.1) is None
-    assert pairs.said("p0", "e0", False, "closed", 6.2) is None
-    assert pairs.said("p0", "e0", True, "", 6.3) is True
+    assert pairs.report("e0", "p0", True, "", 6.1) is None
+    assert pairs.report("p0", "e0", False, "closed", 6.2) is None
+    assert pairs.report("p0", "e0", True, "", 6.3) is True
     assert pairs.due(60.0) == []
 
 
 def test_a_pair_that_says_nothing_is_connected_again() -> None:
     pairs = make_pairs("e0", "p0")
-    assert pairs.said("e0", "p0", True, "", 0.1) is None
+    assert pairs.report("e0", "p0", True, "", 0.1) is None
     assert pairs.due(14.9) == []
     assert pairs.due(15.0) == [] and pairs.due(16.0) == [("e0", "p0")]
 
@@ -131,7 +131,7 @@ def test_a_pair_that_says_nothing_is_connected_again() -> None:
 def test_three_failures_in_a_row_are_hopeless() -> None:
     pairs = make_pairs("e0", "p0")
     for now in (1.0, 3.0):
-        pairs.said("e0", "p0", False, "other blocks", now)
+        pairs.report("e0", "p0", False, "other blocks", now)
         assert pairs.hopeless() is None
         pairs.connected(("e0", "p0"), now + 1)
     pairs.failed(("e0", "p0"), "no descriptors left", 5.0)

@@ -13,7 +13,7 @@ from hydra_engine.core.messages import Abort, Loading
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.core.roles import Role
-from hydra_engine.instance.ports import Place
+from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Ack, Hello, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 
 LAYOUT = PoolLayout(PoolKind.KV, 7, (2, 2, 16, 2, 8), "float32", 4096)
@@ -23,8 +23,8 @@ EXPORTS = Exports(
 END = KvEnd(9, 42, 1.5, 1.25, 3)
 MESSAGES: list[Hello | TransferMessage] = [
     Hello(1, "e0", 1 << 62, EXPORTS),
-    Offer(1 << 62, 3, RequestId(4), 2, 5, (1 << 64) - 1, (6, 7), 30),
-    Offer(1, 3, RequestId(4), None, 5, 8, (), 30, END, (1, 2)),
+    Offer(1 << 62, 3, RequestId(4), 2, 5, (1 << 64) - 1, (6, 7)),
+    Offer(1, 3, RequestId(4), None, 5, 8, (), END, (1, 2)),
     More(1, 3, 1, (9, 10), END, (5,)),
     Withdraw(1, 3),
     Renew(1, (3, 4), (0, 2)),
@@ -72,7 +72,7 @@ def test_the_start_says_what_the_instance_is_among_others() -> None:
     )
     again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
     assert again == start
-    assert start.place == Place(Role.E | Role.D, 7, (Role.E, Role.E | Role.D), True)
+    assert start.context == InstanceContext(Role.E | Role.D, 7, (Role.E, Role.E | Role.D), True)
 
 
 def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:

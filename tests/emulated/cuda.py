@@ -17,22 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import (
-    cuda,
-    cuda_attention,
-    cuda_cache,
-    cuda_copies,
-    cuda_graphs,
-    cuda_host,
-    cuda_lanes,
-    cuda_split,
-    devices,
-    select,
-)
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend import devices, select
+from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.cuda import attention as cuda_attention
+from hydra_engine.backend.cuda import cache as cuda_cache
+from hydra_engine.backend.cuda import copies as cuda_copies
+from hydra_engine.backend.cuda import device as cuda_host
+from hydra_engine.backend.cuda import graphs as cuda_graphs
+from hydra_engine.backend.cuda import lanes as cuda_lanes
+from hydra_engine.backend.cuda import ops as cuda
+from hydra_engine.backend.cuda import sm_split as cuda_split
 from hydra_engine.backend.device import PeerMemory, SharedMemory
 from hydra_engine.core.pools import PoolExport
-from hydra_engine.models import random_weights
+from hydra_engine.models.loading import random_weights
 from tests.emulated import graphs, streams
 from tests.emulated.graphs import Capturing
 from tests.emulated.kernels import Extension, Launches, functions_of, kernel
@@ -192,7 +189,7 @@ def emulated_cuda(*, total_bytes: int = 1 << 32) -> Iterator[Streams]:
 
 def backend_modules() -> list[ModuleType]:
     """Those of CUDA that are loaded."""
-    return [module for name, module in [*sys.modules.items()] if name.startswith(cuda.__name__)]
+    return [module for name, module in [*sys.modules.items()] if name.startswith(f"{cuda.__package__}.")]
 
 
 def _resolve(device: str) -> devices.Chosen:

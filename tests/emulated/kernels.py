@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import Draws, PagedCache, StateCache, StateRows
-from hydra_engine.backend.reference import ReferenceOps, activation
+from hydra_engine.backend.base import PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
 
 OPS = ReferenceOps()
@@ -113,7 +113,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
 
 
 def _sample(logits: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
-    return OPS.sample(logits, Draws(*draws))
+    return OPS.sample(logits, SamplingTensors(*draws))
 
 
 def _paged(

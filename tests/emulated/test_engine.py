@@ -74,6 +74,7 @@ def check(streams: Streams, model_dir: Path, **options: Any) -> None:
     assert_clean(streams)
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_tokens_are_those_of_a_processor(streams: Streams, models: Models, family: str) -> None:
     check(streams, models(family), **FORMS["graphs"])
@@ -102,6 +103,7 @@ def test_ops_of_sixteen_bits(streams: Streams, models: Models) -> None:
     assert_clean(streams)
 
 
+@pytest.mark.slow
 def test_random_weights_are_those_of_a_processor(models: Models) -> None:
     """Drawn on the device and not read; a generator of the device draws others, so here it is the host's."""
     found = []
@@ -119,6 +121,7 @@ def test_a_device_that_is_too_small_says_so(models: Models) -> None:
         Engine(models("llava"), device="cuda", threads=1).close()
 
 
+@pytest.mark.slow
 def test_without_memory_for_a_step_requests_are_computed_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FAULTS", "1")
     with emulated_cuda() as streams, Engine(models("llava"), device="cuda", **SMALL, **FORMS["eager"]) as engine:

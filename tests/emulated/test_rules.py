@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.backend.cuda.device import CudaDevice
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE, OnDevice
 
@@ -117,7 +117,7 @@ def test_a_fetch_is_late_and_what_was_sent_is_its_own(streams: Streams, device: 
 
 
 def test_pinned_memory_that_is_used_again_too_early_is_found(streams: Streams, device: CudaDevice) -> None:
-    from hydra_engine.backend.cuda_copies import Sender
+    from hydra_engine.backend.cuda.copies import Sender
 
     sender = Sender(DEVICE)
     for _ in range(9):

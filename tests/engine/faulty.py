@@ -20,7 +20,7 @@ from hydra_engine import Engine
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
-from hydra_engine.front.handle import Handle
+from hydra_engine.frontend.handle import Handle
 from tests.engine.conftest import assert_at_rest
 
 ANSWER_S = 30.0  # whoever has no answer by then has been forgotten
@@ -137,7 +137,8 @@ class Rig:
 
 
 def ended(handle: Handle) -> Result | HydraError:
-    """Raises TimeoutError when the request was forgotten. What was streamed has to be what the result says."""
+    """Raises TimeoutError when the request was forgotten. What was streamed has to be what the result says, and every
+    late token has to be explained."""
     try:
         result = handle.result(ANSWER_S)
     except HydraError as error:
@@ -145,6 +146,7 @@ def ended(handle: Handle) -> Result | HydraError:
     pieces = list(handle)
     assert "".join(piece.text for piece in pieces) == result.text, "a piece is lost or doubled"
     assert tuple(token for piece in pieces for token in piece.token_ids) == result.token_ids
+    assert sum(bool(span.blame) for span in result.timeline) == result.metrics.slo.late_gaps
     return result
 
 

@@ -18,10 +18,16 @@ def fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FAULTS", "1")
 
 
+@pytest.mark.quick("while decoding")
 @pytest.mark.parametrize(
     ("point", "wait_s"),
-    [(None, 0.0), ("vis.before_step", 0.15), ("eng.before_step", 0.15), ("eng.mid_step", 0.15), (None, None)],
-    ids=["at once", "while encoding", "before a language step", "inside a language step", "while decoding"],
+    [
+        pytest.param(None, 0.0, id="at once"),
+        pytest.param("vis.before_step", 0.15, id="while encoding"),
+        pytest.param("eng.before_step", 0.15, id="before a language step", marks=pytest.mark.slow),
+        pytest.param("eng.mid_step", 0.15, id="inside a language step", marks=pytest.mark.slow),
+        pytest.param(None, None, id="while decoding"),
+    ],
 )
 def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, wait_s: float | None) -> None:
     engine = make_engine()

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from hydra_engine import Engine
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.device import Graph
-from hydra_engine.cli.summary import size, summary_lines
+from hydra_engine.cli.summary import start_lines
 from hydra_engine.core.messages import Loading
+from hydra_engine.core.units import size
 from hydra_engine.errors import RequestAborted, Unavailable
-from hydra_engine.worker.decode_graphs import DecodeGraphs
-from hydra_engine.worker.encode_graphs import EncodeGraphs
+from hydra_engine.worker.language.graphs import DecodeGraphs
+from hydra_engine.worker.vision.graphs import EncodeGraphs
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 ENDLESS = {"max_tokens": 24, "ignore_eos": True}
@@ -82,6 +83,7 @@ def answer(engine: Engine, text: str, image: Any, options: dict[str, Any]) -> tu
     return engine.generate(text, image, **(ENDLESS | options)).token_ids
 
 
+@pytest.mark.quick("graphs")
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_kind_of_request_gets_the_same_tokens(
@@ -104,6 +106,7 @@ def test_every_kind_of_request_gets_the_same_tokens(
     assert form != "graphs" or all(encodes)
 
 
+@pytest.mark.quick("graphs")
 @pytest.mark.parametrize("form", ["native", "graphs"])
 def test_preempted_and_aborted_requests(
     make_engine: EngineFactory, behind: None, expected: dict[str, tuple[int, ...]], form: str
@@ -161,9 +164,11 @@ def test_what_was_captured_is_told(make_engine: EngineFactory, behind: None, mon
 
     monkeypatch.setattr(CpuDevice, "capture", sized)
     seen: list[Loading] = []
-    monkeypatch.setattr("hydra_engine.front.front.Front.on_progress", lambda self, name, loading: seen.append(loading))
+    monkeypatch.setattr(
+        "hydra_engine.frontend.frontend.Front.on_progress", lambda self, name, loading: seen.append(loading)
+    )
     engine = make_engine(**FORMS["graphs"])
     assert [loading.total for loading in seen if loading.what == "capturing graphs"][-1] == 5
     assert engine.summary.graph_bytes == 5 << 20 and engine.summary.captured_patches > 0
-    (line,) = (line for line in summary_lines(engine.summary) if "captured decode steps" in line)
+    (line,) = (line for line in start_lines([engine.summary]) if "captured decode steps" in line)
     assert f" {size(5 << 20)} " in line and "encodes" in line

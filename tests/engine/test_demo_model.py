@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from hydra_engine import Engine
-from hydra_engine.demo.scenes import Question, held_out_questions
 from tests.engine.conftest import assert_at_rest
+from tools.demo_training.scenes import Question, held_out_questions
 
 DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo"
 
@@ -34,6 +34,7 @@ def transformers_answers(questions: list[Question]) -> list[str]:
     return answers
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize(
     ("dtype", "count"), [("float32", 40), pytest.param("float32", 200, marks=pytest.mark.slow), ("auto", 200)]
 )

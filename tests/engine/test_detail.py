@@ -11,9 +11,9 @@ from PIL import Image
 
 from hydra_engine import Engine
 from hydra_engine.core.prompting import PixelBudget, TemplateOptions
-from hydra_engine.models.tiny import make_tiny
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.test_demo_model import DEMO
+from tools.miniatures import make_tiny
 
 ASKED = {"temperature": 0, "max_tokens": 8}
 

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 
 from hydra_engine import Engine
 from hydra_engine.errors import CheckpointError, InvalidRequest
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.hf_describe import load_config, model_class
-from hydra_engine.specs.hf_processor import load_processor
+from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
+from hydra_engine.models.transformers_adapter.processor_spec import load_processor
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.support_table import record
+from tools.miniatures import make_tiny
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ CASES: list[tuple[str, list[tuple[int, int]]]] = [
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the README's table is made from."""
+    """What the table of docs/models.md is made from."""
     record(request.node.name, "generic", record_property)
 
 
@@ -127,6 +127,7 @@ def check_all(engine: Engine, expected: list[tuple[int, list[int]]]) -> None:
 
 
 # LLaVA has a native implementation besides.
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("family", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)])
 def test_tokens_equal_transformers(
     engines: Mapping[str, Engine], transformers_says: Mapping[str, list[tuple[int, list[int]]]], family: str
@@ -134,6 +135,7 @@ def test_tokens_equal_transformers(
     check_all(engines[family], transformers_says[family])
 
 
+@pytest.mark.slow
 def test_budgets_smaller_than_a_picture_change_nothing(
     make_engine: EngineFactory,
     models: Mapping[str, Path],
@@ -151,9 +153,9 @@ def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path
         from PIL import Image
         from hydra_engine import Engine
         engine = Engine({str(models["gemma3"])!r}, model_impl="transformers", processes=True, threads=1)
-        host = engine.front.intake._loader._processor
+        processor = engine.front.intake._loader._processor
         first = engine.generate("Hello", Image.new("RGB", (30, 40), "teal"), **{OPTIONS!r})
-        pids = [host._child._process.pid, engine.instances()[0].pid]
+        pids = [*processor._host.pids(), engine.instances()[0].pid]
         engine.close()
         print("torch" in sys.modules, len(first.token_ids), *pids)
     """
@@ -165,6 +167,7 @@ def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_a_picture_comes_as_a_file_too_and_is_encoded_once(engines: Mapping[str, Engine]) -> None:
     engine = engines["smolvlm"]
     image = picture(1, 50, 70)
@@ -176,31 +179,37 @@ def test_a_picture_comes_as_a_file_too_and_is_encoded_once(engines: Mapping[str,
     assert [result.usage.cached_images for result in again] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_processor_that_dies_fails_one_picture_and_comes_back(engines: Mapping[str, Engine]) -> None:
     engine = engines["gemma3"]
-    host = engine.front.intake._loader._processor
-    assert host is not None and host._child is not None
-    first = host._child._process
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    processor = engine.front.intake._loader._processor
+    assert processor is not None
+    (first,) = processor._host.pids()
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     expected = engine.generate("What?", picture(91), **OPTIONS)  # it was idle: nobody notices
-    second = host._child._process
-    os.kill(second.pid, signal.SIGSTOP)
+    (second,) = processor._host.pids()
+    os.kill(second, signal.SIGSTOP)
     handle = engine.submit("What?", picture(92), **OPTIONS)
     time.sleep(0.1)
-    os.kill(second.pid, signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
     with pytest.raises(InvalidRequest, match="the model's processor failed on it"):
         handle.result(30)
     assert engine.generate("What?", picture(91), **OPTIONS).token_ids == expected.token_ids
     assert len(engine.generate("What?", picture(92), **OPTIONS).token_ids) == 24
 
 
+@pytest.mark.slow
 def test_placeholders_that_do_not_match_name_both_counts(engines: Mapping[str, Engine]) -> None:
     engine = engines["gemma3"]
     with pytest.raises(InvalidRequest, match="the prompt has 2 image placeholders but 1 images were given"):
         engine.generate("<start_of_image> and <start_of_image>", picture(1), raw=True, **OPTIONS)
-    with pytest.raises(InvalidRequest, match="the text holds the model's image token <image_soft_token>"):
-        engine.generate("<start_of_image> or <image_soft_token>", picture(1), raw=True, **OPTIONS)
+    for prompt, pictures, raw in (
+        ("<start_of_image> or <image_soft_token>", picture(1), True),
+        ("a <image_soft_token>", None, False),  # without a picture it would be a feature of nothing
+    ):
+        with pytest.raises(InvalidRequest, match="the prompt holds the model's image token <image_soft_token>"):
+            engine.generate(prompt, pictures, raw=raw, **OPTIONS)
     with pytest.raises(InvalidRequest, match="the text holds the model's image placeholder"):
         engine.generate("<start_of_image>", picture(1), **OPTIONS)
     ids = engine.front.intake.tokenizer.encode("<s>a<start_of_image>", add_special_tokens=False)

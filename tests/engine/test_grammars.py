@@ -7,15 +7,17 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 
+import hydra_engine
 from hydra_engine import Engine, Grammar, SamplingParams
 from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.models.tiny import make_tiny
 from tests.engine.conftest import EngineFactory, picture
+from tools.miniatures import make_tiny
 
 SCHEMA = {
     "type": "object",
@@ -27,7 +29,6 @@ SCHEMA = {
     },
     "required": ["count", "kind", "name", "flags"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": " ?"},
 }
 EXPRESSION = "[a-f]{3}-[0-9]{2,4}(?: x| y)?"
 CHOICES = ["yes", "no", "yes and no", 'a "quoted" one\n']
@@ -107,6 +108,7 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
         return one_by_one(engine)
 
 
+@pytest.mark.quick("EP+D")
 @pytest.mark.parametrize(
     "options",
     [
@@ -180,6 +182,72 @@ def test_the_demo_model_keeps_to_it_and_ends(tmp_path: Path) -> None:
         # Log probabilities are the model's own: what the grammar forces may be what the model would not have said.
         assert whole.logprobs is not None and len(whole.logprobs) == len(whole.token_ids)
         assert any(entry.token_id not in [top[0] for top in entry.top] for entry in whole.logprobs)
+
+
+class Star(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    answer: Literal["The star is red.", "The star is yellow.", "The star is blue."]
+
+
+def test_a_pydantic_model_a_dict_and_the_apis_shape_are_the_same() -> None:
+    picture = Path(hydra_engine.__file__).parent / "demo" / "pictures" / "stars.png"
+    schema = Star.model_json_schema()
+    forms: list[dict[str, Any]] = [
+        {"response_format": Star},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "star", "schema": schema}}},
+        {"grammar": Grammar("json_schema", schema)},
+        {"grammar": Grammar("json_schema", Star)},
+        {"sampling": SamplingParams(temperature=0, max_tokens=60), "response_format": Star},
+    ]
+    with Engine("demo", threads=1) as engine:
+        for form in forms:
+            greedy = {} if "sampling" in form else {"temperature": 0}
+            result = engine.generate("What color is the star?", picture, **greedy, **form)
+            assert Star.model_validate_json(result.text).answer == "The star is yellow."
+        several = [Grammar("choice", ["yes", "no"]), Grammar("choice", '["yes", "no"]')]
+        assert len({engine.generate("Yes?", temperature=0, grammar=one).text for one in several}) == 1
+        free = engine.generate("What is two plus three?", temperature=0, response_format={"type": "text"})
+        assert free.text == "Two plus three is five."
+        # However it is asked, an object ends and has no more white space than one space at a time.
+        for seed in range(3):
+            parsed = engine.generate("Hello", seed=seed, max_tokens=100, response_format={"type": "json_object"})
+            assert "  " not in re.sub('"[^"]*"', "", parsed.text) and "\n" not in re.sub('"[^"]*"', "", parsed.text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"response_format": Star, "grammar": Grammar("regex", "a")}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "jsn"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": int}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": object()}}}},
+         "response_format.json_schema.schema"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_a_wrong_response_format_is_named(make_engine: EngineFactory, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make_engine().generate("abc", **asked)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("regex", 5, "must be text"),
+        ("json_schema", [1], "a dict, JSON text or a pydantic model"),
+        ("json_schema", int, "a dict, JSON text or a pydantic model"),
+        ("choice", {"a": 1}, "a list of texts"),
+        ("json_schema", {"a": {1, 2}}, "plain JSON"),
+    ],
+)
+def test_a_grammar_is_made_of_the_right_things(kind: str, source: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        Grammar(kind, source, "guided")
+    assert caught.value.param == "guided"
 
 
 def test_a_complete_text_ends_whatever_else_is_asked(make_engine: EngineFactory) -> None:

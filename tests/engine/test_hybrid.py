@@ -9,9 +9,9 @@ import pytest
 
 from hydra_engine import Engine, SamplingParams
 from hydra_engine.errors import RequestFailed
-from hydra_engine.front.front import Call
-from hydra_engine.models.tiny import make_tiny
+from tests.calls import asked
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tools.miniatures import make_tiny
 
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 PROMPTS: list[tuple[str, int]] = [
@@ -80,6 +80,7 @@ def test_together_in_chunks_equals_alone_in_one_piece(
     assert found == together(engine)  # the same slots again, in another order
 
 
+@pytest.mark.slow
 def test_the_reference_ops_keep_the_same_promise(make_engine: EngineFactory, hybrid_model: Path) -> None:
     engine = make_engine(model=hybrid_model, backend="reference", token_budget=9)
     assert together(engine) == alone(hybrid_model, "reference")
@@ -120,7 +121,7 @@ def test_a_step_that_raised_is_run_again(
     engine = make_engine(model=hybrid_model, token_budget=32)
     doomed, handle = engine.front.open_handle()
     engine.front.set_fault(point, "raise", f"request={doomed}")
-    call = Call(sampling(0), prompt="to fail")
+    call = asked("to fail", sampling=sampling(0))
     handles = [
         engine.submit(prompt, pictures(index), sampling=sampling(index)) for index, (prompt, _) in enumerate(PROMPTS)
     ]

@@ -12,6 +12,7 @@ from PIL import Image
 
 from hydra_engine import Engine
 from hydra_engine.errors import HydraError, InvalidRequest, RequestError, RequestFailed
+from tests.calls import asked
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 HEALTHY: list[tuple[str, Any]] = [("one text", None), ("another", None), ("see", picture(1)), ("look", picture(2))]
@@ -91,10 +92,7 @@ def test_a_fault_in_a_step_fails_one_request(
 
 
 def _call(engine: Engine) -> Any:
-    from hydra_engine.core.request import SamplingParams
-    from hydra_engine.front.front import Call
-
-    return Call(SamplingParams(**OPTIONS), prompt="a picture too", images=picture(9))
+    return asked("a picture too", images=picture(9), **OPTIONS)
 
 
 def test_what_can_never_fit_is_refused_at_the_door(make_engine: EngineFactory) -> None:

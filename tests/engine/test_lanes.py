@@ -16,6 +16,7 @@ def fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FAULTS", "1")
 
 
+@pytest.mark.slow
 def test_text_streams_go_on_while_a_long_encode_runs(make_engine: EngineFactory) -> None:
     engine = make_engine()
     engine.front.set_fault("vis.before_step", "delay", "seconds=1.5 times=1")
@@ -30,6 +31,7 @@ def test_text_streams_go_on_while_a_long_encode_runs(make_engine: EngineFactory)
     assert all(len(r.token_ids) == 100 for r in results)
 
 
+@pytest.mark.slow
 def test_text_in_the_queue_overtakes_a_picture_that_is_being_encoded(make_engine: EngineFactory) -> None:
     engine = make_engine()
     engine.front.set_fault("vis.before_step", "delay", "seconds=1 times=1")
@@ -40,6 +42,7 @@ def test_text_in_the_queue_overtakes_a_picture_that_is_being_encoded(make_engine
     pictured.result(60)
 
 
+@pytest.mark.slow
 def test_steady_prefills_do_not_postpone_an_encode(make_engine: EngineFactory) -> None:
     """The bound: an image waits for the images before it and for the vision step that runs, never for prefills."""
     engine = make_engine(token_budget=16, max_num_seqs=8)

@@ -6,8 +6,8 @@ import pytest
 
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
-from hydra_engine.demo.scenes import held_out_questions
-from hydra_engine.observe.phases import phases
+from hydra_engine.telemetry.phases import phases
+from tools.demo_training.scenes import held_out_questions
 
 
 @pytest.fixture(scope="module")

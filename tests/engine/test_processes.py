@@ -38,12 +38,20 @@ def test_a_killed_instance_is_started_again_and_its_requests_go_on(make_engine: 
     handle = engine.submit("Hello", **OPTIONS)
     next(iter(handle))
     os.kill(instance_pid(engine), signal.SIGKILL)
-    assert handle.result(60).token_ids == expected
+    result = handle.result(60)
+    assert result.token_ids == expected
     (instance,) = engine.instances()
     assert instance.restarts == 1
     assert engine.health() == (True, "ok")
+    *_, lost = [span for span in result.timeline if span.stage == "lost"]
+    assert (lost.instance, lost.cause) == (instance.name, "instance lost, tried again")
+    (gap,) = [span for span in result.timeline if span.blame and span.blame[0].kind == "lost"]
+    assert gap.start_s == lost.start_s and gap.end_s > lost.end_s > result.metrics.ttft_s
+    assert result.metrics.slo.late_by["lost"] == 1
 
 
+@pytest.mark.usefixtures("started_in_full")
+@pytest.mark.slow
 def test_requests_do_not_wait_for_a_killed_instance_for_ever(make_engine: EngineFactory) -> None:
     engine = make_engine(processes=True, recovery_s=0.2)
     handle = engine.submit("Hello", **OPTIONS)
@@ -57,6 +65,7 @@ def test_requests_do_not_wait_for_a_killed_instance_for_ever(make_engine: Engine
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_killing_the_front_ends_the_instance_within_two_seconds(tiny_model: Path) -> None:
     code = (
         "import sys\nfrom hydra_engine import Engine\n"
@@ -78,8 +87,13 @@ def test_killing_the_front_ends_the_instance_within_two_seconds(tiny_model: Path
         time.sleep(0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("started_in_full")
 def test_signals_to_the_group_are_left_to_the_front(make_engine: EngineFactory) -> None:
     engine = make_engine(processes=True)
+    assert (
+        b"--name\0epd0" in Path(f"/proc/{instance_pid(engine)}/cmdline").read_bytes()
+    )  # whoever lists them sees which
     os.kill(instance_pid(engine), signal.SIGINT)
     os.kill(instance_pid(engine), signal.SIGTERM)
     assert len(engine.generate("Hello", temperature=0, max_tokens=3, ignore_eos=True).token_ids) == 3
@@ -100,6 +114,7 @@ def test_closing_leaves_no_process(make_engine: EngineFactory) -> None:
     assert not alive(pid)
 
 
+@pytest.mark.slow
 def test_nothing_listens(make_engine: EngineFactory) -> None:
     engine = make_engine(processes=True)
     for pid in (os.getpid(), instance_pid(engine)):

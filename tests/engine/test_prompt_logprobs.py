@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 
 from hydra_engine import Engine
-from hydra_engine.core.outputs import Result, TextLogprob
-from hydra_engine.models import decoder, generic
-from hydra_engine.models.tiny import make_tiny
+from hydra_engine.core.logprobs import TextLogprob
+from hydra_engine.core.outputs import Result
+from hydra_engine.models.layers import decoder
+from hydra_engine.models.transformers_adapter import model as generic
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.test_hybrid import HYBRID
 from tests.engine.test_reuse import images_encoded, stages
+from tools.miniatures import make_tiny
 
-Scores = tuple[TextLogprob | None, ...]
+Scores = Sequence[TextLogprob | None]
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "prompt_logprobs": 3}
 CASES: list[tuple[str, int]] = [
     ("What is this?", 0),
@@ -63,7 +66,7 @@ def assert_right(result: Result, logits: torch.Tensor) -> None:
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert abs(entry.rank - 1 - int((row > row[token]).sum())) <= 1  # a tie in the last digits
         best = row.topk(3)
-        assert [logprob for _, _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [one.logprob for one in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert entry.top[0][0] == int(best.indices[0])
 
 

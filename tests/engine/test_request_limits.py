@@ -21,12 +21,14 @@ def test_a_wrong_limit_is_found_before_anything_is_loaded() -> None:
         Engine("no-such-folder", tpot_slo="soon")
 
 
-def test_a_request_carries_its_limits_and_priority(make_engine: EngineFactory) -> None:
-    engine = make_engine()
-    slo = Slo(ttft_s=2.0, tpot_s=0.5)
-    handle = engine.submit("Go on", temperature=0, max_tokens=300, ignore_eos=True, slo=slo, priority=-7)
+@pytest.mark.parametrize(("own", "slo"), [(Slo(2.0, 0.5), Slo(2.0, 0.5)), (Slo(ttft_s=2.0), Slo(2.0, 0.04))])
+def test_a_request_carries_its_limits_else_the_engines_and_its_priority(
+    make_engine: EngineFactory, own: Slo, slo: Slo
+) -> None:
+    engine = make_engine(tpot_slo=0.04)
+    handle = engine.submit("Go on", temperature=0, max_tokens=300, ignore_eos=True, slo=own, priority=-7)
     next(iter(handle))  # it runs
-    (active,) = (flight.active for flight in engine.front._dispatcher.flights.values())
+    (active,) = (in_flight.active for in_flight in engine.front._dispatcher.requests.values())
     assert (active.request.slo, active.request.priority) == (slo, -7)
     handle.cancel()
 

@@ -38,6 +38,7 @@ def images_encoded(engine: Engine) -> int:
     return status.images_encoded
 
 
+@pytest.mark.quick("seeded")
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "penalised"])
 def test_the_same_prompt_again_gives_the_same_tokens_from_the_cache(
     make_engine: EngineFactory, sampling: dict[str, Any]
@@ -56,6 +57,7 @@ def test_the_same_prompt_again_gives_the_same_tokens_from_the_cache(
     assert images_encoded(engine) == 1
 
 
+@pytest.mark.quick("True-True")
 @pytest.mark.parametrize(("kv", "images"), [(True, True), (False, True), (True, False)])
 def test_a_reset_makes_it_compute_again_and_nobody_can_tell(make_engine: EngineFactory, kv: bool, images: bool) -> None:
     engine = make_engine(processes=True) if kv and images else make_engine()

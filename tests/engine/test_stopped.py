@@ -72,6 +72,7 @@ def test_a_short_stop_is_a_delay(rig: Rig, name: str) -> None:
     assert not rig.died(name, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["e0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p0", "d0"))])
 def test_an_instance_that_wakes_before_it_is_killed_does_no_harm(rig: Rig, name: str) -> None:
     before = rig.state(name)

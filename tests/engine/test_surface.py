@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import signal
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from hydra_engine import Engine, SamplingParams
+from hydra_engine.cluster.listener import ClusterListener, InstanceLink
+from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.errors import (
     CheckpointError,
@@ -21,8 +24,11 @@ from hydra_engine.errors import (
     EngineClosed,
     InvalidImage,
     InvalidRequest,
+    MediaFetchFailed,
     RequestAborted,
 )
+from hydra_engine.frontend.call import SamplingOptions
+from hydra_engine.preprocess.sandbox.decoders import Decoders
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 SHORT = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -70,6 +76,62 @@ def test_chat_takes_messages(make_engine: EngineFactory) -> None:
     ]
     assert engine.chat(messages, **SHORT).token_ids == engine.generate("What is this?", picture(1), **SHORT).token_ids
     assert len(engine.chat([messages, messages], **SHORT)) == 2
+
+
+def test_pictures_beside_messages_are_pictures_in_them(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    one, two = picture(1), picture(2)
+    inside = [
+        {"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": "What is this?"}]},
+        {"role": "assistant", "content": "A picture."},
+        {"role": "user", "content": [{"type": "image", "image": two}, {"type": "text", "text": "And this?"}]},
+    ]
+    places = [inside[0] | {"content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, inside[1]]
+    places.append(inside[2] | {"content": [{"type": "image"}, {"type": "text", "text": "And this?"}]})
+    at_the_end = [*inside[:2], {"role": "user", "content": "And this?"}]
+    as_in_vllm = [{"type": "image_pil", "image_pil": two}, {"type": "text", "text": "And this?"}]
+    expected = engine.chat(inside, **SHORT)
+    assert expected.usage.num_images == 2
+    assert engine.chat(places, images=[one, two], **SHORT).token_ids == expected.token_ids
+    assert engine.chat(at_the_end, images=two, **SHORT).token_ids == expected.token_ids
+    assert engine.chat([*inside[:2], {"role": "user", "content": as_in_vllm}], **SHORT).token_ids == expected.token_ids
+    several = engine.chat([places, at_the_end], images=[[one, two], [two]], **SHORT)
+    assert [result.token_ids for result in several] == [expected.token_ids] * 2
+    assert places[0]["content"][0] == {"type": "image"}  # the caller's own messages stay what they were
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "param", "words"),
+    [
+        ([{"role": "user", "content": [{"type": "image"}]}], [1, 2], "images[1]", "more images than places"),
+        ([{"role": "user", "content": [{"type": "image"}]}], None, "messages[0].content[0].image", "missing"),
+        ([{"role": "system", "content": "a"}], picture(1), "images", "no user message"),
+        ([{"role": "user", "content": 5}], picture(1), "messages[0].content[1].text", "must be a string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], [b"no"], "images[0]", "unsupported format"),
+        ([{"role": "user", "content": [{"type": "image_embeds"}]}], None, "messages[0].content[0]", "picture itself"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_pictures_beside_messages_that_have_no_place(
+    make_engine: EngineFactory, messages: list, images: object, param: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        make_engine().chat(messages, images=images, **SHORT)
+    assert caught.value.param == param
+
+
+def test_a_wrong_conversation_fails_alone(make_engine: EngineFactory) -> None:
+    good, bad = [{"role": "user", "content": "Hello"}], [{"role": "king", "content": "Hello"}]
+    well, failed = make_engine().chat([good, bad], on_error="return", **SHORT)
+    assert well.error is None and len(well.token_ids) == 4
+    assert failed.error is not None and (failed.error.param, failed.error.index) == ("messages[0].role", 1)
+
+
+async def test_a_prompt_and_messages_exclude_each_other(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    for options in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}):
+        with pytest.raises(InvalidRequest, match="give either prompt or messages"):
+            await engine.asubmit(**options, **SHORT)
 
 
 def test_a_stream_joins_to_the_text(make_engine: EngineFactory) -> None:
@@ -136,9 +198,35 @@ def test_one_bad_picture_does_not_spoil_the_batch(make_engine: EngineFactory) ->
     images = [picture(0), b"not a picture", picture(2)]
     results = engine.generate(["a", "b", "c"], images=images, on_error="return", **SHORT)
     assert [r.error is None for r in results] == [True, False, True]
-    assert isinstance(results[1].error, InvalidImage)
-    with pytest.raises(InvalidImage):
+    assert isinstance(results[1].error, InvalidImage) and results[1].error.index == 1
+    with pytest.raises(InvalidImage) as caught:
         engine.generate(["a", "b", "c"], images=images, **SHORT)
+    assert caught.value.index == 1 and caught.value.__notes__ == ["the other requests have ended"]
+
+
+@pytest.mark.parametrize("images", [picture(0), [picture(0)], (1, 2, 3)], ids=["one", "list", "tuple"])
+def test_a_list_of_prompts_wants_an_entry_for_each(make_engine: EngineFactory, images: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"2 prompts but .* in images; give one entry for each prompt"):
+        make_engine().generate(["a", "b"], images=images, **SHORT)
+
+
+def test_an_error_names_the_file_its_place_and_the_prompt(make_engine: EngineFactory, tmp_path: Path) -> None:
+    engine = make_engine()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"\x89PNG\r\n\x1a\n")
+    seen = picture(1)
+    batch = [None, [seen, seen, "/nope.png"], broken, [seen, {"no": "picture"}]]
+    results = engine.generate(["a", "b", "c", "d"], images=batch, on_error="return", **SHORT)
+    told = [result.error.message if result.error else "" for result in results]
+    assert told[:2] == ["", "image 3 of prompt 2: /nope.png: no such file"]
+    assert told[2].startswith(f"prompt 3: {broken}: the image ")
+    assert told[3].startswith("image 2 of prompt 4: an image must be ")
+    with pytest.raises(MediaFetchFailed, match=r"^image 3 of prompt 2: /nope\.png: no such file\n"):
+        engine.generate(["a", "b"], images=batch[:2], **SHORT)
+    with pytest.raises(MediaFetchFailed, match=r"^image 3: /nope\.png: no such file$"):
+        engine.generate("b", images=batch[1], **SHORT)
+    with pytest.raises(MediaFetchFailed, match=r"^/nope\.png: no such file$"):
+        list(engine.stream("b", "/nope.png", **SHORT))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +295,31 @@ def test_unknown_options_and_missing_models_are_named(tmp_path: Path) -> None:
 def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFactory) -> None:
     with pytest.raises(InvalidRequest, match="not both"):
         make_engine().generate("Hello", sampling=SamplingParams(), temperature=0)
+
+
+def test_what_decodes_pictures_starts_while_the_model_loads(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up, load = Decoders.warm_up, Supervisor.start
+    started = threading.Event()
+
+    def noted(decoders: Decoders, num_children: int) -> None:
+        warm_up(decoders, num_children)
+        started.set()
+
+    async def load_late(supervisor: Supervisor, listener: ClusterListener) -> list[InstanceLink]:
+        assert await asyncio.to_thread(started.wait, 20)
+        return await load(supervisor, listener)
+
+    monkeypatch.setattr(Decoders, "warm_up", noted)
+    monkeypatch.setattr(Supervisor, "start", load_late)
+    engine = make_engine(decode_workers=2)
+    assert len(engine.front.intake._loader._decoders.pictures.pids()) == 2
+
+
+def test_keywords_are_the_fields_of_sampling_params() -> None:
+    """Typed twice, because a type checker reads no dataclass as keywords."""
+    assert list(SamplingOptions.__annotations__) == [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 def test_an_interrupt_cancels_the_batch_and_keeps_what_had_ended(make_engine: EngineFactory) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from bench.mixed import Mixed, Outcome, agrees, alone, mixture, together
 from hydra_engine import Engine
+from hydra_engine.core.request import Slo
 from tests.engine.conftest import EngineFactory, assert_at_rest
 
 REQUESTS = mixture()
@@ -33,6 +34,16 @@ def differences(requests: list[Mixed], found: list[Outcome], expected: list[Outc
     ]
 
 
+def every_late_token_is_explained(engine: Engine) -> None:
+    """With a limit that no token keeps."""
+    prompts = [[10 + number] * 9 for number in range(3)]
+    options = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "slo": Slo(tpot_s=1e-6)}
+    for result in engine.generate(prompts, **options):
+        slo, gaps = result.metrics.slo, [span for span in result.timeline if span.blame]
+        assert slo.late_gaps == slo.num_gaps == len(gaps) == sum(slo.late_by.values()) == 7
+
+
+@pytest.mark.quick("E+P+D", "[EPD-")
 @pytest.mark.parametrize(
     ("topology", "options"),
     [
@@ -58,6 +69,7 @@ def test_every_topology_gives_the_tokens_of_one_instance(
     engine = make_engine(topology=topology, **options)
     for _ in range(2):
         assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
+    every_late_token_is_explained(engine)
     assert_at_rest(engine)
     moved = sum(status.transfer.pulled for status in engine.statuses().values())
     assert (moved > 0) == (topology not in ("EPD", "2EPD")), "whether anything went from one instance to another"

@@ -9,10 +9,10 @@ import pytest
 from bench.mixed import alone, mixture, together
 from hydra_engine import Engine
 from hydra_engine.errors import ConfigError
-from hydra_engine.models.tiny import make_tiny
 from tests.engine.conftest import EngineFactory, assert_at_rest
 from tests.engine.test_hybrid import HYBRID
 from tests.engine.test_topologies import differences
+from tools.miniatures import make_tiny
 
 REQUESTS = mixture(10, tokens=8)
 

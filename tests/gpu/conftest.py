@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend import cuda_device
+from hydra_engine.backend.cuda import probe as cuda_device
 from tests.gpu.on_device import OnDevice
 
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import cuda_cache
 from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.cuda.cache import CudaCacheOps
 
 
 class OnDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._descs = cuda_cache.CudaCacheDescs()
+        self._ops = CudaCacheOps()
 
     def moved(self, host: Tensor) -> Tensor:
         """The same view of a copy of the whole memory behind it."""
@@ -31,7 +31,7 @@ class OnDevice:
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         there = self.cache(cache)
         try:
-            cuda_cache.write_cache(self._descs.of(there), there, layer, [self.moved(r) for r in rows], slots)
+            self._ops.write_cache(there, layer, [self.moved(r) for r in rows], slots)
         finally:
             cache.data.copy_(there.data)
 
@@ -52,9 +52,9 @@ class OnDevice:
     ) -> Tensor:
         there = self.cache(cache)
         inputs = [self.moved(x) for x in (q, k, v, cos, sin)]
-        norms = [None if weight is None else self.moved(weight) for weight in (q_norm, k_norm)]
+        first, second = (None if weight is None else self.moved(weight) for weight in (q_norm, k_norm))
         try:
-            out = cuda_cache.rope_and_write(self._descs.of(there), *inputs, there, layer, slots, *norms, eps)
+            out = self._ops.rope_and_write(*inputs, there, layer, slots, q_norm=first, k_norm=second, eps=eps)
             return out.cpu()
         finally:
             cache.data.copy_(there.data)
@@ -71,18 +71,18 @@ class OnDevice:
     ) -> None:
         there, target = self.cache(cache), self.moved(hidden)
         try:
-            cuda_cache.merge_image_tokens(self._descs.of(there), target, rows, there, slots, plane, accumulate)
+            self._ops.merge_image_tokens(target, rows, there, slots, plane, accumulate=accumulate)
         finally:
             hidden.copy_(target)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         there = self.cache(cache)
-        return cuda_cache.gather_cache(self._descs.of(there), there, layer, index, slots).cpu()
+        return self._ops.gather_cache(there, layer, index, slots).cpu()
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
         from_there = self.cache(source)
         to_there = from_there if source is target else self.cache(target)
         try:
-            cuda_cache.copy_blocks(self._descs.of(from_there), self._descs.of(to_there), from_there, to_there, pairs)
+            self._ops.copy_blocks(from_there, to_there, pairs)
         finally:
             target.data.copy_(to_there.data)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, Draws, StateCache, StateRows
-from hydra_engine.backend.cuda_attention import MAX_HEAD_DIM
-from hydra_engine.backend.cuda_linear import SMALL_ROWS, CudaLinear, implementation
-from hydra_engine.backend.reference import ALL_OPS, ReferenceOps
+from hydra_engine.backend.base import Activation, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
+from hydra_engine.backend.cuda.linear import SMALL_ROWS, CudaLinear, implementation
+from hydra_engine.backend.reference.ops import ALL_OPS, ReferenceOps
 from tests.gpu.side import Side
 from tests.kernels.comparison import DTYPES, assert_attention_close, assert_close, strided
 from tests.kernels.paged import Step, make_step
@@ -404,14 +404,14 @@ def test_sampling(side: Side) -> None:
     weights = torch.softmax(logits[1].double(), 0).cumsum(0)
     token = 120
     middle = float(weights[token - 1] + weights[token]) / 2
-    draws = Draws(
+    draws = SamplingTensors(
         torch.tensor([0.0, 1.0, 1.0, 1.0]),
         torch.tensor([0, 0, 1, 0], dtype=torch.int32),
         torch.ones(4),
         torch.zeros(4),
         torch.tensor([0.5, middle, middle, 0.5]),
     )
-    tokens, finite = side.ops.sample(side.there(logits), Draws(*(side.there(column) for column in draws)))
+    tokens, finite = side.ops.sample(side.there(logits), SamplingTensors(*(side.there(column) for column in draws)))
     assert tokens.dtype is torch.int64 and finite.tolist() == [True, True, True, False]
     assert tokens.tolist()[:3] == [40, token, int(logits[2].argmax())] and 0 <= int(tokens[3]) < 300
 

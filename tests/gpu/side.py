@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cuda import CudaOps
+from hydra_engine.backend.cuda.ops import CudaOps
 
 Arrays = Sequence[npt.NDArray[np.generic]]
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend import cuda_cache
 from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.cuda import cache as cuda_cache
 from tests.gpu.on_device import OnDevice
 from tests.ops import test_cache_ops as cases
 from tests.ops import test_heads as heads
@@ -70,29 +70,29 @@ def test_indices_on_the_device_do_the_same(cuda: torch.device, dtype: torch.dtyp
     results = []
     for where in (torch.device("cpu"), cuda):
         cache, hidden = filled(shape, dtype, cuda), torch.zeros(150, 640, dtype=dtype, device=cuda)
-        desc = cuda_cache.make_desc(cache)
-        cuda_cache.write_cache(desc, cache, 0, [features], slots.to(where))
+        ops = cuda_cache.CudaCacheOps()
+        ops.write_cache(cache, 0, [features], slots.to(where))
         for accumulate in (False, True):
-            cuda_cache.merge_image_tokens(desc, hidden, rows.to(where), cache, slots.to(where), 0, accumulate)
-        results.append((cache.data, hidden, cuda_cache.gather_cache(desc, cache, 0, 0, slots.to(where))))
+            ops.merge_image_tokens(hidden, rows.to(where), cache, slots.to(where), accumulate=accumulate)
+        results.append((cache.data, hidden, ops.gather_cache(cache, 0, 0, slots.to(where))))
     for host, device in zip(*results, strict=True):
         assert torch.equal(cases.bits(host), cases.bits(device))
 
 
 def test_a_kernel_skips_a_bad_index_and_the_next_call_says_so(cuda: torch.device) -> None:
     cache = filled((2, 1, 1, 4, 1, 8), torch.float32, cuda)
-    desc = cuda_cache.make_desc(cache)
+    ops = cuda_cache.CudaCacheOps()
     rows = torch.ones(3, 1, 8, device=cuda)
     for bad in (8, -2, 2**40):
-        cuda_cache.write_cache(desc, cache, 0, [rows], torch.tensor([0, bad, 5], device=cuda))
+        ops.write_cache(cache, 0, [rows], torch.tensor([0, bad, 5], device=cuda))
         torch.cuda.synchronize(cuda)
         assert cache.data.isfinite().sum() == 16
         with pytest.raises(ValueError, match=r"slots: .*index 1"):
-            cuda_cache.write_cache(desc, cache, 0, [rows], torch.tensor([0, 1, 2], device=cuda))
+            ops.write_cache(cache, 0, [rows], torch.tensor([0, 1, 2], device=cuda))
         cache.data.fill_(float("nan"))
     hidden = torch.zeros(3, 8, device=cuda)
     none = torch.tensor([0], device=cuda)
-    cuda_cache.merge_image_tokens(desc, hidden, torch.tensor([3], device=cuda), cache, none, 0, True)
+    ops.merge_image_tokens(hidden, torch.tensor([3], device=cuda), cache, none, accumulate=True)
     torch.cuda.synchronize(cuda)
     with pytest.raises(ValueError, match=r"rows: .*index 0"):
         _C.cuda_check_faults(0)
@@ -105,9 +105,11 @@ def test_blocks_of_a_request_go_out_and_come_back(cuda: torch.device, count: int
     whole = torch.randn((4100, 2, 2, 4, 1, 12), generator=torch.Generator().manual_seed(1))
     cache, other = PagedCache(whole.to(cuda)), filled((4050, 2, 2, 4, 1, 12), torch.float32, cuda)
     there, back = torch.randperm(4100)[:count], torch.randperm(4050)[:count]
-    packed = cuda_cache.gather_blocks(cache, there)
+    packed, rows = filled((count, *whole.shape[1:]), torch.float32, cuda), torch.arange(count)
+    ops = cuda_cache.CudaCacheOps()
+    ops.copy_blocks(cache, packed, torch.stack((there, rows), dim=1))
     assert torch.equal(packed.data.cpu(), whole[there])
-    cuda_cache.scatter_blocks(packed, other, back)
+    ops.copy_blocks(packed, other, torch.stack((rows, back), dim=1))
     result = other.data.cpu()
     assert torch.equal(result[back], whole[there])
     assert result.isfinite().flatten(1).all(dim=1).sum() == count
@@ -115,19 +117,18 @@ def test_blocks_of_a_request_go_out_and_come_back(cuda: torch.device, count: int
 
 def test_captured_calls_repeat(cuda: torch.device) -> None:
     cache = filled((4, 1, 2, 16, 2, 64), torch.bfloat16, cuda)
-    desc = cuda_cache.make_desc(cache)
+    ops = cuda_cache.CudaCacheOps()
     fused = cases.random(8, 8 * 64, dtype=torch.bfloat16).to(cuda)
     q, k, v = (part.unflatten(-1, (-1, 64)) for part in fused.split((256, 128, 128), dim=1))
     cos, sin = (cases.random(8, 32, dtype=torch.float32, seed=s).to(cuda) for s in (1, 2))
     slots = torch.full((8,), -1, device=cuda)
     other = filled((4, 1, 2, 16, 2, 64), torch.bfloat16, cuda)
-    expected = cuda_cache.rope_and_write(
-        cuda_cache.make_desc(other), q, k, v, cos, sin, other, 0, torch.arange(8, 16), None, None, 0.0
-    )
+    expected = ops.rope_and_write(q, k, v, cos, sin, other, 0, torch.arange(8, 16))
+    ops.desc(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():  # as every graph of a process
         with torch.cuda.graph(graph):
-            out = cuda_cache.rope_and_write(desc, q, k, v, cos, sin, cache, 0, slots, None, None, 0.0)
+            out = ops.rope_and_write(q, k, v, cos, sin, cache, 0, slots)
         slots.copy_(torch.arange(8, 16))
         graph.replay()
     assert torch.equal(out, expected)
@@ -136,13 +137,13 @@ def test_captured_calls_repeat(cuda: torch.device) -> None:
 
 def test_tensors_of_another_device_are_refused(cuda: torch.device) -> None:
     cache = filled((2, 1, 1, 4, 1, 8), torch.float32, cuda)
-    desc = cuda_cache.make_desc(cache)
+    ops = cuda_cache.CudaCacheOps()
     slots = torch.tensor([0])
     with pytest.raises(ValueError, match=r"rows\[0\]: expected cuda:0"):
-        cuda_cache.write_cache(desc, cache, 0, [torch.zeros(1, 1, 8)], slots)
+        ops.write_cache(cache, 0, [torch.zeros(1, 1, 8)], slots)
     with pytest.raises(ValueError, match="hidden: expected cuda:0"):
-        cuda_cache.merge_image_tokens(desc, torch.zeros(1, 8), slots, cache, slots, 0, False)
+        ops.merge_image_tokens(torch.zeros(1, 8), slots, cache, slots)
     with pytest.raises(ValueError, match="pairs: expected cpu"):
-        cuda_cache.copy_blocks(desc, desc, cache, cache, torch.zeros(1, 2, dtype=torch.int64, device=cuda))
+        ops.copy_blocks(cache, cache, torch.zeros(1, 2, dtype=torch.int64, device=cuda))
     with pytest.raises(ValueError, match="expected a CUDA device"):
         cuda_cache.make_desc(cases.poisoned((2, 1, 1, 4, 1, 8), torch.float32))

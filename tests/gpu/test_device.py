@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cuda_copies import MAX_STAGED, NUM_BUFFERS
-from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.backend.cuda.copies import MAX_STAGED, NUM_BUFFERS
+from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.device import Lane
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import ResourceError, TransferError
@@ -361,7 +361,7 @@ def test_pools_are_full_of_zeros_and_refused_where_they_are_not_what_was_said(de
         device.open_peer(PoolExport(layout, "cuda-ipc", pool.num_bytes, -1, pool.handle), -1)
     with pytest.raises(TransferError, match="'memfd' cannot be mapped by a GPU"):
         device.open_peer(PoolExport(layout, "memfd", 32), 3)
-    with pytest.raises(ResourceError, match="lower kv_cache_gib"):
+    with pytest.raises(ResourceError, match="lower --kv-cache-gib"):
         device.share(1 << 50)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_engine.models.tiny import make_tiny
+from tools.miniatures import make_tiny
 
 shared = pytest.importorskip("tests.engine.conftest", reason="needs all of the engine", exc_type=ModuleNotFoundError)
 frame = pytest.importorskip("tests.models.families.base", exc_type=ModuleNotFoundError)

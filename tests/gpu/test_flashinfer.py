@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import attention_timing
-from hydra_engine.backend.attention_choice import Heads
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cuda_attention import CudaAttention
-from hydra_engine.backend.cuda_host import CudaDevice
-from hydra_engine.backend.flashinfer_attention import FlashInferAttention
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.cuda import attention_timing
+from hydra_engine.backend.cuda.attention import CudaAttention
+from hydra_engine.backend.cuda.attention_choice import Heads
+from hydra_engine.backend.cuda.device import CudaDevice
+from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
+from hydra_engine.backend.reference.ops import ReferenceOps
 from tests.kernels.comparison import assert_attention_close
 from tests.kernels.paged import make_step
 

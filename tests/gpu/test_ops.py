@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import Draws, PagedCache, StateCache, StateRows
-from hydra_engine.backend.cuda import CudaOps
-from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.backend.base import PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.cuda.device import CudaDevice
+from hydra_engine.backend.cuda.ops import CudaOps
 from tests.gpu import op_cases as cases
 from tests.gpu.side import Side
 from tests.kernels.comparison import assert_attention_close
@@ -112,7 +112,7 @@ class OneLayer:
         self._angles = side.there(cases.random(batch, 32, seed=4))
 
     def __call__(
-        self, x: Tensor, cache: PagedCache, context: Tensor, tables: Tensor, slots: Tensor, draws: Draws
+        self, x: Tensor, cache: PagedCache, context: Tensor, tables: Tensor, slots: Tensor, draws: SamplingTensors
     ) -> tuple[Tensor, Tensor]:
         ops, angles = self._ops, self._angles
         plan = ops.plan_decode(context, tables)
@@ -134,7 +134,7 @@ def test_a_captured_step_repeats_with_other_contents(
     tables = torch.zeros(batch, 40, dtype=torch.int32, device=cuda)
     slots = torch.full((batch,), -1, device=cuda)
     floats = torch.zeros(batch, device=cuda)
-    draws = Draws(floats, floats.int(), floats + 1, floats, floats)
+    draws = SamplingTensors(floats, floats.int(), floats + 1, floats, floats)
     results: list[tuple[Tensor, Tensor]] = []
     before = caches[0].data.clone()
 

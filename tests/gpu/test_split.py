@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import smid
 
-from hydra_engine.backend.cuda_host import CudaDevice
-from hydra_engine.backend.cuda_lanes import PRIORITIES
-from hydra_engine.backend.cuda_split import SplitDevice
+from hydra_engine.backend.cuda.device import CudaDevice
+from hydra_engine.backend.cuda.lanes import PRIORITIES
+from hydra_engine.backend.cuda.sm_split import SplitDevice
 from hydra_engine.backend.device import Lane
 from hydra_engine.errors import BackendError, ConfigError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 
 OUTSIDE = 2**31 - 1
 

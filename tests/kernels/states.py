@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import delta_rule as reference
 from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.reference import delta_rule as reference
 
 
 @dataclass(frozen=True)

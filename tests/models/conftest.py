@@ -12,8 +12,8 @@ import torch
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.tiny import make_tiny
 from tests.models.families.base import FamilyCase
+from tools.miniatures import make_tiny
 
 NATIVE = importlib.util.find_spec("hydra_engine._C") is not None
 BACKENDS = ["reference", "native"] if NATIVE else ["reference"]
@@ -36,14 +36,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The reference ops, which are slow, compute one variant of each family in the quick tests, and all in the slow."""
+    """The quick tests compute one variant of each family, the slow ones all."""
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         case, variant = params.get("case"), params.get("variant")
         is_further = isinstance(case, FamilyCase) and variant != next(iter(case.variants))
         # Models of transformers have names instead of cases.
         is_further |= params.get("name") in getattr(getattr(item, "module", None), "FURTHER", ())
-        if params.get("backend") == "reference" and is_further:
+        if is_further and ("backend" in params or "case" in params):
             item.add_marker(pytest.mark.slow)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
+from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import LanguageInput, States, VisionInput
-from hydra_engine.models.registry import load_model
-from hydra_engine.specs.base import LanguageSpec, ModelSpec
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.base import LanguageSpec, ModelSpec
+from hydra_engine.models.specs.registry import load_spec
 
 GARBAGE = 2**30  # entries of a block table beyond its end
 NUM_PLACES = 64  # of recurrent states

@@ -17,13 +17,13 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.intake.generic_prompt import place_in_text
-from hydra_engine.intake.media import Media
-from hydra_engine.intake.processor_host import ProcessedPicture
-from hydra_engine.intake.tokenizer import load_tokenizer
-from hydra_engine.specs.generic import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
-from hydra_engine.specs.hf_describe import load_config, model_class
-from hydra_engine.specs.hf_processor import PictureProcessor, load_processor
+from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
+from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.preprocess.media.media import Media
+from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
+from hydra_engine.preprocess.text.tokenizer import load_tokenizer
+from hydra_engine.preprocess.text.transformers_prompt import place_in_text
 from tests.models.driver import Driver, Request, Span
 
 GENERIC = SpecOptions(model_impl="transformers")

@@ -15,15 +15,15 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.rotary import RotaryTable
-from hydra_engine.models.tiny import build_config
-from hydra_engine.specs.decoder import build_language
-from hydra_engine.specs.fields import Fields
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.models.specs.decoder import build_language
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import BACKENDS, CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.reference_hf import TransformersModel
 from tests.support_table import record
+from tools.miniatures import build_config
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -54,10 +54,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the README's table is made from."""
+    """What the table of docs/models.md is made from."""
     record(request.node.name, "text", record_property)
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_tokens_match(checkpoint: CheckpointFactory, backend: Backend, variant: str) -> None:
     family, overrides = VARIANTS[variant]

@@ -1,5 +1,6 @@
 """Every native family against transformers in float32: positions, features, embeddings, logits, greedy tokens,
-however the work is cut, shared or mixed. The cases are in families/; the README's table is made from these tests.
+however the work is cut, shared or mixed. The cases are in families/; the table of
+docs/models.md is made from these tests.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from hydra_engine.models.tiny.base import BOS_ID
 from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver
 from tests.models.families.base import Checkpoints, FamilyCase, Pair, Prompt, Reference, conversations, picture, words
 from tests.models.families.cases import CASES
 from tests.support_table import record
+from tools.miniatures.base import BOS_ID
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -43,7 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, case: FamilyCase, record_property: Callable[[str, object], None]) -> None:
-    """What the README's table is made from."""
+    """What the table of docs/models.md is made from."""
     record(request.node.name, case.family, record_property)
 
 
@@ -92,6 +93,7 @@ def test_features_match(case: FamilyCase, variant: str, checkpoints: Checkpoints
         assert len(planes) == pair.vision.num_planes
 
 
+@pytest.mark.quick("native", "llava-plain")
 @pytest.mark.parametrize(("case", "variant"), ALL)
 def test_logits_and_greedy_tokens_match(
     case: FamilyCase,
@@ -131,6 +133,7 @@ def test_merged_embeddings_match(case: FamilyCase, variant: str, checkpoints: Ch
     assert_close(pair.driver.embeddings(pair.request(prompt)), pair.reference.embeddings(prompt), "many images")
 
 
+@pytest.mark.quick("native", "reference-llava]")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -153,6 +156,7 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(
         assert torch.equal(pair.driver.run(pair.request(prompt), [n for n in chunks if n > 0]), whole), f"cut {name}"
 
 
+@pytest.mark.quick("native", "reference-llava]")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_a_shared_prefix_gives_the_same_logits(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -174,6 +178,7 @@ def test_a_shared_prefix_gives_the_same_logits(
         assert torch.equal(pair.driver.run(request, [5]), alone[hit:]), f"hit of {hit} tokens"
 
 
+@pytest.mark.quick("native", "reference-llava]")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_mixed_batches_match_each_request_alone(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -250,6 +255,7 @@ def test_halves_of_a_model_work_together(case: FamilyCase, variant: str, checkpo
     assert encoder.model.weights_bytes + decoder.model.weights_bytes == whole.driver.model.weights_bytes
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_bfloat16_is_as_good_as_transformers_in_bfloat16(
     case: FamilyCase, variant: str, checkpoints: Checkpoints

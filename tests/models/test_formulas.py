@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from hydra_engine.models.registry import build_model
-from hydra_engine.models.tiny import llava as tiny
-from hydra_engine.models.tiny.base import BOS_ID, EOS_ID, IMAGE_ID
-from hydra_engine.specs.llava import LlavaVisionSpec
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import build_model
+from hydra_engine.models.llava.spec import LlavaVisionSpec
+from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.families.llava import VARIANTS
+from tools.miniatures import llava as tiny
+from tools.miniatures.base import BOS_ID, EOS_ID, IMAGE_ID
 
 
 def vision_of(directory: Path) -> LlavaVisionSpec:

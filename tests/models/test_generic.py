@@ -16,10 +16,10 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from hydra_engine.models.tiny import make_tiny
 from tests.models.conftest import BACKENDS
 from tests.models.generic_pair import Pair, Prompt, picture
 from tests.support_table import record
+from tools.miniatures import make_tiny
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -39,7 +39,7 @@ FURTHER = VARIANTS.keys() - {"smolvlm", "gemma3"}  # by the reference ops in the
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the README's table is made from."""
+    """What the table of docs/models.md is made from."""
     record(request.node.name, "generic", record_property)
 
 
@@ -93,6 +93,7 @@ def expectations(directories: Mapping[str, Path]) -> Callable[[Pair, str], dict[
     return of
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_match(
     name: str,
@@ -157,6 +158,7 @@ def whole_pieces(pair: Pair, prompt: Prompt, sizes: list[int]) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("name", PLAIN)
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(
     name: str, directories: Mapping[str, Path], backend: Backend
@@ -188,6 +190,7 @@ def test_a_shared_prefix_gives_the_same_logits(name: str, directories: Mapping[s
         assert torch.equal(pair.driver.run(request, []), alone[hit:]), f"hit of {hit} tokens"
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("name", PLAIN)
 def test_mixed_batches_match_each_request_alone(name: str, directories: Mapping[str, Path], backend: Backend) -> None:
     pair = Pair(directories[name], backend, num_blocks=2048)
@@ -234,6 +237,7 @@ def test_halves_of_a_model_work_together(name: str, directories: Mapping[str, Pa
     assert encoder.model.weights_bytes + decoder.model.weights_bytes >= total  # both hold the embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN[:-1]), PLAIN[-1]])
 def test_bfloat16_is_as_good_as_transformers_in_bfloat16(name: str, directories: Mapping[str, Path]) -> None:
     pair = Pair(directories[name], create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1]))

@@ -15,9 +15,9 @@ import transformers
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.generic_attention import MaskRule, Step
-from hydra_engine.models.tiny.base import TEXT, TinyFamily, make_checkpoint
+from hydra_engine.models.transformers_adapter.attention import MaskRule, Step
 from tests.models.generic_pair import Pair
+from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
 
 TEXT_OF_MANY_TOKENS = "<s>The quick brown fox jumps over the lazy dog, and so on.<|end|>"
 MODELS: dict[str, Mapping[str, Any]] = {
@@ -52,6 +52,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name: root / name for name in MODELS}
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_match(name: str, directories: Mapping[str, Path], backend: Backend) -> None:
     pair = Pair(directories[name], backend)

@@ -19,12 +19,12 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.registry import load_model
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs import generic
-from hydra_engine.specs.generic import GenericSpec, GenericVisionSpec
-from hydra_engine.specs.hf_describe import describe
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import load_model
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.models.transformers_adapter import spec as generic
+from hydra_engine.models.transformers_adapter.describe_spec import describe
+from hydra_engine.models.transformers_adapter.spec import GenericSpec, GenericVisionSpec
+from tools.miniatures import make_tiny
 
 GENERIC = SpecOptions(model_impl="transformers")
 

@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from hydra_engine.models.pixels import PixelNormaliser
-from hydra_engine.specs.base import PreprocessSpec
-from hydra_engine.specs.clip import CLIP_MEAN, CLIP_STD
+from hydra_engine.models.layers.pixels import PixelNormaliser
+from hydra_engine.models.specs.base import PreprocessSpec
+from hydra_engine.models.specs.vision import CLIP_MEAN, CLIP_STD
 
 
 def test_every_colour_is_normalised_bit_for_bit() -> None:

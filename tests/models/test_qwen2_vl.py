@@ -14,16 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from hydra_engine.models.qwen2_5_vl import cut_windows
-from hydra_engine.models.qwen_patches import patch_places, sizes_of
-from hydra_engine.models.registry import build_model
-from hydra_engine.models.tiny.base import BOS_ID
-from hydra_engine.models.vision_packing import Grid
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import build_model
+from hydra_engine.models.layers.vision_packing import Grid
+from hydra_engine.models.qwen_vl.patches import patch_places, sizes_of
+from hydra_engine.models.qwen_vl.qwen2_5_vl import cut_windows
+from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.families.base import Pair, clip, picture, words
 from tests.models.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL, inputs
+from tools.miniatures.base import BOS_ID
 
 CASES = {case.family: case for case in (QWEN2_VL, QWEN2_5_VL)}
 GRIDS: list[Grid] = [(1, 2, 2), (1, 10, 6), (1, 2, 24), (1, 12, 12), (1, 14, 4)]

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from hydra_engine.models.qwen3_vl import RENAMES
-from hydra_engine.models.registry import build_model
-from hydra_engine.models.weights import canonical_name
-from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import build_model
+from hydra_engine.models.loading.weights import canonical_name
+from hydra_engine.models.qwen_vl.qwen3_vl import Qwen3VlVision
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import Pair, clip, picture
 from tests.models.families.qwen3_vl import QWEN3_VL
@@ -45,7 +45,7 @@ def test_parameters_of_published_models(name: str, tmp_path: Path) -> None:
     ops = create_backend("cpu", torch.float32, backend="reference", threads=1).ops
     slots = build_model(spec, ops, torch.bfloat16, Role.parse("EPD")).slots
     assert {slot: wanted.shape for slot, wanted in slots.items() if not wanted.optional} == {
-        canonical_name(name, RENAMES): shape for name, shape in theirs.items()
+        canonical_name(name, Qwen3VlVision.renames): shape for name, shape in theirs.items()
     }
 
 

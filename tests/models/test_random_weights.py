@@ -11,10 +11,10 @@ from hydra_engine import Engine
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.random_weights import fill_random
-from hydra_engine.models.registry import build_model, load_model
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import build_model, load_model
+from hydra_engine.models.loading.random_weights import fill_random
+from hydra_engine.models.specs.registry import load_spec
+from tools.miniatures import make_tiny
 
 
 @pytest.fixture(scope="module", params=("llava", "qwen2_5_vl"))

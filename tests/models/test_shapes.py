@@ -22,12 +22,12 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.config import SHAPES, EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError
-from hydra_engine.intake.tokenizer import load_tokenizer
+from hydra_engine.models.build import build_model
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.models.random_weights import fill_random
-from hydra_engine.models.registry import build_model
-from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.loading.random_weights import fill_random
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 
 SPECIAL = {  # ids as the published tokenizers have them
     "llava-1.5-7b": {"<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
@@ -160,6 +160,7 @@ def test_one_layer_of_the_true_width_keeps_rows_of_order_one() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow
 def test_as_many_layers_as_there_are_keep_rows_of_order_one(name: str) -> None:
     spec = spec_of(name)
     vision: Any = spec.vision

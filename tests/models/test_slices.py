@@ -19,16 +19,16 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.roles import Role
-from hydra_engine.models.generic_parts import before_listed
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.models.vision_slices import Slices, attention_pieces
-from hydra_engine.worker.gate import LaneGate
+from hydra_engine.models.layers.vision_slices import Slices, attention_pieces
+from hydra_engine.models.transformers_adapter.surgery import before_listed
+from hydra_engine.worker.vision.gate import LaneGate
 from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver, Span
 from tests.models.families.base import Checkpoints, FamilyCase, Pair, clip, picture
 from tests.models.families.cases import CASES
 from tests.models.generic_pair import Pair as GenericPair
 from tests.models.generic_pair import picture as any_picture
+from tools.miniatures import make_tiny
 
 PLAIN = [pytest.param(case, next(iter(case.variants)), id=case.family) for case in CASES.values()]
 # Every variant on the best ops; the reference ops are slow, and plain models show all their paths.
@@ -91,6 +91,7 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str
         assert torch.equal(one, other), f"{what}, plane {plane}"
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant", "ops"), RUNS)
 def test_waits_and_cuts_change_no_bit(case: FamilyCase, variant: str, ops: str, checkpoints: Checkpoints) -> None:
     backend = create_backend("cpu", torch.float32, backend=ops, threads=1)
@@ -186,6 +187,7 @@ def test_an_encode_that_waits_in_every_step_has_the_same_features(
     assert num_steps >= pair.driver.model.num_slices
 
 
+@pytest.mark.quick("smolvlm")
 @pytest.mark.parametrize("family", GENERIC)
 def test_models_of_transformers_wait_between_layers_and_pictures(
     family: str, generic_directory: Callable[[str], Path], backend: Backend

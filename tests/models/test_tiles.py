@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import EPD
-from hydra_engine.intake.preprocess import content_of_image, process
-from hydra_engine.models.family import Renames
-from hydra_engine.models.internvl import INTERNVL
-from hydra_engine.models.llava_next import LLAVA_NEXT
-from hydra_engine.models.registry import build_model
-from hydra_engine.models.weights import canonical_name
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import build_model
+from hydra_engine.models.internvl.model import InternVlVision
+from hydra_engine.models.llava_next.model import LlavaNextVision
+from hydra_engine.models.loading.parameters import Renames
+from hydra_engine.models.loading.weights import canonical_name
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.media.payloads import content_of_image, process
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import picture
 from tests.models.families.cases import CASES
@@ -30,14 +30,14 @@ PUBLISHED: dict[str, tuple[Json, Json, Renames, tuple[str, ...]]] = {  # with wh
     "llava-v1.6-mistral-7b": (
         llava_next.CONFIG,
         llava_next.IMAGES,
-        LLAVA_NEXT.renames,
+        LlavaNextVision.renames,
         ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm."),
     ),
-    "InternVL3-8B": (internvl.CONFIG, internvl.IMAGES, INTERNVL.renames, ()),
+    "InternVL3-8B": (internvl.CONFIG, internvl.IMAGES, InternVlVision.renames, ()),
     "InternVL3-8B with the larger tower": (
         {**internvl.CONFIG, "vision_config": internvl.TOWER_6B},
         internvl.IMAGES,
-        INTERNVL.renames,
+        InternVlVision.renames,
         (),
     ),
 }
@@ -66,7 +66,7 @@ def test_published_models_have_the_weights_that_transformers_has(name: str, tmp_
 
 NAMES: dict[str, tuple[Renames, dict[str, str]]] = {
     "llava_next": (
-        LLAVA_NEXT.renames,
+        LlavaNextVision.renames,
         {
             "image_newline": "image_newline",
             "model.image_newline": "image_newline",
@@ -77,7 +77,7 @@ NAMES: dict[str, tuple[Renames, dict[str, str]]] = {
         },
     ),
     "internvl": (
-        INTERNVL.renames,
+        InternVlVision.renames,
         {
             "vision_tower.embeddings.cls_token": "vision_tower.embeddings.cls_token",
             "model.vision_tower.encoder.layer.3.lambda_1": "vision_tower.encoder.layer.3.lambda_1",

@@ -18,8 +18,8 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.registry import load_model
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.build import load_model
+from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver, Span
 

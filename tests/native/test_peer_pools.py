@@ -1,11 +1,11 @@
-"""Which handles a process opens: once each, none of its own, none that was closed or is stale. The memory behind them
-is counted here and real in tests/gpu/test_ipc.py."""
+"""Which handles a process opens: once each, none of its own, none that was closed. The memory behind them is
+counted here and real in tests/gpu/test_ipc.py."""
 
 import os
 
 import pytest
 
-from hydra_engine.backend.cuda_ipc import OpenedPool, PeerPools, PoolHandle, packed_handle
+from hydra_engine.backend.cuda.ipc import OpenedPool, PeerPools, PoolHandle, packed_handle
 from hydra_engine.errors import TransferError
 
 PEER = os.getpid() + 1
@@ -59,21 +59,6 @@ def test_what_is_closed_stays_closed(pools: PeerPools, memory: Memory) -> None:
     with pytest.raises(ValueError, match="not open"):
         pools.close(PEER, 7)
     assert len(memory.opened) == len(memory.closed) == 1
-
-
-def test_retired_generations_are_stale_and_later_ones_are_not(pools: PeerPools, memory: Memory) -> None:
-    for generation in (5, 6, 9):
-        pools.open(handle(generation), 0)
-    pools.open(handle(6, owner=PEER + 1), 0)
-    assert pools.retire(PEER, 8) == 2
-    assert sorted(address for address, _ in memory.closed) == [0x1000, 0x2000] and len(pools) == 2
-    for generation in (1, 6, 8):
-        with pytest.raises(ValueError, match="is stale"):
-            pools.open(handle(generation), 0)
-    pools.open(handle(10), 0)
-    assert pools.retire(PEER, 3) == 0
-    with pytest.raises(ValueError, match="is stale"):
-        pools.open(handle(8), 0)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 
 from hydra_engine import _C
 from hydra_engine.backend.base import Ops
-from hydra_engine.backend.native import NativeOps
-from hydra_engine.backend.reference import ReferenceOps
-from hydra_engine.backend.torch_ops import TorchOps
+from hydra_engine.backend.cpu.ops import NativeOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 
 LEVELS = ("scalar", "avx2", "avx512bf16", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(_C.isa()) + 1]
@@ -30,12 +29,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     _C.set_num_threads(1)
 
 
-@pytest.fixture(params=["reference", "torch", *(f"native-{level}" for level in AVAILABLE)])
+@pytest.fixture(params=["reference", *(f"native-{level}" for level in AVAILABLE)])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     """Every implementation of the ops, the native one at every level."""
     name, _, level = request.param.partition("-")
     best = _C.isa()
     if level:
         _C.force_isa(level)
-    yield {"reference": ReferenceOps, "torch": TorchOps, "native": NativeOps}[name]()
+    yield {"reference": ReferenceOps, "native": NativeOps}[name]()
     _C.force_isa(best)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import flashinfer_attention
-from hydra_engine.backend.reference_attention import causal
+from hydra_engine.backend.cuda import flashinfer_attention
+from hydra_engine.backend.reference.attention import causal
 
 NUM_SMS = 4
 OWN_SCHEDULE = 8 << 20  # bytes that a wrapper makes for itself

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from hydra_engine.backend.shared_memory import ControlWords, SharedPool
+from hydra_engine.backend.cpu.shared_memory import ControlWords, SharedPool
 
 NUM_WORDS = 8
 PRIME = 251

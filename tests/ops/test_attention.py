@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend.base import Ops, PackedPlan, PagedCache
-from hydra_engine.backend.native import NativeOps
+from hydra_engine.backend.cpu.ops import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GARBAGE = 2**31 - 1
@@ -139,6 +139,7 @@ def test_long_contexts_have_the_same_bits_too(ops: Ops, threads: int) -> None:
         assert torch.equal(alone[0], chunk[position - 1950])
 
 
+@pytest.mark.quick("float32", "scalar")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(2, 1, 32, 16), (6, 2, 20, 5)], ids=str)
 def test_long_contexts_have_the_same_bits_however_they_are_shared_out(

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_engine.backend import attention_timing, select
-from hydra_engine.backend.attention_choice import Chosen, Heads
-from hydra_engine.backend.attention_timing import CapturedSeconds, cases, compare, random_cache
+from hydra_engine.backend import select
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cuda import CudaOps
-from hydra_engine.backend.cuda_attention import CudaAttention
+from hydra_engine.backend.cuda import attention_timing
+from hydra_engine.backend.cuda.attention import CudaAttention
+from hydra_engine.backend.cuda.attention_choice import Chosen, Heads
+from hydra_engine.backend.cuda.attention_timing import CapturedSeconds, cases, compare, random_cache
+from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
+from hydra_engine.backend.cuda.ops import CudaOps
 from hydra_engine.backend.devices import Chosen as ChosenDevice
-from hydra_engine.backend.flashinfer_attention import FlashInferAttention
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
-from hydra_engine.instance import parts
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.instance import compute_stack
+from hydra_engine.models.specs.registry import load_spec
 from tests.ops.flashinfer_library import NUM_SMS, Library, install, send
 
 HEADS = Heads(4, 2, 64, 8)
@@ -190,8 +191,8 @@ def test_an_instance_that_reads_no_keys_measures_nothing(
     def create_backend(*_: Any, attention: str, **__: Any) -> None:
         asked.append(attention)
 
-    monkeypatch.setattr(parts, "resolve_attention", lambda *_, **__: "auto")
-    monkeypatch.setattr(parts, "create_backend", create_backend)
+    monkeypatch.setattr(compute_stack, "resolve_attention", lambda *_, **__: "auto")
+    monkeypatch.setattr(compute_stack, "create_backend", create_backend)
     config, chosen = EngineConfig(model="llava-1.5-7b"), ChosenDevice("cuda:0", 0, 132, "as asked")
-    parts._backend(config, load_spec(config.model_path), Role.parse(role), chosen, torch.bfloat16)
+    compute_stack._backend(config, load_spec(config.model_path), Role.parse(role), chosen, torch.bfloat16)
     assert asked == [wanted]

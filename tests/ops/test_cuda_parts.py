@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.backend import cuda_copies
-from hydra_engine.backend.cuda_attention import num_leading_decodes
-from hydra_engine.backend.cuda_copies import ALIGNMENT, fill, layout_of, views
-from hydra_engine.backend.cuda_host import CudaDevice
-from hydra_engine.backend.cuda_lanes import PRIORITIES
+from hydra_engine.backend.cuda import copies as cuda_copies
+from hydra_engine.backend.cuda.attention import num_leading_decodes
+from hydra_engine.backend.cuda.copies import ALIGNMENT, fill, layout_of, views
+from hydra_engine.backend.cuda.device import CudaDevice
+from hydra_engine.backend.cuda.lanes import PRIORITIES
 from hydra_engine.backend.select import NICENESS
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import BackendError, TransferError

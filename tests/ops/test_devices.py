@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hydra_engine.backend import cuda_device, devices
-from hydra_engine.backend.cuda_device import CudaDeviceInfo, CudaProbe
+from hydra_engine.backend import devices
+from hydra_engine.backend.cuda import probe as cuda_device
+from hydra_engine.backend.cuda.probe import CudaDeviceInfo, CudaProbe
 from hydra_engine.backend.devices import Found, choose, refusal
 from hydra_engine.errors import BackendError, ConfigError
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.native_linear import DTYPE_CODES, act_and_mul, add_rms_norm, layer_norm, rms_norm
+from hydra_engine.backend.cpu.linear import DTYPE_CODES, act_and_mul, add_rms_norm, layer_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (3, 7), (2, 16), (5, 100), (70, 128), (4, 1031)]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.attention_choice import Chosen, Heads, resolve_attention
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache
-from hydra_engine.backend.cuda_attention import CudaAttention
-from hydra_engine.backend.flashinfer_attention import FlashInferAttention, Wrappers, choices
-from hydra_engine.backend.flashinfer_graphs import Kind, pages_of, workspace_bytes
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.cuda.attention import CudaAttention
+from hydra_engine.backend.cuda.attention_choice import Chosen, Heads, resolve_attention
+from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention, Wrappers, choices
+from hydra_engine.backend.cuda.flashinfer_graphs import Kind, pages_of, workspace_bytes
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import BackendError, ConfigError
 from tests.ops.flashinfer_library import NUM_SMS, Event, Library, install, send
 

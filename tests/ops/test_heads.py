@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend.base import Ops, PagedCache
-from hydra_engine.backend.native_linear import DTYPE_CODES
+from hydra_engine.backend.cpu.linear import DTYPE_CODES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [2, 16, 22, 64, 72, 80, 128, 258]

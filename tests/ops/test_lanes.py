@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend.cpu import CpuDevice
-from hydra_engine.backend.lanes import ThreadLane
+from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.cpu.lanes import ThreadLane
 from hydra_engine.backend.select import create_backend
 
 
@@ -57,7 +57,7 @@ def test_jobs_run_in_inference_mode() -> None:
 
 def test_two_lanes_run_at_the_same_time() -> None:
     lanes = [ThreadLane(name, 1) for name in ("vision", "language")]
-    meeting = threading.Barrier(2, timeout=10)
+    meeting = threading.Barrier(2, timeout=60)
     for lane in lanes:
         lane.submit(lambda: meeting.wait() and None)
     for lane in lanes:
@@ -72,7 +72,7 @@ def test_a_job_that_raises_kills_the_lane_loudly(caplog: pytest.LogCaptureFixtur
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    with caplog.at_level(logging.CRITICAL, logger="hydra_engine.backend.lanes"):
+    with caplog.at_level(logging.CRITICAL, logger="hydra_engine.backend.cpu.lanes"):
         lane.submit(broken)
         lane._thread.join(10)
     assert isinstance(lane.error, ZeroDivisionError)

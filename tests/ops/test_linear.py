@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.native_linear import DTYPE_CODES, linear, pack_linear
+from hydra_engine.backend.cpu.linear import DTYPE_CODES, linear, pack_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = {

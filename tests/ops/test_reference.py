@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend.reference import ALL_OPS, ReferenceOps
-from hydra_engine.backend.torch_ops import TorchOps
+from hydra_engine.backend.reference.ops import ALL_OPS, ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -25,10 +24,10 @@ def assert_rounded(result: Tensor, truth: Tensor, roundings: int = 1) -> None:
     assert ((result.double() - truth).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("ops", [ReferenceOps(), TorchOps()], ids=lambda ops: ops.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh", "quick_gelu"])
-def test_linear(ops: ReferenceOps, dtype: torch.dtype, act: str) -> None:
+def test_linear(dtype: torch.dtype, act: str) -> None:
+    ops = ReferenceOps()
     x, weight, bias = random(ROWS, WIDTH, dtype=dtype), random(33, WIDTH, dtype=dtype) / 8, random(33, dtype=dtype)
     sums = F.linear(x.double(), weight.double(), bias.double())
     truth = {
@@ -95,8 +94,6 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, sizes: tuple[in
 
 def test_choices_name_every_op_once() -> None:
     assert tuple(choice.op for choice in ReferenceOps().choices()) == ALL_OPS
-    assert {c.op for c in TorchOps().choices() if c.implementation == "torch"} == {"linear", "attention_packed"}
-    assert not TorchOps().deterministic
 
 
 def test_wrong_arguments_are_named_with_what_was_expected() -> None:

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.backend.base import Draws, Ops
-from hydra_engine.backend.native import NativeOps
-from hydra_engine.backend.reference import ReferenceOps
-from hydra_engine.backend.torch_ops import TorchOps
+from hydra_engine.backend.base import Ops, SamplingTensors
+from hydra_engine.backend.cpu.ops import NativeOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.core.request import SamplingParams
-from hydra_engine.worker.sampler import MAX_NUMBER, draw
+from hydra_engine.worker.language.sampler import MAX_NUMBER, draw
 
-IMPLEMENTATIONS: list[Ops] = [ReferenceOps(), TorchOps(), NativeOps()]
+IMPLEMENTATIONS: list[Ops] = [ReferenceOps(), NativeOps()]
 # Numbers that float32 holds as they are: the host's parameters are float64.
 TEMPERATURES = (0.0, 0.125, 0.5, 1.0, 1.75)
 TOP_K = (0, 1, 2, 7, 40, 1000)
@@ -24,9 +23,9 @@ NUMBERS = (0.0, 0.25, 0.5, 0.75, MAX_NUMBER)
 pytestmark = pytest.mark.parametrize("ops", IMPLEMENTATIONS, ids=lambda ops: ops.name)
 
 
-def draws_of(rows: list[tuple[float, int, float, float, float]]) -> Draws:
+def draws_of(rows: list[tuple[float, int, float, float, float]]) -> SamplingTensors:
     temperatures, top_k, top_p, min_p, numbers = (torch.tensor(column) for column in zip(*rows, strict=True))
-    return Draws(temperatures.float(), top_k.int(), top_p.float(), min_p.float(), numbers.float())
+    return SamplingTensors(temperatures.float(), top_k.int(), top_p.float(), min_p.float(), numbers.float())
 
 
 def on_host(logits: np.ndarray, row: tuple[float, int, float, float, float]) -> int:
@@ -86,7 +85,7 @@ def test_large_numbers_are_finite(ops: Ops) -> None:
 
 
 def test_no_rows(ops: Ops) -> None:
-    empty = Draws(*(torch.zeros(0, dtype=torch.int32 if i == 1 else torch.float32) for i in range(5)))
+    empty = SamplingTensors(*(torch.zeros(0, dtype=torch.int32 if i == 1 else torch.float32) for i in range(5)))
     tokens, finite = ops.sample(torch.zeros(0, 7), empty)
     assert tokens.shape == finite.shape == (0,)
 

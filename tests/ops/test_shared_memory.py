@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.backend import shared_memory
-from hydra_engine.backend.cpu import CpuDevice
-from hydra_engine.backend.shared_memory import ControlWords, MappedPool, PeerWords, SharedPool, map_pool
+from hydra_engine.backend.cpu import shared_memory
+from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.cpu.shared_memory import ControlWords, MappedPool, PeerWords, SharedPool, map_pool
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import BackendError, ResourceError, TransferError
 from tests.ops.memory_peer import NUM_WORDS, PRIME, pattern
@@ -128,6 +128,7 @@ def test_readers_and_owners_leave_no_descriptors_behind(owner: Owner) -> None:
     assert num_descriptors() == ours and owner.tell("descriptors") == theirs
 
 
+@pytest.mark.slow
 def test_nobody_but_the_owner_can_write(owner: Owner) -> None:
     descriptor = owner.descriptors[0]
     with pytest.raises(PermissionError):
@@ -138,7 +139,7 @@ def test_nobody_but_the_owner_can_write(owner: Owner) -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, size)
     code = (
-        "import sys\nfrom hydra_engine.backend.shared_memory import map_pool\n"
+        "import sys\nfrom hydra_engine.backend.cpu.shared_memory import map_pool\n"
         f"tensor = map_pool(int(sys.argv[1]), {NUM_BYTES}).tensor()\n"
         "print(int(tensor[5]), flush=True)\ntensor[5] = 1\nprint('written')"
     )
@@ -235,7 +236,7 @@ def test_memory_outlives_close_under_its_tensors() -> None:
 
 def test_more_than_there_is_is_refused_with_what_to_change() -> None:
     before = num_descriptors()
-    with pytest.raises(ResourceError, match="lower kv_cache_gib"):
+    with pytest.raises(ResourceError, match="lower --kv-cache-gib"):
         SharedPool(1 << 62)
     with pytest.raises(ValueError, match="num_bytes"):
         SharedPool(0)

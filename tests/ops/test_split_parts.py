@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend import cuda_split
-from hydra_engine.backend.cuda_split import LANGUAGE, VISION, FixedPlace, Sharing, Track, note_of
+from hydra_engine.backend.cuda import sm_split as cuda_split
+from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, FixedPlace, Sharing, Track, note_of
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import BackendError, ConfigError

@@ -1,4 +1,4 @@
-"""Which flags and variables there are: of the commands, of the benchmarks and of the maker of tiny models."""
+"""Which flags and variables there are: of the commands, of the benchmarks and of the tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _spellings(parser: argparse.ArgumentParser) -> list[str]:
 
 def of_scripts() -> set[str]:
     """Flags that a file outside the command line defines."""
-    sources = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "hydra_engine" / "models" / "tiny").glob("*.py")]
+    sources = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    sources.append(ROOT / "tests" / "preprocess" / "prompt_parity.py")
     defined: set[str] = set()
     for path in sources:
         text = path.read_text(encoding="utf-8")

@@ -19,8 +19,8 @@ import pytest
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
-from hydra_engine.server.context import METRICS
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
+from hydra_engine.server.state import STATE
 from tests.server.stub import StubEngine
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -50,7 +50,7 @@ class Tab:
         self.url = url.rstrip("/")
         self.problems: list[str] = []
         self.expected: tuple[str, ...] = ()  # parts of messages that this test brings about
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(40_000)
         page.on("console", lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", self._check_origin)
@@ -72,16 +72,14 @@ class Tab:
 
     def wait_for(self, expression: str) -> None:
         """Playwright's own way evaluates text in the page, which its policy forbids."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {expression}"
             self.page.wait_for_timeout(20)
 
-    def be_certain(self) -> None:
-        """Answers are the likeliest ones."""
-        self.page.get_by_role("button", name="Settings").click()
-        self.get("temperature").fill("0")
-        self.page.get_by_role("button", name="Settings").click()
+    def press(self, name: str, **options: Any) -> None:
+        """The button of this name."""
+        self.page.get_by_role("button", name=name, exact=True, **options).click()
 
     def ask(self, text: str) -> None:
         self.get("prompt").fill(text)
@@ -89,7 +87,7 @@ class Tab:
 
     def answered(self) -> str:
         """The text of the last answer, once it is complete."""
-        self.wait(".message.assistant:last-child:not(.busy) .buttons")
+        self.wait(".message.assistant:last-child:not(.busy) [data-testid=answer-timeline]")
         return str(self.get("answer").last.inner_text())
 
     def shot(self, name: str, **options: Any) -> None:
@@ -124,30 +122,56 @@ class Scripted:
     url: str = ""
 
 
-@pytest.fixture
-def scripted() -> Iterator[Callable[..., Scripted]]:
-    """`scripted(api_key=("k",))` serves with these options."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    closers: list[Any] = []
+class Loop:
+    """An event loop in a thread of its own, with the servers on it."""
 
-    def start(**options: Any) -> Scripted:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._closers: list[Any] = []
+
+    def serve(self, **options: Any) -> Scripted:
         served = Scripted()
 
         async def listen_here() -> None:
             app = build_app(served.engine, ServerConfig(**options))
-            served.engine.add_observer(app[METRICS].observe)
+            served.engine.add_observer(app[STATE].metrics.requests.add)
             listening = await listen(app, "127.0.0.1", 0)
-            closers.append(listening)
+            self._closers.append(listening)
             served.url = listening.url
 
-        asyncio.run_coroutine_threadsafe(listen_here(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(listen_here(), self._loop).result(10)
         return served
 
-    yield start
-    for listening in closers:
-        asyncio.run_coroutine_threadsafe(listening.close(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    def close(self) -> None:
+        for listening in self._closers:
+            asyncio.run_coroutine_threadsafe(listening.close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., Scripted]]:
+    """`scripted(api_key=("k",))` serves with these options."""
+    loop = Loop()
+    yield loop.serve
     loop.close()
+
+
+@pytest.fixture(scope="package")
+def shared_server() -> Iterator[Scripted]:
+    """One for all tests that need no options."""
+    loop = Loop()
+    yield loop.serve()
+    loop.close()
+
+
+@pytest.fixture
+def served(shared_server: Scripted) -> Scripted:
+    """Its engine as if it were new, and watched by the same metrics."""
+    engine = shared_server.engine
+    observers = engine.observers
+    engine.__dict__ |= StubEngine(observers=observers).__dict__
+    return shared_server

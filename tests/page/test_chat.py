@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Callable
 
 import pytest
 
-from hydra_engine.errors import RequestFailed, Unavailable
+from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable
+from hydra_engine.telemetry.live import LiveRequest
+from tests.calls import plain
 from tests.page.conftest import PICTURES, OpenTab, Scripted, Tab
 
 pytestmark = pytest.mark.usefixtures("browser")
@@ -19,7 +22,7 @@ _GIVE = """([kind, names, types, data]) => {
   const files = new DataTransfer();
   names.forEach((name, i) => files.items.add(new File([bytes], name, {type: types[i]})));
   if (kind === "paste") {
-    document.querySelector("#prompt").dispatchEvent(new ClipboardEvent("paste", {clipboardData: files, bubbles: true}));
+    document.body.dispatchEvent(new ClipboardEvent("paste", {clipboardData: files, bubbles: true}));
     return;
   }
   for (const type of ["dragover", "drop"]) {
@@ -35,41 +38,118 @@ def give(tab: Tab, kind: str, *files: tuple[str, str]) -> None:
     tab.page.evaluate(_GIVE, [kind, [name for name, _ in files], [kind for _, kind in files], data])
 
 
-def test_pictures_come_by_button_by_drop_and_by_paste(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+def add_star(tab: Tab) -> None:
+    tab.get("image-input").set_input_files([STAR])
+    tab.wait("[data-testid=image-preview]")
+
+
+def asked(served: Scripted) -> list[str]:
+    """What the latest request had, turn by turn."""
+    contents = [m["content"] for m in plain(served.engine.submissions[-1].messages)]
+    return [content if isinstance(content, str) else content[-1].get("text", "") for content in contents]
+
+
+def test_pictures_come_by_button_by_drop_and_by_paste(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
     tab.get("image-input").set_input_files([STAR, PICTURES / "shapes.png"])
     tab.wait("[data-testid=image-preview] >> nth=1")
     give(tab, "drop", ("dropped.png", "image/png"), ("notes.txt", "text/plain"))
     tab.wait("[data-testid=image-preview] >> nth=2")
-    assert tab.page.locator("#note").inner_text() == "notes.txt is not a PNG, JPEG, WebP, GIF or BMP picture."
+    assert tab.get("note").inner_text() == "notes.txt is not a PNG, JPEG, WebP, GIF or BMP picture."
     give(tab, "paste", ("", "image/png"))
     tab.wait("[data-testid=image-preview] >> nth=3")
     assert tab.get("image-preview").locator("img").first.evaluate("i => i.complete && i.naturalWidth") > 0
-    assert tab.get("image-preview").locator(".size").first.inner_text() == "3 kB"
-    tab.page.get_by_role("button", name="Remove shapes.png").click()
+    assert tab.get("image-preview").locator(".size").first.inner_text() == "3 KiB"
+    tab.press("Remove shapes.png")
     assert tab.get("image-preview").count() == 3
     tab.ask("What is that?")
     assert tab.answered() == "What is that?"
     [submission] = served.engine.submissions
-    parts = submission.messages[-1]["content"]
+    parts = plain(submission.messages)[-1]["content"]
     assert [part["type"] for part in parts] == ["image_url"] * 3 + ["text"]
     url = parts[0]["image_url"]["url"]
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == STAR.read_bytes()
     assert tab.get("image-preview").count() == 0 and tab.page.locator(".sent img").count() == 3
+    # A picture is shown whole where it is clicked, until Escape.
+    tab.press("stars.png")
+    dialog = tab.page.get_by_role("dialog")
+    assert dialog.locator("img").bounding_box()["width"] > tab.page.locator(".sent img").first.bounding_box()["width"]
+    tab.page.keyboard.press("Escape")
+    dialog.wait_for(state="hidden")
     # A picture without words is a message too, and earlier ones go along.
-    tab.get("image-input").set_input_files([STAR])
-    tab.wait("[data-testid=image-preview]")
+    add_star(tab)
     tab.get("send").click()
     tab.wait(".message.assistant >> nth=1")
     tab.answered()
-    messages = served.engine.submissions[-1].messages
+    messages = plain(served.engine.submissions[-1].messages)
     assert [m["role"] for m in messages] == ["user", "assistant", "user"] and len(messages[2]["content"]) == 1
 
 
-def test_an_answer_grows_where_it_stands_and_stop_keeps_what_is_there(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
-    served.engine.token_s, served.engine.answer = 0.03, " ".join(f"word{i}." for i in range(400))
+def test_a_sample_is_asked_with_one_click(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    tab.wait("[data-testid=sample] >> nth=3")
+    tab.press("How many red objects are there?")
+    assert tab.answered() == "How many red objects are there?"
+    picture = plain(served.engine.submissions[0].messages)[0]["content"][0]["image_url"]["url"]
+    assert base64.b64decode(picture.split(",")[1]) == (PICTURES / "diamonds.png").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_refused_picture_does_not_stay_in_the_conversation(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    tab.expected = ("400", "503")
+    tab.ask("first")
+    assert tab.answered() == "first"
+    served.engine.refusal = InvalidRequest("image 1 of 1 cannot be decoded", param="messages")
+    add_star(tab)
+    tab.ask("What is that?")
+    tab.wait("[data-testid=note]:not([hidden])")
+    assert tab.get("note").inner_text().startswith("image 1 of 1 cannot be decoded.")
+    assert tab.page.locator(".message").count() == 2 and tab.get("image-preview").count() == 1
+    assert tab.get("prompt").input_value() == "What is that?"
+    # Without it the conversation goes on as if it had never been sent.
+    served.engine.refusal = None
+    tab.press("Remove stars.png")
+    tab.ask("What is two plus three?")
+    tab.wait(".message.assistant >> nth=1")
+    assert tab.answered() == "What is two plus three?"
+    assert asked(served) == ["first", "first", "What is two plus three?"]
+    served.engine.refusal = Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
+    tab.ask("And now?")
+    tab.wait("[data-testid=note]:not([hidden])")
+    assert tab.get("note").inner_text() == "the model is still loading. Try again in 2 s. not_ready"
+    # Stopped before a word: the same.
+    served.engine.refusal, served.engine.prefill_s = None, 5.0
+    tab.get("send").click()
+    tab.get("stop").click()
+    tab.wait_for("document.querySelector('#prompt').value === 'And now?'")
+    assert tab.page.locator(".message").count() == 4 and not tab.get("note").is_visible()
+
+
+def test_what_breaks_off_keeps_its_words_and_can_be_asked_again(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    served.engine.error, served.engine.fail_after = RequestFailed("the model gave no number"), 2
+    tab.ask("one two three four")
+    tab.wait_for("document.querySelector('[data-testid=error]')?.textContent.includes('gave no number.')")
+    assert tab.get("answer").inner_text() == "one two"
+    served.engine.error = None
+    tab.press("Answer again")
+    tab.wait_for("document.querySelector('[data-testid=answer]').textContent.includes('four')")
+    assert tab.answered() == "one two three four" and tab.get("error").count() == 0
+    assert asked(served) == ["one two three four"]
+    # Good answers can be asked again too, and the one before can be had back.
+    served.engine.answer = "another one"
+    tab.press("Answer again")
+    tab.wait_for("document.querySelector('[data-testid=answer]').textContent === 'another one'")
+    tab.answered()
+    tab.press("Undo")
+    assert tab.get("answer").all_inner_texts() == ["one two three four"]
+
+
+@pytest.mark.slow
+def test_an_answer_grows_where_it_stands_and_stop_keeps_what_is_there(served: Scripted, new_tab: OpenTab) -> None:
+    served.engine.token_s, served.engine.answer = 0.02, " ".join(f"word{i}.\n\n" for i in range(400))
+    served.engine.pieces = [f"word{i}.\n\n" for i in range(400)]
     tab = new_tab(served.url).open()
     before = tab.page.locator("#composer").bounding_box()
     tab.ask("Go on.")
@@ -83,119 +163,175 @@ def test_an_answer_grows_where_it_stands_and_stop_keeps_what_is_there(scripted: 
     told = tab.page.locator("#spoken[aria-live=polite] p").all_inner_texts()
     assert told and all(line.startswith("word") and line.endswith(".") for line in told)
     assert tab.page.locator("#composer").bounding_box() == before
+    # The end is followed until one scrolls up.
+    tab.wait_for("document.querySelector('#talk').scrollHeight > document.querySelector('#talk').clientHeight + 300")
+    left = (
+        "(() => { const t = document.querySelector('#talk'); return t.scrollHeight - t.scrollTop - t.clientHeight; })()"
+    )
+    tab.wait_for(f"{left} < 40")
+    tab.page.mouse.move(300, 300)
+    tab.page.mouse.wheel(0, -200)
+    tab.wait_for(f"{left} > 150")
+    top = "document.querySelector('#talk').scrollTop"
+    tab.page.wait_for_timeout(150)
+    stayed = tab.page.evaluate(top)
+    tab.page.wait_for_timeout(250)
+    assert tab.page.evaluate(top) == stayed and tab.get("to-end").is_visible()
+    tab.get("to-end").click()
+    tab.wait_for(f"{left} < 40")
+    tab.page.wait_for_timeout(100)
+    assert tab.page.evaluate(left) < 80 and not tab.get("to-end").is_visible()
+    tab.page.evaluate("document.querySelector('#talk').scrollTop -= 200")
+    tab.page.wait_for_timeout(100)
+    assert tab.page.evaluate(left) >= 190
     tab.get("stop").click()
     text = tab.answered()
-    assert text.startswith("word0. word1.") and "word399." not in text
-    assert "stopped" in tab.get("usage").inner_text() and "out" in tab.get("usage").inner_text()
+    assert text.startswith("word0.") and "word399." not in text
+    assert "stopped" in tab.get("usage").inner_text() and "tokens" in tab.get("usage").inner_text()
     tab.wait_for("document.activeElement.id === 'prompt'")
     assert len(served.engine.cancelled) == 1
-    served.engine.token_s, served.engine.answer = 0.0, "Good."
-    tab.ask("And now?")
-    tab.wait(".message.assistant >> nth=1")
-    assert tab.answered() == "Good."
 
 
-def test_counts_and_stages_stand_under_the_answer(scripted: Serve, new_tab: OpenTab) -> None:
-    tab = new_tab(scripted().url).open()
-    tab.get("image-input").set_input_files([STAR])
-    tab.wait("[data-testid=image-preview]")
+@pytest.mark.slow
+def test_what_a_request_waits_for_stands_where_its_answer_will(served: Scripted, new_tab: OpenTab) -> None:
+    served.engine.intake_s = 30.0
+    tab = new_tab(served.url).open()
+    with tab.page.expect_request("**/v1/chat/completions") as waiting:
+        tab.ask("Describe both.")
+    id = "chatcmpl-" + waiting.value.headers["x-request-id"]
+    now = time.monotonic()
+    words = []
+    for stage, done, of in (("encode", 1, 2), ("queue", None, None), ("prefill", 512, 1187), ("decode", None, None)):
+        other = LiveRequest("chatcmpl-other", now - 1, None, 0, "queue", "epd0")
+        served.engine.running = [other, LiveRequest(id, now, None, 0, stage, "epd0", done, of)]
+        start = {"encode": "Encoding", "queue": "Queued", "prefill": "Reading", "decode": "Writing"}[stage]
+        tab.wait_for(f"document.querySelector('[data-testid=status]').textContent.startsWith('{start}')")
+        words.append(tab.get("status").inner_text().split(" · ")[0])
+    assert words == [
+        "Encoding picture 2 of 2",
+        "Queued behind 1 request",
+        "Reading the prompt, 512 of 1,187 tokens",
+        "Writing the answer",
+    ]
+    tab.get("stop").click()
+
+
+@pytest.mark.slow
+def test_counts_and_stages_stand_under_the_answer(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    add_star(tab)
     tab.ask("one two three")
     tab.answered()
-    facts = tab.get("usage").locator("span").all_inner_texts()
-    assert facts[:5] == ["19 in (3 text + 16 picture)", "3 out", "first token 200 ms", "33.3 tok/s", "stop"]
-    request_id = facts[5]
-    assert request_id.startswith("chatcmpl-")
+    assert tab.get("usage").inner_text() == "first token 200 ms · 33.3 tokens/s · 3 tokens"
     timeline = tab.get("answer-timeline")
+    assert timeline.locator(".folded rect").count() == 2 and not tab.get("counts").is_visible()
+    tab.get("usage").click()
+    counts = tab.get("counts").inner_text()
+    assert counts.startswith("19 prompt tokens (3 text, 16 picture) · 3 tokens out · ended by stop · chatcmpl-")
+    request_id = counts.split(" · ")[-1]
     rows = timeline.get_by_test_id("timeline-row")
     assert [row.get_attribute("data-request-id") for row in rows.all()] == [request_id] * 2
     spans = timeline.get_by_test_id("timeline-span")
     read = [[span.get_attribute(f"data-{name}") for name in ("stage", "start-ms", "end-ms")] for span in spans.all()]
     assert read == [["fetch", "0.000", "10.000"], ["prefill", "100.000", "200.000"]]
     spans.last.hover()
-    assert "prefill: 100 ms" in tab.page.locator("#tooltip").inner_text()
-    assert "in a batch of 3" in tab.page.locator("#tooltip").inner_text()
+    tip = tab.page.locator("#tooltip").inner_text()
+    assert "prefill: 100 ms" in tip and "in a batch of 3" in tip
     assert "prefill 100 ms" in timeline.get_by_role("group").get_attribute("aria-label")
 
 
-def test_errors_stand_in_the_servers_words_and_can_be_asked_again(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+@pytest.mark.slow
+def test_settings_are_sent_and_wrong_ones_are_not(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
-    tab.expected = ("503", "400")
-    served.engine.refusal = Unavailable(
-        "3 requests are queued already; try again later", code="overloaded", retry_after_s=7
-    )
-    tab.ask("one two three four")
-    tab.wait("[data-testid=error][role=alert]")
-    words = tab.get("error").inner_text()
-    assert "3 requests are queued already; try again later Try again in 7 s." in words and "overloaded" in words
-    served.engine.refusal = None
-    served.engine.error, served.engine.fail_after = RequestFailed("the model gave no number"), 2
-    tab.page.get_by_role("button", name="Ask again").click()
-    tab.wait_for("document.querySelector('[data-testid=error]')?.textContent.includes('gave no number')")
-    assert tab.get("answer").inner_text() == "one two" and tab.get("error").count() == 1
-    served.engine.error = None
-    tab.page.get_by_role("button", name="Ask again").click()
-    tab.wait_for("document.querySelector('[data-testid=answer]').textContent.includes('four')")
-    assert tab.answered() == "one two three four" and tab.get("error").count() == 0
-    assert [m["role"] for m in served.engine.submissions[-1].messages] == ["user"]
-
-
-def test_settings_are_sent_and_wrong_ones_are_not(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
-    tab = new_tab(served.url).open()
-    tab.page.get_by_role("button", name="Settings").click()
-    for mark, value in (
-        ("system", "Be brief."),
-        ("temperature", "0.5"),
-        ("top-p", "0.9"),
-        ("max-tokens", "2"),
-        ("seed", "7"),
-    ):
+    tab.press("Settings")
+    fields = {
+        **{"system": "Be brief.", "temperature": "0.5", "top-p": "0.9", "top-k": "40", "min-p": "0.05"},
+        **{"repetition-penalty": "1.1", "max-tokens": "2", "seed": "7"},
+    }
+    for mark, value in fields.items():
         tab.get(mark).fill(value)
     tab.ask("one two three")
     assert tab.answered() == "one two"
-    assert "length" in tab.get("usage").inner_text()
+    assert "cut at the token limit" in tab.get("usage").inner_text()
     [submission] = served.engine.submissions
     sampling = submission.sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.9, 2, 7)
-    assert submission.messages[0] == {"role": "system", "content": "Be brief."}
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (40, 0.05, 1.1)
+    assert plain(submission.messages)[0] == {"role": "system", "content": "Be brief."}
     tab.get("temperature").fill("9")
     tab.ask("more")
     assert len(served.engine.submissions) == 1 and tab.get("prompt").input_value() == "more"
 
 
-def test_a_reload_keeps_the_conversation_and_clear_ends_it(scripted: Serve, new_tab: OpenTab) -> None:
-    tab = new_tab(scripted().url).open()
-    tab.page.get_by_role("button", name="Settings").click()
+@pytest.mark.slow
+def test_a_reload_keeps_conversation_and_draft_and_clear_can_be_undone(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    tab.press("Settings")
     tab.get("seed").fill("11")
-    tab.get("image-input").set_input_files([STAR])
-    tab.wait("[data-testid=image-preview]")
+    add_star(tab)
     tab.ask("**bold** words")
     tab.answered()
     before = tab.page.locator("#messages").inner_text()
+    add_star(tab)
+    tab.get("prompt").fill("not yet")
     tab.page.reload()
     tab.wait(".message.assistant")
     assert tab.page.locator("#messages").inner_text() == before
+    assert tab.get("prompt").input_value() == "not yet" and tab.get("image-preview").count() == 1
     assert tab.page.locator(".sent img").count() == 1 and tab.page.locator(".text strong").inner_text() == "bold"
     assert tab.get("seed").input_value() == "11" and tab.get("answer-timeline").count() == 1
     tab.get("clear").click()
     assert tab.page.locator(".message").count() == 0 and tab.page.locator("#empty").is_visible()
+    tab.press("Undo")
+    assert tab.page.locator("#messages").inner_text() == before and not tab.get("notice").is_visible()
+    tab.get("clear").click()
     tab.page.reload()
     tab.wait("#empty")
     assert tab.page.locator(".message").count() == 0
 
 
+@pytest.mark.slow
+def test_a_turn_is_edited_and_what_was_sent_comes_back_by_arrow_up(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    tab.wait_for("document.activeElement.id === 'prompt'")  # one can write at once
+    for number, text in enumerate(("one", "two")):
+        tab.page.keyboard.type(text)
+        tab.page.keyboard.press("Enter")
+        tab.wait(f".message.assistant >> nth={number}")
+        tab.answered()
+    prompt = tab.get("prompt")
+    seen = []
+    for key in ("ArrowUp", "ArrowUp", "ArrowUp", "ArrowDown", "ArrowDown"):
+        prompt.press(key)
+        seen.append(prompt.input_value())
+    assert seen == ["two", "one", "one", "two", ""]
+    tab.page.get_by_role("button", name="Edit").first.click()
+    assert prompt.input_value() == "one"
+    prompt.fill("three")
+    prompt.press("Enter")
+    tab.wait_for("document.querySelectorAll('.message').length === 2")
+    assert tab.answered() == "three" and asked(served) == ["three"]
+    tab.press("Undo")
+    assert tab.get("answer").all_inner_texts() == ["one", "two"]
+    tab.page.get_by_role("button", name="Edit").last.click()
+    tab.press("Cancel")
+    assert prompt.input_value() == "" and tab.page.locator(".message").count() == 4
+
+
+@pytest.mark.slow
 def test_the_key_is_asked_for_kept_in_the_tab_and_never_copied(scripted: Serve, new_tab: OpenTab) -> None:
     served = scripted(api_key=("open sesame",))
     tab = new_tab(served.url, permissions=["clipboard-read", "clipboard-write"])
     tab.expected = ("401",)
     tab.open(state="denied")
-    assert tab.get("key-form").is_visible()
+    state = "document.querySelector('.connection b').textContent"
+    assert tab.get("key-form").is_visible() and tab.page.evaluate(state) == "needs a key"
     tab.wait_for("document.activeElement.id === 'key'")
     tab.get("key").fill("wrong")
     tab.page.keyboard.press("Enter")
-    tab.wait("[data-testid=connection][data-state=denied]")
+    tab.wait_for(f"{state} === 'wrong key'")
     tab.wait("[data-testid=key-form]:not([hidden])")
+    assert "That key was refused." in tab.get("key-form").inner_text()
     tab.get("key").fill("open sesame")
     tab.page.keyboard.press("Enter")
     tab.wait("[data-testid=connection][data-state=open]")
@@ -205,20 +341,20 @@ def test_the_key_is_asked_for_kept_in_the_tab_and_never_copied(scripted: Serve, 
     tab.wait("[data-testid=connection][data-state=open]")
     kept = tab.page.evaluate("[Object.values({...localStorage}).join(), document.cookie, sessionStorage['hydra.key']]")
     assert kept == ["", "", "open sesame"]
+    tab.get("usage").click()
     for name in ("Copy as curl", "Copy as Python"):
-        tab.page.get_by_role("button", name=name).click()
+        tab.press(name)
         tab.page.get_by_role("button", name="Copied").first.wait_for()
         copied = tab.page.evaluate("navigator.clipboard.readText()")
         assert "HYDRA_API_KEY" in copied and "sesame" not in copied and "hello" in copied
 
 
-def test_by_keyboard_alone(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+def test_by_keyboard_alone(served: Scripted, new_tab: OpenTab) -> None:
     served.engine.token_s = 0.02
     tab = new_tab(served.url).open()
     keys = tab.page.keyboard
-    keys.press("Tab")
-    assert tab.page.evaluate("document.activeElement.className") == "skip"
+    tab.page.evaluate("document.activeElement.blur()")
+    tab.page.locator(".skip").focus()
     keys.press("Enter")
     assert tab.page.evaluate("document.activeElement.id") == "prompt"
     keys.type("one")
@@ -227,32 +363,42 @@ def test_by_keyboard_alone(scripted: Serve, new_tab: OpenTab) -> None:
     keys.press("Enter")
     tab.wait_for("document.querySelector('[data-testid=answer]')?.textContent.includes('two two')")
     keys.press("Escape")
-    tab.wait_for("document.querySelector('[data-testid=usage]').textContent.includes('stopped')")
+    tab.wait_for("document.querySelector('[data-testid=usage]')?.textContent.includes('stopped')")
     assert tab.page.evaluate("document.activeElement.id") == "prompt"
-    assert served.engine.submissions[0].messages[0]["content"].startswith("one\ntwo")
+    assert plain(served.engine.submissions[0].messages)[0]["content"].startswith("one\ntwo")
     # Everything that can be reached has a name and shows where the focus is.
     seen = set()
     for _ in range(40):
         keys.press("Tab")
         name, outline = tab.page.evaluate("""() => {
           const e = document.activeElement;
-          const label = e.labels?.[0]?.textContent || e.getAttribute("aria-label") || e.textContent || e.title;
-          const shown = e.id === "image-input" ? e.previousElementSibling : e;
+          const label = e.getAttribute("aria-label") || e.labels?.[0]?.textContent || e.textContent || e.title;
+          const shown = e.id === "image-input" ? e.previousElementSibling : e.id === "prompt" ? e.parentElement : e;
           const style = getComputedStyle(shown);
           return [label.trim(), style.outlineStyle !== "none" || style.boxShadow !== "none"];
         }""")
         assert name and (outline or tab.page.evaluate("document.activeElement === document.body")), name
         seen.add(name)
-    assert {"Pictures", "Settings", "Clear", "Send", "Pause", "10 s", "By lane", "Copy as curl"} <= seen
+    assert {
+        "Pictures",
+        "Settings",
+        "Clear",
+        "Send",
+        "Pause",
+        "10 s",
+        "By lane",
+        "Engine",
+        "Copy",
+        "Answer again",
+    } <= seen
 
 
-def test_no_text_of_a_model_becomes_markup(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+def test_no_text_of_a_model_becomes_markup(served: Scripted, new_tab: OpenTab) -> None:
     served.engine.answer = (
         '<img src=x onerror="window.hit=1"> <script>window.hit=1</script> [a](javascript:window.hit=1) '
         "[b](https://example.org/x) ![c](https://example.org/y.png) `<b>`"
     )
-    tab = new_tab(served.url).open()
+    tab = new_tab(served.url, permissions=["clipboard-read", "clipboard-write"]).open()
     tab.ask("x")
     tab.answered()
     answer = tab.get("answer")
@@ -263,10 +409,21 @@ def test_no_text_of_a_model_becomes_markup(scripted: Serve, new_tab: OpenTab) ->
         ["https://example.org/y.png", "noopener noreferrer", "_blank"],
     ]
     assert "[a](javascript:window.hit=1)" in answer.inner_text()
+    # Thoughts are folded, and code can be copied.
+    served.engine.pieces = ["<think>\nfirst", " this", "\n</think>\n\n", "```sh\nls -l <dir>\n```"]
+    tab.ask("y")
+    tab.wait(".message.assistant >> nth=1")
+    tab.answered()
+    thought = tab.page.locator(".message.assistant").last.locator(".thought")
+    assert thought.locator("summary").inner_text() == "Thoughts" and not thought.get_by_text("first this").is_visible()
+    assert "think" not in tab.get("answer").last.inner_text()
+    tab.press("Copy code")
+    tab.page.get_by_role("button", name="Copied").wait_for()
+    assert tab.page.evaluate("navigator.clipboard.readText()") == "ls -l <dir>"
 
 
-def test_pictures_are_kept_as_far_as_there_is_room(scripted: Serve, new_tab: OpenTab) -> None:
-    tab = new_tab(scripted().url).open()
+def test_pictures_are_kept_as_far_as_there_is_room(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
     urls, contents = tab.page.evaluate("""async () => {
       const { Conversation } = await import("/ui/conversation.js");
       const one = new Conversation();

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import BudgetReport, InstanceSummary, LimitSummary, StepReport, TransferReport
-from hydra_engine.core.outputs import StageSpan
-from hydra_engine.observe.live import LiveRequest
+from hydra_engine.core.outputs import StageSpan, Usage
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.server.page import events as page_module
+from hydra_engine.telemetry.live import LiveRequest
 from tests.page.conftest import OpenTab, Scripted
 from tests.server.stub import example_status, instances_of
 
@@ -28,15 +31,15 @@ SPANS = (
 )
 
 
-def show(served: Scripted, **changes: Any) -> None:
-    """One instance that encodes and one that does the rest, the latter with these gauges and limits."""
+def show(served: Scripted, pd0: dict[str, Any] | None = None, **changes: Any) -> None:
+    """One instance that encodes and one that does the rest, the latter in this state, with these gauges and limits."""
     now = time.monotonic()
     language = StepReport(True, now - 0.001, 3, 2, 0, 131)
     busy = {"language_step": language, "num_decoding": 2, "transfer": TransferReport(pulled=4, pulled_bytes=4_000_000)}
     serving = example_status(**({"time_s": now} | busy | changes))
     encoding = example_status(time_s=now, vision_step=StepReport(True, now - 0.001, 0, 0, 2, 1152))
     served.engine.reports = {"e0": encoding, "pd0": serving}
-    served.engine.states = instances_of("E+PD", e0={"status": encoding}, pd0={"status": serving})
+    served.engine.states = instances_of("E+PD", e0={"status": encoding}, pd0={"status": serving, **(pd0 or {})})
     limits = LimitSummary(tpot_limit_s=0.04, ttft_limit_s=0.5)
     served.engine.summaries = tuple(summary(name, limits) for name in ("e0", "pd0"))
 
@@ -57,8 +60,7 @@ def summary(name: str, limits: LimitSummary) -> InstanceSummary:
     )
 
 
-def test_lanes_queues_caches_and_limits(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+def test_lanes_queues_caches_and_limits(served: Scripted, new_tab: OpenTab) -> None:
     budget = BudgetReport(
         tpot_limit_s=0.04, token_budget=96, image_budget=1024, vision_s=0.012, decode_steps=200, late_steps=4
     )
@@ -78,13 +80,17 @@ def test_lanes_queues_caches_and_limits(scripted: Serve, new_tab: OpenTab) -> No
         "decode": "2",
         "move": "0",
     }
-    assert "4.0 MB fetched" in values["move"].inner_text()
-    for mark, used, total, words in (("cache-kv", "25", "100", "400 / 1,600"), ("cache-image", "4", "8", "256 / 512")):
+    assert "3.8 MiB fetched" in values["move"].inner_text()
+    meters = (("cache-kv", "25", "100", "400 / 1,600 tokens"), ("cache-image", "4", "8", "256 / 512 features"))
+    for mark, used, total, words in meters:
         meter = card.get_by_test_id(mark)
         assert (meter.get_attribute("data-used"), meter.get_attribute("data-total")) == (used, total)
         assert words in meter.inner_text()
-    words = card.get_by_test_id("budget").inner_text()
-    assert "limit 40 ms: 98 % of steps in time" in words and "96 prompt tokens" in words and "beside it 12 ms" in words
+    limit = card.get_by_test_id("budget")
+    assert "98 % of steps within 40 ms" in limit.inner_text()
+    limit.hover()
+    tip = tab.page.locator("#tooltip").inner_text()
+    assert "96 prompt tokens" in tip and "1,024 patches" in tip and "12 ms of encoding beside it" in tip
     # The busy share follows the counters.
     before = example_status().language_busy_s
     now = time.monotonic()
@@ -101,42 +107,69 @@ def test_lanes_queues_caches_and_limits(scripted: Serve, new_tab: OpenTab) -> No
     assert tab.page.locator("#load").inner_text() == "6 running, 6 waiting"
 
 
-def test_attainment_and_goodput(scripted: Serve, new_tab: OpenTab) -> None:
+@pytest.mark.slow
+def test_a_lost_instance_is_not_green_and_its_gauges_are_not_of_now(served: Scripted, new_tab: OpenTab) -> None:
+    show(served)
+    tab = new_tab(served.url).open()
+    tab.wait("[data-testid=connection][data-health=good]")
+    dot = "getComputedStyle(document.querySelector('.connection i')).backgroundColor"
+    good = tab.page.evaluate(dot)
+    show(served, pd0={"condition": Condition.STARTING, "status": None})
+    tab.wait("[data-testid=connection][data-health=fair]")
+    assert tab.page.locator(".connection b").inner_text() == "pd0 starting"
+    card = tab.page.locator("[data-testid=instance][data-name=pd0][data-gone=true]")
+    assert "Nothing runs here now." in card.inner_text()
+    assert not card.locator("[data-stream=language]").is_visible() and not card.get_by_test_id("cache-kv").is_visible()
+    served.engine.state = "instance_lost"
+    tab.wait("[data-testid=connection][data-health=bad]")
+    bad = tab.page.evaluate(dot)
+    assert tab.page.locator(".connection b").inner_text() == "instance lost" and bad != good
+
+
+@pytest.mark.slow
+def test_attainment_goodput_and_errors(scripted: Serve, new_tab: OpenTab) -> None:
     served = scripted()
     show(served)
     tab = new_tab(served.url).open()
-    assert "no limits set" in tab.get("tile-goodput").inner_text()
+    assert "of 0 requests" in tab.get("tile-goodput").inner_text()
     for limits in ({"ttft_ms": 500}, {"ttft_ms": 500}, {"ttft_ms": 500}, {"ttft_ms": 100}):
         body = {"messages": [{"role": "user", "content": "x"}], **limits}
         assert tab.page.request.post(served.url + "/v1/chat/completions", data=body).ok
     tab.wait("[data-testid=tile-goodput][data-attainment='0.7500']")
     assert "limits kept 75 %" in tab.get("tile-goodput").inner_text()
-    assert tab.get("tile-goodput").get_attribute("data-tip") == "requests that kept their limit: TTFT 75 %"
+    assert (tab.get("tile-goodput").get_attribute("data-tip") or "").endswith("TTFT 75 %")
     assert "limit 500 ms" in tab.get("tile-ttft").inner_text()
 
 
-def test_requests_are_dots_that_go_where_the_requests_go(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
-    show(served)
+@pytest.mark.slow
+def test_requests_are_dots_that_go_where_the_requests_go(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
+    tab.wait("[data-testid=instance]")
+    assert not tab.get("topology").is_visible()  # of a single instance there is nothing to see
+    show(served)
     tab.wait("[data-testid=topology-node][data-name=pd0]")
     assert tab.page.locator("#topology text.kind").all_text_contents() == ["features"]
     places = []
-    for stage, instance in (("queued", ""), ("encode", "e0"), ("prefill", "pd0"), ("decode", "pd0")):
+    for stage, instance in (("queue", ""), ("encode", "e0"), ("prefill", "pd0"), ("decode", "pd0")):
         served.engine.running = [LiveRequest("chatcmpl-7", time.monotonic(), None, 0, stage, instance)]
         dot = tab.page.locator(
-            f"[data-testid=topology-dot][data-instance='{instance}'].{ {'queued': 'wait'}.get(stage, stage) }"
+            f"[data-testid=topology-dot][data-instance='{instance}'].{ {'queue': 'wait'}.get(stage, stage) }"
         )
         dot.wait_for()
         places.append(dot.evaluate("d => d.style.transform"))
     assert len(set(places)) == 3 and places[2] == places[3]
     assert tab.page.locator("#topology-legend").inner_text() == "1 request running"
+    # Each stage that a snapshot has told is a bar of its own.
+    row = tab.get("timeline").locator("[data-request-id='chatcmpl-7']")
+    assert row.locator("rect").evaluate_all("all => all.map(e => e.classList[1])") == [
+        *("wait", "encode", "prefill", "decode")
+    ]
+    assert row.locator(".name").inner_text() == "writing the answer"
     served.engine.running = []
     tab.page.locator("[data-testid=topology-dot]").wait_for(state="detached")
 
 
-def test_motion_stops_for_those_who_ask(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+def test_motion_stops_for_those_who_ask(served: Scripted, new_tab: OpenTab) -> None:
     show(served)
     served.engine.running = [LiveRequest("chatcmpl-7", time.monotonic(), None, 0, "decode", "pd0")]
     tab = new_tab(served.url, reduced_motion="reduce").open()
@@ -147,14 +180,14 @@ def test_motion_stops_for_those_who_ask(scripted: Serve, new_tab: OpenTab) -> No
     assert tab.get("topology-dot").count() == 1
 
 
-def test_the_window_slides_pauses_tells_and_can_be_taken_along(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+@pytest.mark.slow
+def test_the_window_slides_zooms_tells_and_can_be_taken_along(served: Scripted, new_tab: OpenTab) -> None:
     show(served)
     tab = new_tab(served.url).open()
     window = tab.get("timeline")
-    assert "No requests lately" in window.inner_text()
+    assert "No requests in this time" in window.inner_text()
     arrival = time.monotonic() - 1.2
-    served.engine.ring.add("chatcmpl-abc", arrival, SPANS)
+    served.engine.ring.add("chatcmpl-abc", arrival, SPANS, Usage(1187, 20, 1152, 0, 2))
     served.engine.running = [LiveRequest("chatcmpl-run", arrival, arrival + 0.5, 12, "decode", "pd0")]
     row = window.locator("[data-request-id='chatcmpl-abc']")
     row.wait_for()
@@ -163,40 +196,108 @@ def test_the_window_slides_pauses_tells_and_can_be_taken_along(scripted: Serve, 
         f"all => all.map(e => {list(marks)}.map(n => e.getAttribute(n)))"
     )
     assert sorted(found) == sorted([s.stage, f"{s.start_s * 1e3:.3f}", f"{s.end_s * 1e3:.3f}"] for s in SPANS)
+    assert row.locator(".name").inner_text() == "2 pictures · 1,187 tokens"
     assert "decode 500 ms" in (row.get_attribute("aria-label") or "")
     assert window.locator("[data-request-id='chatcmpl-run'] .running.decode").count() == 1
     box = "document.querySelector('[data-request-id=\"chatcmpl-abc\"] .track').getAttribute('viewBox')"
     first = tab.page.evaluate(box)
     tab.wait_for(f"{box} !== '{first}'")
-    tab.get("pause").click()
-    paused = tab.page.evaluate(box)
-    tab.page.wait_for_timeout(600)
-    assert tab.page.evaluate(box) == paused
-    tab.page.get_by_role("button", name="60 s").click()
+    tab.press("60 s")
     assert tab.page.evaluate(box).split()[2] == "60000"
+    tab.press("1 s")
+    assert window.locator("[data-request-id='chatcmpl-run'] .track").get_attribute("viewBox").split()[2] == "1000"
+    tab.press("10 s")
+
+    def shown() -> tuple[float, float]:
+        start, _, width, _ = map(float, tab.page.evaluate(box).split())
+        return start, width
+
+    # The wheel zooms where the pointer is, and what is shown then stands still.
+    row.scroll_into_view_if_needed()
+    area = row.locator(".track").bounding_box()
+    x, y = area["x"] + area["width"] * 0.9, area["y"] + 5
+    start, width = shown()
+    tab.page.mouse.move(x, y)
+    tab.page.mouse.wheel(0, -300)
+    tab.wait_for(f"+{box}.split(' ')[2] < {width / 1.5}")
+    zoomed = shown()
+    assert zoomed[0] + 0.9 * zoomed[1] == pytest.approx(start + 0.9 * width, abs=300)
+    tab.page.wait_for_timeout(400)
+    assert shown() == zoomed and tab.get("pause").inner_text() == "Live"
+    assert tab.page.locator(".cursor").inner_text().startswith("−")
+    # A drag moves it, and opens nothing.
+    tab.page.mouse.down()
+    tab.page.mouse.move(x - 200, y, steps=4)
+    tab.page.mouse.up()
+    moved = shown()
+    assert moved[1] == zoomed[1] and moved[0] - zoomed[0] == pytest.approx(200 * zoomed[1] / area["width"], rel=0.05)
+    assert not tab.get("request-details").is_visible()
+    # Keys do the same.
+    row.focus()
+    tab.page.keyboard.press("-")
+    tab.page.keyboard.press("ArrowLeft")
+    assert shown()[1] > moved[1] and shown()[0] < moved[0]
     tab.get("pause").click()
-    tab.wait_for(f"{box}.split()[0] !== '{paused.split()[0]}'")
-    row.click()
-    assert tab.page.locator("#request-details code").inner_text() == "chatcmpl-abc"
-    assert tab.page.locator("#request-details [data-row]").evaluate_all("all => all.map(e => e.dataset.row)") == [
+    tab.wait_for(f"{box}.split(' ')[0] > {moved[0] + 1}")
+    tab.get("pause").click()
+    paused = shown()
+    tab.page.wait_for_timeout(400)
+    assert shown() == paused
+    tab.press("30 s")
+    # Details come into view, and their row is marked.
+    row.locator(".name").click()
+    details = tab.get("request-details")
+    assert details.locator("code").inner_text() == "chatcmpl-abc" and row.get_attribute("aria-expanded") == "true"
+    bottom = details.evaluate("d => d.getBoundingClientRect().bottom")
+    assert bottom <= tab.page.viewport_size["height"]
+    assert details.locator("[data-row]").evaluate_all("all => all.map(e => e.dataset.row)") == [
         *("intake", "encode", "move", "prefill", "decode")
     ]
-    tab.page.get_by_role("button", name="By lane").click()
+    tab.press("By lane")
     lanes = window.locator("[data-lane]")
     assert lanes.evaluate_all("all => all.map(e => [e.dataset.lane, e.querySelectorAll('rect').length])") == [
         ["e0 vision", 1],
         ["pd0 language", 2],
     ]
+    assert lanes.last.locator(".name").evaluate("e => e.scrollWidth <= e.clientWidth")
     with tab.page.expect_download() as waiting:
         tab.get("download-trace").click()
     events = json.loads(waiting.value.path().read_text())["traceEvents"]
-    complete = [event for event in events if event["ph"] == "X"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"requests", "e0", "pd0", "vision", "language", "language decode", "chatcmpl-abc"} <= names
+    complete = [event for event in events if event["ph"] == "X" and "request" in event["args"]]
     assert [event["name"] for event in complete] == [span.stage for span in SPANS]
     assert complete[2]["ts"] == 100_000 and complete[2]["dur"] == 200_000 and complete[2]["args"]["tokens"] == 576
 
 
-def test_a_hidden_tab_closes_its_stream_and_catches_up(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+@pytest.mark.slow
+def test_slices_of_one_row_of_a_trace_never_overlap(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url).open()
+    overlaps, slices, rows = tab.page.evaluate("""async () => {
+      const { traceOf } = await import("/ui/trace.js");
+      let seed = 7;
+      const random = () => (seed = (seed * 16807) % 2147483647) / 2147483647;
+      const stages = [["prefill", "language"], ["decode", "language"], ["encode", "vision"], ["pull_kv", "transfer"]];
+      const spans = () => Array.from({ length: 20 }, () => {
+        const [stage, lane] = stages[Math.floor(random() * 4)], start_s = random();
+        const end_s = start_s + random() / 5, batch = 1 + Math.floor(random() * 3);
+        return { stage, lane, start_s, end_s, instance: "pd0", batch, tokens: 1 };
+      });
+      const requests = Array.from({ length: 50 }, (_, id) => ({ id: `r${id}`, arrival_s: random(), spans: spans() }));
+      const events = traceOf(requests).traceEvents.filter((event) => event.ph === "X");
+      const rows = Map.groupBy(events, (event) => `${event.pid} ${event.tid}`);
+      let overlaps = 0;
+      for (const row of rows.values()) {
+        const sorted = row.toSorted((one, other) => one.ts - other.ts);
+        for (let i = 1; i < sorted.length; i += 1) overlaps += sorted[i].ts < sorted[i - 1].ts + sorted[i - 1].dur;
+      }
+      return [overlaps, events.length, rows.size];
+    }""")
+    assert (overlaps, slices) == (0, 2000) and rows > 50
+
+
+@pytest.mark.slow
+def test_a_hidden_tab_closes_its_stream_and_catches_up(served: Scripted, new_tab: OpenTab) -> None:
     show(served)
     tab = new_tab(served.url).open()
     hide = """hidden => {
@@ -211,19 +312,68 @@ def test_a_hidden_tab_closes_its_stream_and_catches_up(scripted: Serve, new_tab:
     tab.wait("[data-request-id='chatcmpl-missed']")
 
 
-def test_a_lost_connection_is_shown_and_found_again(scripted: Serve, new_tab: OpenTab) -> None:
-    served = scripted()
+@pytest.mark.slow
+def test_what_is_no_longer_news_is_grey(served: Scripted, new_tab: OpenTab, monkeypatch: pytest.MonkeyPatch) -> None:
     show(served)
     tab = new_tab(served.url).open()
     tab.expected = ("ERR_", "Failed to load")
+    assert not tab.get("age").is_visible()
     tab.page.context.set_offline(True)
     tab.page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")
     tab.wait("[data-testid=connection][data-state=lost]")
+    assert tab.get("age").inner_text().startswith("No news for ")
+    grey = "getComputedStyle(document.querySelector('.tiles')).filter"
+    assert tab.page.evaluate(grey) == "grayscale(1)"
     tab.page.context.set_offline(False)
     tab.wait("[data-testid=connection][data-state=open]")
+    assert tab.page.evaluate(grey) == "none" and not tab.get("age").is_visible()
+    # A stream that is open and says nothing.
+    monkeypatch.setattr(page_module, "PERIOD_S", 60.0)
+    tab.wait("[data-testid=connection][data-state=silent]")
+    assert tab.page.evaluate(grey) == "grayscale(1)" and tab.get("age").is_visible()
+    monkeypatch.undo()
     served.engine.state = "loading"
+    tab.page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")
     tab.wait_for("document.querySelector('.connection b').textContent === 'loading'")
-    tab.wait_for("document.querySelector('#topology').textContent.includes('when the model has loaded')")
+
+
+def test_defaults_of_the_server_are_placeholders(served: Scripted, new_tab: OpenTab) -> None:
+    served.engine.default_sampling_params = SamplingParams(temperature=0.2, top_k=20)
+    tab = new_tab(served.url).open()
+    tab.press("Settings")
+    tab.wait("[data-testid=temperature][placeholder='0.2']")
+    found = {mark: tab.get(mark).get_attribute("placeholder") for mark in ("top-k", "top-p", "max-tokens")}
+    assert found == {"top-k": "20", "top-p": "1", "max-tokens": "no limit"}
+    narrow = "[...document.querySelectorAll('.settings input')].every(e => e.scrollWidth <= e.clientWidth)"
+    assert tab.page.evaluate(narrow)
+
+
+def test_chat_engine_or_both_and_the_choice_is_remembered(served: Scripted, new_tab: OpenTab) -> None:
+    show(served)
+    tab = new_tab(served.url).open()
+
+    def shown() -> tuple[bool, bool]:
+        return tab.page.locator(".chat").is_visible(), tab.page.locator(".live").is_visible()
+
+    seen = [shown()]
+    for name in ("Chat", "Engine"):
+        tab.press(name)
+        seen.append(shown())
+    assert seen == [(True, True), (True, False), (False, True)]
+    wide = tab.get("timeline").bounding_box()
+    assert wide["width"] > 1300
+    tab.page.reload()
+    tab.wait("[data-testid=instance]")
+    assert shown() == (False, True)
+    # The timeline takes what a higher screen has.
+    tab.page.set_viewport_size({"width": 1440, "height": 1400})
+    assert tab.get("timeline").bounding_box()["height"] > wide["height"] + 300
+    tab.press("Split")
+    tab.page.set_viewport_size({"width": 1000, "height": 900})
+    tab.page.locator(".live").wait_for(state="hidden")  # the page is told of its size behind this call
+    assert shown() == (True, False) and not tab.page.get_by_role("button", name="Split").is_visible()
+    tab.press("Engine")
+    assert shown() == (False, True)
 
 
 _CONTRAST = """() => {
@@ -250,16 +400,23 @@ _CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_and_the_choice_of_a_theme(scripted: Serve, new_tab: OpenTab, scheme: str) -> None:
-    served = scripted()
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_contrast_and_the_choice_of_a_theme(served: Scripted, new_tab: OpenTab, scheme: str) -> None:
     show(served, budget=BudgetReport(tpot_limit_s=0.04, decode_steps=1))
     served.engine.ring.add("chatcmpl-abc", time.monotonic() - 1.2, SPANS)
+    served.engine.pieces = [
+        "# Words\n`code` and [a](https://example.org)\n\n> quoted\n\n",
+        "```py\nimport os  # x\n```",
+    ]
     tab = new_tab(served.url, color_scheme=scheme).open()
-    tab.ask("# Words\n`code` and [a](https://example.org)\n\n> quoted")
+    assert tab.page.evaluate(_CONTRAST) == []
+    tab.ask("x")
     tab.answered()
-    tab.page.get_by_role("button", name="Settings").click()
+    tab.get("usage").click()
+    tab.press("Settings")
     tab.wait("[data-request-id='chatcmpl-abc']")
+    tab.wait(".hljs-keyword")
     assert tab.page.evaluate(_CONTRAST) == []
     ground = "getComputedStyle(document.body).backgroundColor"
     own = tab.page.evaluate(ground)
@@ -275,21 +432,26 @@ def test_contrast_and_the_choice_of_a_theme(scripted: Serve, new_tab: OpenTab, s
     assert tab.page.evaluate(ground) == seen["Theme: dark"]
 
 
-@pytest.mark.parametrize("width", [360, 800])
-def test_narrow_pages_stack_and_have_room_for_fingers(scripted: Serve, new_tab: OpenTab, width: int) -> None:
-    served = scripted()
+@pytest.mark.parametrize("width", [360, pytest.param(820, marks=pytest.mark.slow)])
+def test_narrow_pages_have_tabs_and_room_for_fingers(served: Scripted, new_tab: OpenTab, width: int) -> None:
     show(served, budget=BudgetReport(tpot_limit_s=0.04, decode_steps=1))
-    served.engine.answer = "```\n" + "x" * 300 + "\n```"
+    served.engine.ring.add("chatcmpl-abc", time.monotonic() - 1.2, SPANS)
+    served.engine.pieces = ["```\n" + "x" * 300 + "\n```\n\n", "| a | b |\n|---|---|\n|" + " word" * 60 + "| c |\n"]
     tab = new_tab(served.url, viewport={"width": width, "height": 740}, has_touch=True).open()
-    tab.ask("a" * 200)
-    tab.answered()
-    tab.page.get_by_role("button", name="Settings").click()
-    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-    chat, live = (tab.page.locator(name).bounding_box() for name in (".chat", ".live"))
-    assert chat and live and chat["y"] + chat["height"] <= live["y"] and chat["width"] == live["width"] == width
-    small = tab.page.evaluate("""() => {
-      const all = "button, .button, input:not(.hidden), select, textarea, summary";
+    small = """() => {
+      const all = "button, .button, input:not(.hidden), select, textarea, summary, .row[role=button]";
       const height = (e) => (e.getClientRects().length ? e.getBoundingClientRect().height : 44);
       return [...document.querySelectorAll(all)].filter((e) => height(e) < 44).map((e) => e.outerHTML.slice(0, 80));
-    }""")
-    assert small == []
+    }"""
+    sideways = "Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"
+    assert tab.page.evaluate(small) == [] and tab.page.evaluate(sideways) <= width
+    tab.ask("a" * 200)
+    tab.answered()
+    tab.get("usage").click()
+    tab.press("Settings")
+    assert tab.page.evaluate(small) == [] and tab.page.evaluate(sideways) <= width
+    send = tab.get("send").bounding_box()
+    assert send["x"] + send["width"] <= width and send["y"] + send["height"] <= 740
+    tab.press("Engine")
+    tab.wait("[data-request-id='chatcmpl-abc']")
+    assert tab.page.evaluate(small) == [] and tab.page.evaluate(sideways) <= width

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hydra_engine.clock import VirtualClock
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import EncodeOutcome, LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View
+from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.planner.grid import Sizes
 from hydra_engine.planner.synthetic import load_of
-from hydra_engine.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View
-from hydra_engine.specs.geometry import no_videos
+from tests.virtual_clock import VirtualClock
 
 SURFACE = CostSurface(
     rows=Curve((1.0, 8.0, 64.0, 512.0), (0.010, 0.011, 0.025, 0.150)),
@@ -135,8 +135,7 @@ class FakeLanes:
     def submit_vision(self, plan: VisionPlan) -> None:
         self.vision_plans.append(plan)
         load = VisionLoad(plan.num_patches, float(sum(item.num_patches**2 for item in plan.items)))
-        outcomes = tuple(EncodeOutcome(item.request_id, item.image_index) for item in plan.items)
-        result = VisionResult(plan.step_id, 0.0, 0.0, outcomes)
+        result = VisionResult(plan.step_id, 0.0, 0.0, (None,) * len(plan.items))
         alone_s = self.surface.vision_s(load)
         self._vision.append(_Step(result, self.clock.now(), alone_s, self.surface.vision_slowdown))
 

@@ -95,7 +95,7 @@ def test_a_model_that_cannot_run_a_step_is_an_error_and_leaves_nothing() -> None
     assert not lanes.requests
 
 
-def test_seats_with_states_are_prepared_and_their_steps_counted_as_they_were() -> None:
+def test_slots_with_states_are_prepared_and_their_steps_counted_as_they_were() -> None:
     lanes = FakeLanes()
     found = fit(measured(lanes, stateful=True, vision=False).samples)
     agree(found, 0.02)
@@ -119,7 +119,7 @@ def test_only_steps_beside_which_the_other_lane_ran_all_along_count() -> None:
     )
 
 
-def test_a_single_seat_is_enough() -> None:
+def test_a_single_slot_is_enough() -> None:
     lanes = FakeLanes()
     small = replace(SIZES, max_num_seqs=1, token_budget=8, kv_tokens=32, max_model_len=20, num_image_blocks=1)
     done = calibrate(Site(lanes, lanes.wake, lanes.clock, small, 500, SquareVision()), lambda done, total: None, 1e6)

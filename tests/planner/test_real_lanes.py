@@ -11,9 +11,9 @@ import torch
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import LanguageLoad, VisionLoad
-from hydra_engine.instance.parts import build_worker, profile_instance, step_times
-from hydra_engine.models.tiny import make_tiny
+from hydra_engine.instance.compute_stack import build_worker, profile_instance, step_times
 from hydra_engine.planner.store import problem_of
+from tools.miniatures import make_tiny
 
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 # What is made of each family besides its defaults.
@@ -47,7 +47,7 @@ def config_for(family: str, folder: Path, **scheduler: int) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [pytest.param(m, marks=() if m == "llava" else pytest.mark.slow) for m in MODELS])
 def test_every_kind_of_model_is_measured(family: str, tmp_path: Path) -> None:
     config = config_for(family, tmp_path)
     found = profile_instance(config, silent, fresh=True, deadline_s=3.0)

@@ -1,9 +1,8 @@
-"""The table and the picture say what was measured; what a limit leaves is what the surface allows."""
+"""The table says what was measured; what a limit leaves is what the surface allows."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.core.cost import LanguageLoad
-from hydra_engine.errors import ConfigError
-from hydra_engine.planner import picture
 from hydra_engine.planner.calibrate import Site, calibrate
 from hydra_engine.planner.fit import fit
 from hydra_engine.planner.report import allowance, mean_start, profile_lines
@@ -21,7 +18,6 @@ from hydra_engine.planner.store import Identity, Profile, Reach
 from tests.planner.fakes import SIZES, SURFACE, FakeLanes, SquareVision, decodes, prompt
 
 IDENTITY = Identity("abc", "cpu", "a processor", 2, 2, "throughput", "bfloat16", "native", True, False, 16, "0.1.0")
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +74,21 @@ def test_lines_compare_measured_with_predicted(profile: Profile) -> None:
     assert float(line.split()[6]) == pytest.approx(predicted, abs=0.51) and line.endswith("%")
 
 
+def test_every_column_of_times_and_tokens_has_its_unit_below_its_title(profile: Profile) -> None:
+    lines = profile_lines(profile, 0.040)
+    tables = [(line, lines[at + 1]) for at, line in enumerate(lines) if line.startswith(("  decodes", "  patches"))]
+    assert len(tables) == 4
+    for titles, units in tables:
+        for title, unit in (("measured", "ms"), ("predicted", "ms"), ("alone", "ms"), ("context", "tokens")):
+            if title in titles:
+                assert units[: titles.index(title) + len(title)].endswith(unit), titles
+        assert "ms" in units
+
+
 def test_what_a_limit_leaves_is_said_for_each_number_of_decodes(profile: Profile) -> None:
     lines = profile_lines(profile, 0.040)
     table = lines[lines.index(next(line for line in lines if "a limit of 40.00 ms" in line)) :]
-    assert [line.split()[0] for line in table[2:]] == ["1", "4", "16"]
+    assert [line.split()[0] for line in table[3:]] == ["1", "4", "16"]
     assert not any("cannot keep" in line for line in table)
 
 
@@ -101,32 +108,3 @@ def test_the_start_of_a_chunk_follows_from_its_pairs() -> None:
     assert mean_start(prompt(64, 700)) == 700 and mean_start(prompt(64)) == 0 and mean_start(decodes(4, 9)) == 0
     two = LanguageLoad(0, 0, 64, 2 * prompt(32, 5).prefill_pairs, 2)
     assert mean_start(two) == 5
-
-
-@pytest.mark.parametrize("limit_s", [None, 0.04, 1e-4, 10.0], ids=str)
-def test_the_picture_is_drawn_with_and_without_a_limit(
-    profile: Profile, bare: Profile, tmp_path: Path, limit_s: float | None
-) -> None:
-    pytest.importorskip("matplotlib")
-    for each in (profile, bare):
-        file = tmp_path / "picture.png"
-        picture.draw(each, file, "a model", limit_s)
-        assert file.read_bytes().startswith(PNG) and file.stat().st_size > 20_000
-        file.unlink()
-
-
-def test_a_picture_that_cannot_be_written_is_a_plain_error(profile: Profile, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        picture.draw(profile, tmp_path / "no" / "such" / "folder.png", "a model")
-
-
-def test_without_matplotlib_the_error_names_the_extra(
-    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(picture, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"hydra-engine\[bench\]"):
-        picture.draw(profile, tmp_path / "picture.png", "a model")

@@ -10,15 +10,17 @@ import pytest
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import VisionLoad
-from hydra_engine.planner.start import Found, Subject, surface_for
-from hydra_engine.specs.base import ModelSpec, PreprocessSpec
-from hydra_engine.specs.decoder import LanguageSpec
-from hydra_engine.specs.generic import GenericVisionSpec, PictureFacts
+from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec
+from hydra_engine.models.specs.decoder import LanguageSpec
+from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec, PictureFacts
+from hydra_engine.planner.start import StepCosts, Subject, surface_for
 from tests.planner.fakes import FakeLanes, SquareVision, decodes
 
 LANGUAGE = LanguageSpec(2, 64, 4, 2, 16, 128, 500, 1e-5, 1e4, 2048, True)
 FACTS = PictureFacts("m", "<image>", 5, 6, False, (), 64, 256, 14, 1000, "m")
-GENERIC = GenericVisionSpec(FACTS, 64, PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "m"))
+GENERIC = GenericVisionSpec(
+    FACTS, feature_size=64, preprocess=PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "m")
+)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def steps(which: Subject) -> int:
     return len(which.lanes.language_plans)
 
 
-def found(config: EngineConfig, which: Subject, *, fresh: bool = False) -> Found:
+def found(config: EngineConfig, which: Subject, *, fresh: bool = False) -> StepCosts:
     return surface_for(config, which, lambda done, total: None, fresh=fresh, deadline_s=30.0)
 
 
@@ -71,7 +73,7 @@ def test_measured_once_and_reused_at_the_next_start(config: EngineConfig) -> Non
     assert steps(first) > 100 and steps(second) == 0
     assert again.surface == measured.surface and again.file == measured.file
     assert measured.source.startswith("measured just now in ") and again.source == "saved profile"
-    assert "nine of ten" in measured.notes[0] and "measured on 20" in again.notes[0]
+    assert "90th-percentile prediction error: language " in measured.notes[0] and "measured on 20" in again.notes[0]
 
 
 def test_fresh_measures_whatever_is_saved(config: EngineConfig) -> None:
@@ -87,7 +89,7 @@ def test_a_damaged_file_is_measured_anew_and_said(config: EngineConfig, caplog: 
     again = subject()
     with caplog.at_level(logging.WARNING):
         found(config, again)
-    assert steps(again) and "it is damaged; step times are measured anew" in caplog.text
+    assert steps(again) and "it is damaged; step times are measured again" in caplog.text
     assert found(config, subject()).source == "saved profile", "the damaged file was replaced"
 
 
@@ -185,4 +187,5 @@ def test_a_text_model_has_no_vision(config: EngineConfig) -> None:
     spec = ModelSpec("f", "F", LANGUAGE, None, None, 1, 0, (2,), "bfloat16")
     result = found(config, subject(spec=spec, num_image_blocks=0))
     assert result.surface.vision_s(VisionLoad(10, 100.0)) == 0.0 and len(result.notes) == 1
+    assert result.notes[0].endswith(", vision n/a, both n/a")
     assert result.surface.language_s(decodes(2, 64)) > 0

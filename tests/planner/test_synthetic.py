@@ -18,12 +18,12 @@ VOCABULARY = 500
 
 
 def rows(plan: LanguagePlan) -> Iterator[tuple[int, int, int, list[int]]]:
-    """(seat, start, tokens, blocks) of every row."""
+    """(slot, start, tokens, blocks) of every row."""
     decodes = plan.decodes
-    for seat, start, table in zip(decodes.seats, decodes.starts, decodes.block_tables, strict=True):
-        yield int(seat), int(start), 1, table[: -(-(int(start) + 1) // SIZES.block_size)].tolist()
+    for seq_slot, start, table in zip(decodes.seq_slots, decodes.starts, decodes.block_tables, strict=True):
+        yield int(seq_slot), int(start), 1, table[: -(-(int(start) + 1) // SIZES.block_size)].tolist()
     for chunk in plan.chunks:
-        yield chunk.seat, chunk.start, len(chunk.token_ids), chunk.block_ids[: chunk.num_blocks].tolist()
+        yield chunk.seq_slot, chunk.start, len(chunk.token_ids), chunk.block_ids[: chunk.num_blocks].tolist()
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if isinstance(p, LanguagePoint)], ids=str)
@@ -33,7 +33,7 @@ def test_a_plan_is_its_point_and_its_rows_share_nothing(point: LanguagePoint) ->
     found = list(rows(plan))
     blocks = [block for _, _, _, blocks in found for block in blocks]
     assert len(set(blocks)) == len(blocks) and max(blocks) * SIZES.block_size < SIZES.kv_tokens
-    assert len({seat for seat, *_ in found}) == len(found)
+    assert len({seq_slot for seq_slot, *_ in found}) == len(found)
     for _, start, count, own in found:
         assert len(own) * SIZES.block_size >= start + count
     assert plan.decodes.block_tables.flags.c_contiguous and plan.decodes.block_tables.dtype == np.int32
@@ -45,15 +45,15 @@ def test_tokens_are_random_and_known_to_the_model() -> None:
     assert all(0 <= token < VOCABULARY for token in ids) and len(set(ids)) > 60
 
 
-def test_every_request_takes_its_seat_with_a_chunk() -> None:
+def test_every_request_takes_its_slot_with_a_chunk() -> None:
     plans = PlanMaker(replace(SIZES, token_budget=6), VOCABULARY).opening()
     assert [len(plan.chunks) for plan in plans] == [6, 6, 4]
-    assert [chunk.seat for plan in plans for chunk in plan.chunks] == list(range(16))
-    assert all(chunk.request_id == chunk.seat and chunk.start == 0 for plan in plans for chunk in plan.chunks)
+    assert [chunk.seq_slot for plan in plans for chunk in plan.chunks] == list(range(16))
+    assert all(chunk.request_id == chunk.seq_slot and chunk.start == 0 for plan in plans for chunk in plan.chunks)
 
 
-def test_seats_with_a_state_go_on_where_they_are() -> None:
-    """What the lane asserts of recurrent states: a row begins at 0 or where its seat's last row ended."""
+def test_slots_with_a_state_go_on_where_they_are() -> None:
+    """What the lane asserts of recurrent states: a row begins at 0 or where its slot's last row ended."""
     maker = PlanMaker(SIZES, VOCABULARY, stateful=True)
     seen = dict.fromkeys(range(SIZES.max_num_seqs), 0)
     plans = maker.opening()
@@ -62,9 +62,9 @@ def test_seats_with_a_state_go_on_where_they_are() -> None:
         assert load_of(plan).num_rows == point.load.num_rows
         assert point.load.decode_context <= load_of(plan).decode_context <= point.load.decode_context + 64 * 16
     for plan in plans:
-        for seat, start, count, _ in rows(plan):
-            assert start in (0, seen[seat])
-            seen[seat] = start + count
+        for seq_slot, start, count, _ in rows(plan):
+            assert start in (0, seen[seq_slot])
+            seen[seq_slot] = start + count
 
 
 def test_pictures_are_noise_of_the_right_size_with_names_of_their_own() -> None:

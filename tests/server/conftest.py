@@ -14,9 +14,8 @@ from aiohttp import web
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.byte_budget import ByteBudget
 from hydra_engine.server.app import build_app
-from hydra_engine.server.commons import OWN
-from hydra_engine.server.context import LIFECYCLE, METRICS, Lifecycle
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
+from hydra_engine.server.state import STATE, Lifecycle
 from tests.server.stub import StubEngine
 
 
@@ -51,7 +50,7 @@ def chat_body(text: str = "one two three", **fields: Any) -> dict[str, Any]:
     return {"model": "stub", "messages": [{"role": "user", "content": text}], **fields}
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 2.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)
@@ -68,11 +67,12 @@ async def serve() -> AsyncIterator[Serve]:
     async def start(*, debug_endpoints: bool = False, model_name: str | None = None, **options: Any) -> Served:
         engine = StubEngine()
         app = build_app(engine, ServerConfig(**options), model_name=model_name, debug_endpoints=debug_endpoints)
-        engine.add_observer(app[METRICS].observe)
+        engine.add_observer(app[STATE].metrics.requests.add)
         listening = await listen(app, "127.0.0.1", 0)
         http = aiohttp.ClientSession(auto_decompress=False)
         closers.extend((http.close, listening.close))
-        return Served(engine, listening.url, http, app[LIFECYCLE], app[OWN].bodies, app, listening.close)
+        state = app[STATE]
+        return Served(engine, listening.url, http, state.lifecycle, state.bodies, app, listening.close)
 
     yield start
     for close in closers:

@@ -12,50 +12,37 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.logprobs import TextLogprob, TopLogprob
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import (
-    Blame,
+    DelayCause,
     FinishReason,
     Piece,
     RequestMetrics,
     Result,
     SloReport,
     StageSpan,
-    TextLogprob,
     Usage,
 )
-from hydra_engine.core.prompting import PixelBudget, TemplateOptions
-from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
-from hydra_engine.observe.live import Activity, LiveRequest
-from hydra_engine.observe.trace import TraceRing
+from hydra_engine.telemetry.live import Activity, LiveRequest
+from hydra_engine.telemetry.trace import TraceRing
 
 IMAGE_TOKENS = 16
 VOCABULARY = 1000
 
 
-@dataclass
-class Submission:
-    prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
-    sampling: SamplingParams
-    request_id: str
-    raw: bool
-    cache_salt: str
-    slo: Slo
-    priority: int
-    template: TemplateOptions = field(default_factory=TemplateOptions)
-    pixels: PixelBudget = field(default_factory=PixelBudget)
-
-
 class StubHandle:
-    def __init__(self, engine: StubEngine, submission: Submission, words: list[str], usage: Usage) -> None:
-        self.id = submission.request_id
+    def __init__(self, engine: StubEngine, call: GenerationCall, words: list[str], usage: Usage) -> None:
+        assert call.request_id is not None
+        self.id = call.request_id
         self.prompt_usage = usage
         self._engine = engine
-        self._submission = submission
+        self._call = call
         self._words = words
         self._done = False
         self._results: list[Result] = []
@@ -67,8 +54,14 @@ class StubHandle:
             self._engine.cancelled.append(self.id)
             self._cancelled.set()
 
+    def expect(self, *, pieces: bool) -> None:
+        self._engine.expected.append(pieces)
+
+    def forward(self, take: Callable[[Piece], bool]) -> None:
+        """All pieces are read."""
+
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        engine, sampling = self._engine, self._submission.sampling
+        engine, sampling = self._engine, self._call.sampling
         limit = sampling.max_tokens if sampling.max_tokens is not None else len(self._words)
         answers = [self._words[first:] + self._words[:first] for first in self._beginnings()]
         await self._pause(engine.prefill_s)
@@ -102,17 +95,17 @@ class StubHandle:
     def _beginnings(self) -> list[int]:
         """With which word each answer begins; where the pieces are given all are the same."""
         num_words = 1 if self._engine.pieces is not None else max(len(self._words), 1)
-        return [choice % num_words for choice in range(self._submission.sampling.n)]
+        return [choice % num_words for choice in range(self._call.sampling.n)]
 
     def _fail_if_told(self, num_tokens: int) -> None:
         engine = self._engine
-        meant = engine.fails_for in (None, self._submission.prompt)
+        meant = engine.fails_for in (None, self._call.prompt)
         if engine.fail_after == num_tokens and engine.error is not None and meant:
             self._done = True
             raise engine.error
 
     def _piece(self, choice: int, index: int, text: str) -> Piece:
-        sampling = self._submission.sampling
+        sampling = self._call.sampling
         logprobs = (self._logprob(index, text),) if sampling.logprobs is not None else ()
         piece = Piece(text, (index,), logprobs, index=choice)
         if index:
@@ -120,22 +113,22 @@ class StubHandle:
         return replace(piece, prompt_token_ids=self._prompt_ids(), prompt_logprobs=self._prompt_logprobs())
 
     def _prompt_ids(self) -> tuple[int, ...]:
-        prompt = self._submission.prompt
+        prompt = self._call.prompt
         if prompt is None or isinstance(prompt, str):
-            return tuple(ord(letter) for letter in _text_of(self._submission)[0])
+            return tuple(ord(letter) for letter in _text_of(self._call)[0])
         return tuple(prompt)
 
     def _prompt_logprobs(self) -> tuple[TextLogprob | None, ...] | None:
         """Each token is as likely as its place, and the second best one, unless the engine was told otherwise."""
         if self._engine.prompt_logprobs is not None:
             return self._engine.prompt_logprobs
-        num_top = self._submission.sampling.prompt_logprobs
+        num_top = self._call.sampling.prompt_logprobs
         if num_top is None:
             return None
         entries: list[TextLogprob | None] = [None]
         for place, token in enumerate(self._prompt_ids()[1:], start=1):
-            best = ((token + 1, chr(token + 1), -0.125), (token, chr(token), -place / 4))
-            entries.append(TextLogprob(token, chr(token), -place / 4, 2, best[:num_top]))
+            best = (top_logprob(token + 1, chr(token + 1), -0.125), top_logprob(token, chr(token), -place / 4))
+            entries.append(TextLogprob(token, chr(token), -place / 4, 2, best[:num_top], chr(token).encode()))
         return tuple(entries)
 
     def _text(self, index: int, word: str) -> str:
@@ -152,13 +145,14 @@ class StubHandle:
 
     def _logprob(self, index: int, text: str) -> TextLogprob:
         top = tuple(
-            (index + i, text if i == 0 else f"alt{i}", -0.5 - i) for i in range(self._submission.sampling.logprobs or 0)
+            top_logprob(index + i, text if i == 0 else f"alt{i}", -0.5 - i)
+            for i in range(self._call.sampling.logprobs or 0)
         )
-        return TextLogprob(index, text, -0.5, 1, top)
+        return TextLogprob(index, text, -0.5, 1, top, text.encode())
 
     def _slo_report(self) -> SloReport:
         """One of four gaps was late, which is too many."""
-        slo = self._submission.slo
+        slo = self._call.slo
         return SloReport(
             ttft_limit_s=slo.ttft_s,
             tpot_limit_s=slo.tpot_s,
@@ -172,7 +166,7 @@ class StubHandle:
     def _result(self, words: list[str], reason: FinishReason) -> Result:
         usage, num_tokens = self.prompt_usage, len(words)
         logprobs = None
-        if self._submission.sampling.logprobs is not None:
+        if self._call.sampling.logprobs is not None:
             logprobs = tuple(self._logprob(i, self._text(i, word)) for i, word in enumerate(words))
         return Result(
             request_id=self.id,
@@ -196,9 +190,13 @@ class StubHandle:
             logprobs=logprobs,
             prompt_token_ids=self._prompt_ids(),
             prompt_logprobs=self._prompt_logprobs(),
-            max_tokens=self._submission.sampling.max_tokens or self._engine.max_model_len,
+            max_tokens=self._call.sampling.max_tokens or self._engine.max_model_len,
             stop_reason=self._engine.stop_reason if reason is FinishReason.STOP else None,
         )
+
+
+def top_logprob(token_id: int, text: str, logprob: float) -> TopLogprob:
+    return TopLogprob(token_id, text, logprob, text.encode())
 
 
 def instances_of(topology: str, **changes: Any) -> tuple[InstanceState, ...]:
@@ -215,13 +213,14 @@ class StubEngine:
     model_name: str = "stub"
     chat_template: str | None = "{{ messages }} {{ tools }} <tool_call>"
     max_model_len: int = 4096
+    default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     created: int = field(default_factory=lambda: int(time.time()))
     state: str = "ok"
     intake_s: float = 0.0
     prefill_s: float = 0.0
     token_s: float = 0.0
-    refusal: Exception | None = None  # raised by asubmit
-    bad_prompt: str | None = None  # refused by asubmit
+    refusal: Exception | None = None  # raised by add_request
+    bad_prompt: str | None = None  # refused by add_request
     error: HydraError | Exception | None = None  # raised by the handle after `fail_after` tokens
     fail_after: int = -1
     fails_for: str | None = None  # the only prompt whose handle raises it
@@ -233,15 +232,16 @@ class StubEngine:
     trace: list[dict[str, Any]] = field(default_factory=list)
     traced_s: list[float] = field(default_factory=list)
     resets: list[tuple[bool, bool]] = field(default_factory=list)  # (kv, images)
-    counted: list[tuple[list[dict[str, Any]], TemplateOptions | None]] = field(default_factory=list)
+    expected: list[bool] = field(default_factory=list)  # of each handle: whether its pieces are read
+    counted: list[GenerationCall] = field(default_factory=list)
     lost: bool = False
     states: tuple[InstanceState, ...] = field(default_factory=lambda: instances_of("EPD"))
     reports: dict[str, Status] = field(default_factory=dict)
     summaries: tuple[InstanceSummary, ...] = ()
     switch_s: float = 0.0
     switched: list[str] = field(default_factory=list)
-    submissions: list[Submission] = field(default_factory=list)
-    templates: list[TemplateOptions] = field(default_factory=list)  # of calls to atokenize
+    submissions: list[GenerationCall] = field(default_factory=list)
+    tokenized: list[GenerationCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     intakes_cancelled: int = 0
     late_spans: tuple[StageSpan, ...] = ()
@@ -249,21 +249,7 @@ class StubEngine:
     ring: TraceRing = field(default_factory=TraceRing)
     running: list[LiveRequest] = field(default_factory=list)
 
-    async def asubmit(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[dict[str, Any]] | None = None,
-        images: Any = None,
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
-        raw: bool = False,
-        slo: Slo | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        template: TemplateOptions | None = None,
-        pixels: PixelBudget | None = None,
-    ) -> StubHandle:
+    async def add_request(self, call: GenerationCall) -> StubHandle:
         try:
             await asyncio.sleep(self.intake_s)
         except asyncio.CancelledError:
@@ -271,27 +257,13 @@ class StubEngine:
             raise
         if self.refusal is not None:
             raise self.refusal
-        if prompt is not None and prompt == self.bad_prompt:
+        if call.prompt is not None and call.prompt == self.bad_prompt:
             raise InvalidRequest("this prompt is bad", param="prompt")
-        assert sampling is not None and request_id is not None
-        asked = list(prompt) if prompt is not None and not isinstance(prompt, str) else prompt
-        submission = Submission(
-            asked,
-            list(messages) if messages is not None else None,
-            sampling,
-            request_id,
-            raw,
-            cache_salt,
-            slo or Slo(),
-            priority,
-            template or TemplateOptions(),
-            pixels or PixelBudget(),
-        )
-        self.submissions.append(submission)
-        text, num_images = _text_of(submission)
+        self.submissions.append(call)
+        text, num_images = _text_of(call)
         words = self.pieces if self.pieces is not None else (self.answer if self.answer is not None else text).split()
         num_prompt = max(len(text.split()), 1) + IMAGE_TOKENS * num_images
-        return StubHandle(self, submission, words, Usage(num_prompt, 0, IMAGE_TOKENS * num_images, 0, num_images))
+        return StubHandle(self, call, words, Usage(num_prompt, 0, IMAGE_TOKENS * num_images, 0, num_images))
 
     def stats(self) -> Status | None:
         return self.status
@@ -302,7 +274,7 @@ class StubEngine:
     def statuses(self) -> dict[str, Status]:
         return self.reports
 
-    async def aactivity(self, since: int = 0, limit: int = 100) -> Activity:
+    def activity(self, since: int = 0, limit: int = 100) -> Activity:
         return Activity(*self.ring.since(since, limit), self.running[:limit])
 
     async def aset_topology(self, text: str) -> None:
@@ -315,26 +287,17 @@ class StubEngine:
         return self.state == "ok", self.state
 
     async def aledger(self) -> LedgerReport:
-        return LedgerReport(1, 0, 0, 8, 0, 8, 0)
+        return LedgerReport(0, 0, 8, 0, 8, query_id=1)
 
-    async def atokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[dict[str, Any]] | None = None,
-        add_special_tokens: bool = True,
-        template: TemplateOptions | None = None,
-    ) -> list[int]:
-        self.templates.append(template or TemplateOptions())
-        text = prompt if prompt is not None else " ".join(str(m["content"]) for m in messages or ())
+    async def tokenize(self, call: GenerationCall) -> list[int]:
+        self.tokenized.append(call)
+        text = call.prompt if isinstance(call.prompt, str) else " ".join(str(m.content) for m in call.messages)
         return [ord(c) % VOCABULARY for c in text]
 
-    async def acount_tokens(
-        self, messages: Sequence[dict[str, Any]], *, template: TemplateOptions | None = None
-    ) -> int:
+    async def count_tokens(self, call: GenerationCall) -> int:
         if self.refusal is not None:
             raise self.refusal
-        self.counted.append((list(messages), template))
+        self.counted.append(call)
         return 17
 
     async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
@@ -360,15 +323,12 @@ class StubEngine:
             observer(result)
 
 
-def _text_of(submission: Submission) -> tuple[str, int]:
-    if submission.messages is None:
-        prompt = submission.prompt
+def _text_of(call: GenerationCall) -> tuple[str, int]:
+    if not call.messages:
+        prompt = call.prompt
         return (prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))), 0
-    content = submission.messages[-1]["content"]
-    if isinstance(content, str):
-        return content, 0
-    texts = [part["text"] for part in content if part["type"] == "text"]
-    return " ".join(texts), len(content) - len(texts)
+    last = call.messages[-1]
+    return " ".join(text for _, text in last.texts()), len(list(last.media))
 
 
 LATE = StageSpan(
@@ -377,7 +337,7 @@ LATE = StageSpan(
     0.4,
     "epd0",
     "language",
-    blame=(Blame("encode", 0.07, request=41, amount=576), Blame("cpu", 0.03)),
+    blame=(DelayCause("encode", 0.07, request=41, amount=576), DelayCause("cpu", 0.03)),
 )
 
 

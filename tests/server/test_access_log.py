@@ -5,11 +5,16 @@ asked.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import http.client
 import io
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +25,7 @@ import pytest
 from hydra_engine import log
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ConfigError, Unavailable
-from hydra_engine.server import access
+from hydra_engine.server.http import access
 from tests.server.conftest import Serve, Served, chat_body, until
 from tests.server.test_cancel import request_bytes
 
@@ -69,6 +74,19 @@ async def test_a_line_says_who_asked_for_how_much(serve: Serve, lines: Lines, tm
     assert (refused["status"], refused["error_code"], refused["bytes_in"]) == (401, "invalid_api_key", 0)
     assert "ttft_s" not in refused and "finish_reason" not in refused
     assert not any(secret in json.dumps(lines()) for secret in ("hush", "four", "six"))
+
+
+async def test_health_probes_leave_no_line(serve: Serve, lines: Lines, caplog: pytest.LogCaptureFixture) -> None:
+    served = await serve(access_log="json", enable_log_requests=True)
+    caplog.set_level(logging.INFO, "hydra_engine.server.app")
+    caplog.handler.setLevel(logging.INFO)
+    logging.getLogger("hydra_engine.server.app").addHandler(caplog.handler)
+    for path in ("/livez", "/health", "/ready", "/ping", "/version"):
+        async with served.http.get(served.url + path) as response:
+            assert response.status == 200
+    assert [line["route"] for line in lines()] == ["/version"]
+    logging.getLogger("hydra_engine.server.app").removeHandler(caplog.handler)
+    assert {record.args[2] for record in caplog.records if record.name == "hydra_engine.server.app"} == {"/version"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -147,7 +165,7 @@ async def test_off_by_default(served: Served, caplog: pytest.LogCaptureFixture) 
         async with served.chat() as response:
             await response.read()
     assert not [record for record in caplog.records if record.name == "hydra_engine.access"]
-    with pytest.raises(ConfigError, match="access_log must be off, text, json"):
+    with pytest.raises(ConfigError, match="access_log must be off, text or json"):
         ServerConfig(access_log="xml")
 
 
@@ -194,3 +212,42 @@ def test_every_line_of_a_server_is_json_where_that_is_asked_for() -> None:
     (access_line,) = [line for line in lines if line["logger"] == "hydra_engine.access"]
     assert access_line["route"] == "/v1/completions" and access_line["completion_tokens"] == 4
     assert "Hush" not in json.dumps(lines)
+
+
+def test_a_standard_error_that_nobody_reads_stops_nothing() -> None:
+    """Neither requests nor the end by a signal, although start screen and lines fill the pipe."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out, into = os.pipe()
+    fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", str(port), "--threads", "1"]
+    process = subprocess.Popen([*command, "--access-log", "json", "--log-level", "info"], stderr=into, cwd=ROOT)
+    os.close(into)
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        statuses = []
+        limit = time.monotonic() + 120
+        while len(statuses) < 300 and process.poll() is None and time.monotonic() < limit:
+            try:
+                connection.request("GET", "/version" if statuses else "/health")
+                response = connection.getresponse()
+                response.read()
+            except ConnectionRefusedError:  # it has not begun
+                connection.close()
+                time.sleep(0.05)
+                continue
+            if statuses or response.status == 200:
+                statuses.append(response.status)
+            else:
+                time.sleep(0.05)
+        connection.close()
+        assert statuses == [200] * 300
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        with open(out, "rb") as pipe:
+            written = pipe.read()
+    assert len(written) > 3700  # it was full: not one more line fits

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from hydra_engine.config import MediaConfig, SchedulerConfig, ServerConfig
+from hydra_engine.core.byte_budget import ByteBudget
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS
 from hydra_engine.core.request import (
     MAX_ALLOWED_TOKENS,
@@ -25,14 +26,14 @@ from hydra_engine.core.request import (
     MAX_TOKENS_LIMIT,
 )
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
-from hydra_engine.server import admission, listening, sse
-from hydra_engine.server.admission import ClientLimits, client_of
 from hydra_engine.server.app import build_app
-from hydra_engine.server.commons import OWN
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http import admission, listening, sse
+from hydra_engine.server.http.admission import ClientLimits, client_of
+from hydra_engine.server.http.listening import listen
+from hydra_engine.server.http.strict_json import MAX_DEPTH, MAX_VALUES
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
 from hydra_engine.server.protocol.fields import MAX_NAME_CHARS, MAX_PROMPT_TOKENS, MAX_SALT_CHARS, MAX_TEXT_CHARS
-from hydra_engine.server.strict_json import MAX_DEPTH, MAX_VALUES
+from hydra_engine.server.state import STATE
 from tests.server.conftest import Serve, Served, chat_body, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import assert_quiet, connect, request_bytes
@@ -41,6 +42,7 @@ LIMITS = frozenset(
     {"max_body_bytes", "max_inflight_body_bytes", "body_timeout_s", "max_requests_per_client", "requests_per_minute"}
     | {"max_images", "max_image_bytes", "max_image_pixels", "max_aspect_ratio", "max_videos", "max_video_bytes"}
     | {"max_video_frames", "max_video_pixels", "fetch_timeout_s", "max_fetched_bytes", "max_queue"}
+    | {"max_logprob_entries"}
 )
 
 
@@ -141,7 +143,7 @@ def test_an_address_is_a_client(remote: str | None, client: str) -> None:
     [
         {"max_requests_per_client": -1},
         {"requests_per_minute": -1},
-        {"max_inflight_body_bytes": 1000},
+        {"max_inflight_body_bytes": (128 << 20) - 1},
         {"max_body_bytes": 0},
         {"body_timeout_s": 0},
     ],
@@ -212,7 +214,8 @@ async def test_a_full_queue_says_when(served: Served) -> None:
 @pytest.fixture
 async def narrow() -> Any:
     """Room for two bodies of 1000 bytes."""
-    app = build_app(StubEngine(), ServerConfig(max_body_bytes=1000, max_inflight_body_bytes=2000))
+    config = ServerConfig(max_body_bytes=1000, max_inflight_body_bytes=2000, api_key=("one", "two"))
+    app = build_app(StubEngine(), config)
     listening = await listen(app, "127.0.0.1", 0)
     yield app, int(listening.url.rsplit(":", 1)[1])
     await listening.close()
@@ -225,28 +228,58 @@ async def send(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.St
     return reader, writer
 
 
-def head(length: int | None) -> bytes:
+def head(length: int | None, key: str = "one") -> bytes:
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{size}\r\n\r\n".encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: a", f"X-Api-Key: {key}", "Content-Type: application/json", size]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def test_all_bodies_together_are_bounded(narrow: Any) -> None:
     app, port = narrow
     announced = [await send(port, head(1000)) for _ in range(10)]  # and not sent: holds nothing
-    assert app[OWN].bodies.held == 0
-    held = [await send(port, head(1000) + b'"' + b"x" * 800) for _ in range(2)]
-    await until(lambda: app[OWN].bodies.held == 1602)
-    for data in (head(900), head(None) + b"1f4\r\n" + b"x" * 500):  # known at once, and when it has come
-        reader, writer = await send(port, data)
-        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
-        assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in answer and b'"overloaded"' in answer
-        writer.close()
-    reader, writer = await send(port, head(14) + b'{"prompt":"a"}')
+    assert app[STATE].bodies.held == 0
+    held = [await send(port, head(590, key) + b'"' + b"x" * 500) for key in ("one", "two")]
+    await until(lambda: app[STATE].bodies.held == 1002)
+    for key in ("one", "two"):  # either has what it may beside the other
+        for data in (head(300, key), head(None, key) + b"12c\r\n" + b"x" * 300):  # known at once, and when it has come
+            reader, writer = await send(port, data)
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in answer and b'"overloaded"' in answer
+            writer.close()
+    reader, writer = await send(port, head(14, "two") + b'{"prompt":"a"}')
     assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 200 ")
     writer.close()
     for _, writer in (*announced, *held):
         writer.close()
-    await until(lambda: app[OWN].bodies.held == 0)
+    await until(lambda: app[STATE].bodies.held == 0)
+
+
+async def test_one_client_leaves_room_for_others(serve: Serve) -> None:
+    """Sixteen bodies that lack a byte, of one key: as many bytes as there is room for."""
+    size = 1 << 16
+    served = await serve(api_key=("one", "two"), max_body_bytes=size, max_inflight_body_bytes=16 * size)
+    greedy = [await send(served.port, head(size) + b"x" * (size - 1)) for _ in range(16)]
+    answered = [asyncio.create_task(reader.readline()) for reader, _ in greedy]
+    probe = {"prompt": "a" * 100}
+    for _ in range(5):
+        async with served.post("/v1/completions", probe, headers=keyed("two")) as response:
+            assert response.status == 200
+    await until(lambda: served.bodies.held == (size - 1) * sum(not task.done() for task in answered))
+    assert 8 <= sum(task.done() for task in answered) < 16
+    assert all(task.result().startswith(b"HTTP/1.1 503 ") for task in answered if task.done())
+    async with served.post("/v1/completions", probe, headers=keyed("two")) as response:
+        assert response.status == 200
+    for _, writer in greedy:
+        writer.close()
+    await until(lambda: served.bodies.held == 0)
+
+
+def test_shares_follow_how_many_ask() -> None:
+    budget = ByteBudget(1200)
+    for held in (600, 300, 150):  # each has half of what the ones before it left
+        lease = budget.lease(f"client of {held}")
+        assert not lease.take(held + 1) and lease.take(held) and not lease.take(1)
+    assert budget.lease().take(150) and not budget.lease("last").take(1)
 
 
 async def test_a_body_counts_until_it_is_answered(served: Served) -> None:
@@ -266,10 +299,27 @@ async def test_a_large_body_is_refused_while_it_comes(narrow: Any, length: int |
     reader, writer = await send(port, head(length) + body)
     assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 413 ")
     writer.close()
-    await until(lambda: app[OWN].bodies.held == 0)
+    await until(lambda: app[STATE].bodies.held == 0)
 
 
 # ---- slow ones
+
+
+@pytest.mark.slow
+async def test_a_body_has_a_least_rate(serve: Serve) -> None:
+    served = await serve(body_timeout_s=6)
+    stalled, unfinished = await send(served.port, head(1000) + b"x" * 999)
+    body = b'{"prompt": "a"' + b" " * 1500 + b"}"
+    reader, writer = await send(served.port, head(len(body)))
+    for start in range(0, len(body), 400):  # more than a second in all
+        await asyncio.sleep(0.3)
+        writer.write(body[start : start + 400])
+    assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 200 ")
+    told = await asyncio.wait_for(stalled.readuntil(b"}}"), 3)
+    assert told.startswith(b"HTTP/1.1 408 ") and b"slower than 1024 bytes a second for 1 s" in told
+    await until(lambda: served.bodies.held == 0)
+    for one in (unfinished, writer):
+        one.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: "], ids=range(3))
@@ -294,6 +344,7 @@ async def test_headers_one_byte_at_a_time(served: Served, monkeypatch: pytest.Mo
     writer.close()
 
 
+@pytest.mark.slow
 async def test_a_connection_that_is_used_stays(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "_HEADERS_S", 0.2)
     served.engine.prefill_s = 0.4
@@ -332,6 +383,7 @@ async def test_whoever_does_not_read_a_whole_answer_is_cut_off(
         assert len(received) < 20_000_000
 
 
+@pytest.mark.slow
 async def test_slow_answers_to_patient_readers_arrive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "STALL_S", 0.2)
     served.engine.prefill_s = 0.6
@@ -368,7 +420,7 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("`cache_salt`", (MAX_SALT_CHARS, MAX_NAME_CHARS)),
         ("JSON", (MAX_DEPTH, MAX_VALUES)),
         ("headers |", (listening._MAX_HEADER_BYTES >> 10,)),
-        ("headers that", (int(listening._HEADERS_S),)),
+        ("waiting for headers", (int(listening._HEADERS_S),)),
         ("connections", (listening._MAX_CONNECTIONS, int(listening._IDLE_S))),
         ("a stream", (int(sse.STALL_S),)),
         ("a whole", (int(sse.STALL_S), listening._SLOWEST_READER >> 10)),

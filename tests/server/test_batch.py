@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from hydra_engine.config import ServerConfig
+from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import RequestFailed, ResourceError, Unavailable
 from hydra_engine.server.app import build_app
-from hydra_engine.server.auth import KeyRing
-from hydra_engine.server.batch import MAX_ID_CHARS, serving
+from hydra_engine.server.http.auth import KeyRing
+from hydra_engine.server.openai.batch import MAX_ID_CHARS, serving
 from tests.server.stub import StubEngine
 
 QUESTION = [{"role": "user", "content": "one two"}]
@@ -103,6 +104,7 @@ async def test_failures_of_the_engine_are_answers_too() -> None:
     assert (found["b"]["response"]["status_code"], found["b"]["error"]["code"]) == (500, "numerical_error")
 
 
+@pytest.mark.slow
 async def test_where_there_is_no_room_it_is_tried_again() -> None:
     engine = StubEngine(refusal=Unavailable("full", retry_after_s=1))
     task = asyncio.create_task(answered(engine, [line("a")]))
@@ -115,11 +117,11 @@ async def test_no_more_are_under_way_or_read_than_there_is_room_for() -> None:
     class Counting(StubEngine):
         under_way = most = 0
 
-        async def asubmit(self, *arguments: Any, **options: Any) -> Any:
+        async def add_request(self, call: GenerationCall) -> Any:
             self.under_way += 1
             self.most = max(self.most, self.under_way)
             try:
-                return await super().asubmit(*arguments, **options)
+                return await super().add_request(call)
             finally:
                 self.under_way -= 1
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from hydra_engine.server.protocol.anthropic import MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
-from hydra_engine.server.protocol.messages import MessagesRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import Served

@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from hydra_engine import __version__
+from hydra_engine.core.chat import ImagePart
+from tests.calls import plain
 from tests.server.conftest import Served, chat_body
 
 
@@ -183,7 +185,8 @@ async def test_openai_client_whole(served: Served) -> None:
     assert logprobs.content[0].bytes == list(b"what")
     assert [top.token for top in logprobs.content[0].top_logprobs] == ["what", "alt1"]
     submitted = served.engine.submissions[0]
-    assert submitted.messages == [
+    assert [part.param for part in submitted.messages[1].media] == ["messages[1].content[1].image_url.url"]
+    assert plain(submitted.messages) == [
         {"role": "system", "content": "be short"},
         {
             "role": "user",
@@ -239,9 +242,8 @@ async def test_image_url_may_be_a_bare_string(served: Served) -> None:
     body["messages"][0]["content"] = [{"type": "image_url", "image_url": "https://example.com/a.png"}]
     async with served.post("/v1/chat/completions", body) as response:
         assert response.status == 200
-    messages = served.engine.submissions[0].messages
-    assert messages is not None
-    assert messages[0]["content"][0]["image_url"] == {"url": "https://example.com/a.png", "detail": "auto"}
+    picture = ImagePart("https://example.com/a.png", "messages[0].content[0].image_url", "auto")
+    assert served.engine.submissions[0].messages[0].content == (picture,)
 
 
 async def test_the_model_may_be_left_out(served: Served) -> None:

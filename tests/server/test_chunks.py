@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from hydra_engine.core import outputs
-from hydra_engine.core.outputs import Piece, TextLogprob
-from hydra_engine.server.chat import ChatAnswer
-from hydra_engine.server.chunks import TextEvents
-from hydra_engine.server.completions import CompletionAnswer
+from hydra_engine.core.logprobs import TextLogprob
+from hydra_engine.core.outputs import Piece
 from hydra_engine.server.generate import Identity
+from hydra_engine.server.http.sse import event
+from hydra_engine.server.openai.chat import ChatAnswer
+from hydra_engine.server.openai.chunks import TextEvents
+from hydra_engine.server.openai.completions import CompletionAnswer
 from hydra_engine.server.protocol.chat import ChatChunk, ChatChunkChoice, ChatCompletionRequest, ChatDelta
 from hydra_engine.server.protocol.common import Usage, usage_of
 from hydra_engine.server.protocol.completions import CompletionRequest
-from hydra_engine.server.sse import event
-from hydra_engine.server.tools import ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
 
 IDENTITY = Identity('chatcmpl-"1":1,\\', 1, 'a "model" of 1:2')
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -80,7 +81,7 @@ def test_each_choice_has_bytes_of_its_own(texts: list[str], counts: list[int]) -
 
 
 def test_what_is_more_than_text_takes_the_long_way() -> None:
-    logprob = TextLogprob(1, "a", -0.5, 1)
+    logprob = TextLogprob(1, "a", -0.5, 1, raw=b"a")
     for kind in ("chat", "completions"):
         answer, _ = answers(kind, "running")
         assert answer.text_event(Piece("a", (1,), (logprob,))) is None

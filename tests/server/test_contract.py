@@ -29,7 +29,7 @@ from schemathesis.specs.openapi.checks import (
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
 from hydra_engine.server.operations import OPERATIONS
 from tests.server.stub import StubEngine
 from tests.server.test_info import summary
@@ -95,6 +95,7 @@ def test_all_operations_are_in_it(schema: Any) -> None:
     assert found == set(ROUTES)
 
 
+@pytest.mark.quick("POST-/v1/chat/completions", "GET-")
 @pytest.mark.parametrize(("method", "path", "mode"), CASES, ids=lambda value: str(getattr(value, "value", value)))
 def test_what_the_document_says(
     schema: Any, session: requests.Session, method: str, path: str, mode: GenerationMode

@@ -22,8 +22,8 @@ from hydra_engine import demo
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, ServerConfig
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
-from hydra_engine.server.context import LIFECYCLE, Lifecycle
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
+from hydra_engine.server.state import STATE, Lifecycle
 from hydra_engine.worker.faults import MIGRATION_POINTS
 from tests.server.conftest import until
 from tests.server.test_cancel import leave
@@ -123,7 +123,7 @@ async def rig_of(topology: str, **cache: Any) -> AsyncIterator[Rig]:
         await engine.astart(progress=False)
     app = build_app(engine, ServerConfig(body_timeout_s=5.0))
     listening = await listen(app, "127.0.0.1", 0)
-    yield Rig(engine, int(listening.url.rpartition(":")[2]), app[LIFECYCLE])
+    yield Rig(engine, int(listening.url.rpartition(":")[2]), app[STATE].lifecycle)
     await listening.close()
     await engine.aclose()
 
@@ -188,6 +188,7 @@ async def test_before_the_engine_has_it(one: Rig, slow_host: tuple[str, list[int
     await until(lambda: asking[0] == 0)
 
 
+@pytest.mark.slow
 async def test_in_one_instance(one: Rig) -> None:
     """Waiting for the encoder, being encoded, in the prefill, after the first token, in the decode."""
 
@@ -240,6 +241,7 @@ async def test_after_the_last_token(one: Rig) -> None:
     await both(one, reach)
 
 
+@pytest.mark.quick("d0-eng.mid_step")
 @pytest.mark.parametrize(
     ("name", "point"),
     [

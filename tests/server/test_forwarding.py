@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Result, Usage
 from hydra_engine.errors import RequestFailed
-from hydra_engine.front.handle import Handle
+from hydra_engine.frontend.handle import Handle
 from hydra_engine.server import generate
-from hydra_engine.server.access import ACCESS, Access
-from hydra_engine.server.sse import EventStream
+from hydra_engine.server.http.access import ACCESS, Access
+from hydra_engine.server.http.sse import EventStream
 from tests.server.conftest import Serve, Served, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import connect, request_bytes
@@ -26,13 +27,13 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """Real ones, which the test feeds."""
     made: list[Handle] = []
 
-    async def asubmit(engine: StubEngine, *_: object, request_id: str, **__: object) -> Handle:
-        handle = Handle(request_id, lambda: engine.cancelled.append(request_id))
+    async def add_request(engine: StubEngine, call: GenerationCall) -> Handle:
+        handle = Handle(str(call.request_id), lambda: engine.cancelled.append(handle.id))
         handle.prompt_usage = Usage(3, 0)
         made.append(handle)
         return handle
 
-    monkeypatch.setattr(StubEngine, "asubmit", asubmit)
+    monkeypatch.setattr(StubEngine, "add_request", add_request)
     return made
 
 
@@ -117,7 +118,7 @@ async def test_an_error_behind_forwarded_pieces_ends_the_stream(served: Served, 
 async def test_a_slow_reader_of_a_forwarded_stream_is_cut_off(
     served: Served, handles: list[Handle], forwarded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hydra_engine.server.sse.STALL_S", 0.3)
+    monkeypatch.setattr("hydra_engine.server.http.sse.STALL_S", 0.3)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", served.port))

@@ -112,6 +112,9 @@ def health_of(server: Served) -> dict[str, Any]:
     return found
 
 
+pytestmark = pytest.mark.usefixtures("started_in_full")
+
+
 def shared_names() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
@@ -148,6 +151,7 @@ def impatient() -> Iterator[Served]:
     yield from started("--recovery-s", "0.2")
 
 
+@pytest.mark.slow
 def test_pictures_are_seen_and_health_names_the_instances(served: Served) -> None:
     health = health_of(served)
     assert [(one["name"], one["role"], one["condition"]) for one in health["instances"]] == [
@@ -162,7 +166,8 @@ def test_pictures_are_seen_and_health_names_the_instances(served: Served) -> Non
     at_rest(served)
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["ep0", "d0"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [pytest.param(0, id="ep0"), pytest.param(1, id="d0", marks=pytest.mark.slow)])
 def test_a_stream_goes_on_where_it_was_when_its_instance_is_killed(served: Served, victim: int) -> None:
     expected = [Stream().start(served.url, long_chat(index)).ended() for index in range(2)]
     assert all(stream.finish_reason == "length" and stream.done for stream in expected)
@@ -194,7 +199,7 @@ def test_without_recovery_clients_are_told_and_a_killed_server_leaves_nothing(im
     time.sleep(0.2)
     impatient.process.kill()
     impatient.process.wait()
-    wait_for(lambda: not any(map(alive, pids)), "its instances end", within_s=2.0)
+    wait_for(lambda: not any(map(alive, pids)), "its instances end", within_s=30.0)
     assert not any(stream.ended().done for stream in streams)
     assert shared_names() <= names
 
@@ -213,6 +218,7 @@ def test_a_second_sigterm_ends_at_once(served: Served) -> None:
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_sigterm_lets_everything_finish_that_moves_between_instances(served: Served) -> None:
     expected = [Stream().start(served.url, long_chat(index)).ended() for index in range(6)]
     pids = children_of(served.process.pid)

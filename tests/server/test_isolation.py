@@ -14,7 +14,7 @@ from hydra_engine import demo
 from hydra_engine.config import CacheConfig, EngineConfig, ServerConfig
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
-from hydra_engine.server.listening import Listening, listen
+from hydra_engine.server.http.listening import Listening, listen
 
 PICTURE = base64.b64encode(next(Path(demo.__path__[0]).rglob("*.png")).read_bytes()).decode()
 KEYS = ("first-key", "second-key")
@@ -55,9 +55,10 @@ async def test_a_prompt_and_a_picture_under_two_keys(engine: Engine) -> None:
         assert (tokens, pictures) == (0, 0)
         tokens, pictures, again = await client.ask(first)
         assert tokens > 4 and pictures == 1 and again == text
-        made = engine.front._intake._loader._pixels.misses  # type: ignore[union-attr]
+        payloads = engine.front._intake._loader._pixels._entries  # type: ignore[union-attr]
+        num_payloads = len(payloads)
         assert await client.ask(second) == (0, 0, text)
-        assert engine.front._intake._loader._pixels.misses == made + 1  # type: ignore[union-attr]
+        assert len(payloads) == num_payloads + 1
         assert (await client.ask(second))[:2] == (tokens, 1)
         # A key's own salts part its requests further, and the same salt of another key is another one.
         assert (await client.ask(first, cache_salt="x"))[:2] == (0, 0)

@@ -13,7 +13,7 @@ import torch
 from hydra_engine.config import EngineConfig, ServerConfig, config_from_options
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
 
 QUESTION = [{"role": "user", "content": "What is two plus three?"}]
 PAIRS = [  # of these the first is what the model says

@@ -13,15 +13,15 @@ import time
 import pytest
 
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server import body, loop_lag, strict_json
-from hydra_engine.server.loop_lag import LoopLag
+from hydra_engine.server.http import body, loop_lag, strict_json
+from hydra_engine.server.http.loop_lag import LoopLag
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from tests.server.conftest import Served, chat_body
 
 # Structs whose fields nobody has looked at yet, over and over: what two large first requests at a time are.
 FIRST_PARSES = """
 import sys, threading, msgspec
-from hydra_engine.server import strict_json
+from hydra_engine.server.http import strict_json
 sys.setswitchinterval(1e-6)
 for _ in range(150):
     Inner = msgspec.defstruct("Inner", [("a", str | None, None), ("b", list[int], [])])
@@ -53,6 +53,18 @@ async def test_a_blocked_loop_is_noticed_and_told_once(caplog: pytest.LogCapture
     count = len(lags)
     await asyncio.sleep(0.03)
     assert len(lags) == count, "it has been stopped"
+
+
+async def test_a_loop_that_is_blocked_while_a_model_loads_is_measured_only(caplog: pytest.LogCaptureFixture) -> None:
+    lags: list[float] = []
+    lag = LoopLag(lags.append, is_serving=lambda: False, period_s=0.01)
+    lag.start()
+    with caplog.at_level(logging.WARNING, loop_lag.__name__):
+        await asyncio.sleep(0.03)
+        time.sleep(0.15)  # noqa: ASYNC251 - what is measured
+        await asyncio.sleep(0.03)
+    lag.stop()
+    assert max(lags) > 0.1 and not caplog.records
 
 
 async def test_the_page_has_the_lag(served: Served) -> None:

@@ -20,7 +20,7 @@ from bench import fuzz
 from bench.hostile import CLOSED, Case, cases
 from bench.restless import footprint
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server import strict_json
+from hydra_engine.server.http import strict_json
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from tests.server.conftest import Served, chat_body
 
@@ -29,6 +29,7 @@ T = TypeVar("T")
 EVERYTHING = frozenset({CLOSED, *range(600)})
 
 
+@pytest.mark.slow
 def test_malformed_requests_harm_nobody() -> None:
     """No 500, no word from inside, nothing held or grown afterwards, and the tokens of four other streams unchanged."""
     tally = fuzz.campaign(3 * NUM_CLASSES, seed=3, concurrency=4)
@@ -38,7 +39,9 @@ def test_malformed_requests_harm_nobody() -> None:
     assert tally.clean, (tally.unexpected, tally.lost, tally.changed, tally.leaks, tally.log)
 
 
+@pytest.mark.usefixtures("started_in_full")
 @pytest.mark.parametrize("when", [pytest.param("loading", marks=pytest.mark.slow), "serving"])
+@pytest.mark.slow
 def test_a_campaign_that_is_ended_takes_its_server_along(when: str) -> None:
     command = [sys.executable, "-m", "bench.fuzz", "--requests", "1000000", "--no-save"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=fuzz.ROOT) as campaign:

@@ -11,6 +11,7 @@ import pytest
 
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import RequestFailed, Unavailable
+from tests.calls import plain
 from tests.server.conftest import Serve, Served
 
 PATH = "/v1/messages"
@@ -65,7 +66,11 @@ async def test_the_client_gets_an_answer(served: Served) -> None:
     assert answer.id.startswith("msg_") and answer._request_id == answer.id.removeprefix("msg_")
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (35, 3)
     [asked] = served.engine.submissions
-    assert asked.messages == [
+    assert [part.param for part in asked.messages[-1].media] == [
+        "messages[3].content[0].source.data",
+        "messages[3].content[1].source.url",
+    ]
+    assert plain(asked.messages) == [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "again"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
@@ -167,11 +172,11 @@ async def test_tokens_are_counted(served: Served) -> None:
         )
     assert count.input_tokens == 17 and served.engine.submissions == []
     expected = [{"role": "system", "content": "s"}, {"role": "user", "content": "one two"}]
-    assert served.engine.counted == [(expected, TemplateOptions())]
+    [call] = served.engine.counted
+    assert (plain(call.messages), call.template) == (expected, TemplateOptions())
     status, answer = await ask(served, PATH + "/count_tokens", tools=[{"name": "f", "input_schema": {}}])
     assert (status, answer["input_tokens"]) == (200, 17)
-    _, options = served.engine.counted[-1]
-    assert options is not None and [tool["function"]["name"] for tool in options.tools] == ["f"]
+    assert [tool["function"]["name"] for tool in served.engine.counted[-1].template.tools] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +187,7 @@ async def test_tokens_are_counted(served: Served) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content must be"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
             "messages[0].content[0]: tool_result blocks belong to turns of the user",

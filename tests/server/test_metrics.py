@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
@@ -13,9 +14,9 @@ from prometheus_client.samples import Sample
 
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import BudgetReport, TransferReport
-from hydra_engine.core.outputs import Blame, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
+from hydra_engine.core.outputs import BLAMES, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
 from hydra_engine.errors import Unavailable
-from hydra_engine.observe.metrics import Metrics
+from hydra_engine.telemetry.metrics import Metrics
 from tests.server.conftest import Served
 from tests.server.stub import example_status, instances_of
 
@@ -86,6 +87,10 @@ NAMES = [
 VERDICTS = (("ttft", "true"), ("ttft", "false"), ("tpot", "true"), ("tpot", "false"))
 
 
+def text(metrics: Metrics, *reports: Any) -> bytes:
+    return metrics.page("", *reports)[0]
+
+
 def samples(page: bytes) -> list[Sample]:
     return [sample for family in text_string_to_metric_families(page.decode()) for sample in family.samples]
 
@@ -113,15 +118,15 @@ def result(reason: FinishReason = FinishReason.STOP, **usage: int) -> Result:
 
 def test_every_name_is_there() -> None:
     metrics = Metrics("m")
-    metrics.answered("/v1/models", 200)
-    names = {sample.name for sample in samples(metrics.text(example_status()))}
+    metrics.traffic.answered("/v1/models", 200)
+    names = {sample.name for sample in samples(text(metrics, example_status()))}
     assert [name for name in NAMES if name not in names] == []
 
 
 def test_a_request_is_counted_once_everywhere() -> None:
     metrics = Metrics("m")
-    metrics.observe(result())
-    page = samples(metrics.text(None))
+    metrics.requests.add(result())
+    page = samples(text(metrics, None))
     assert value(page, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(page, "vllm:time_to_first_token_seconds_sum") == pytest.approx(0.3)
     assert value(page, "vllm:time_to_first_token_seconds_bucket", le="0.25") == 0
@@ -141,9 +146,9 @@ def test_a_request_is_counted_once_everywhere() -> None:
 
 def test_failed_requests_count_as_failed_only() -> None:
     metrics = Metrics("m")
-    metrics.observe(result(FinishReason.ABORT))
-    metrics.observe(result(FinishReason.ERROR))
-    page = samples(metrics.text(None))
+    metrics.requests.add(result(FinishReason.ABORT))
+    metrics.requests.add(result(FinishReason.ERROR))
+    page = samples(text(metrics, None))
     assert value(page, "vllm:request_success_total", finished_reason="abort") == 1
     assert value(page, "vllm:request_success_total", finished_reason="error") == 1
     assert value(page, "vllm:request_success_total", finished_reason="stop") == 0
@@ -152,7 +157,7 @@ def test_failed_requests_count_as_failed_only() -> None:
 
 def test_gauges_follow_the_status() -> None:
     metrics = Metrics("m")
-    page = samples(metrics.text(example_status()))
+    page = samples(text(metrics, example_status()))
     assert value(page, "vllm:num_requests_running", model_name="m", engine="0") == 3
     assert value(page, "vllm:num_requests_waiting") == 2
     assert value(page, "vllm:kv_cache_usage_perc") == 0.25
@@ -164,19 +169,19 @@ def test_gauges_follow_the_status() -> None:
     assert value(page, "hydra:encoder_items_per_batch_sum") == 12
     assert value(page, "vllm:cache_config_info", num_gpu_blocks="100") == 1
     later = example_status(time_s=14.0, language_busy_s=7.0, vision_busy_s=3.0)
-    page = samples(metrics.text(later))
+    page = samples(text(metrics, later))
     assert value(page, "hydra:stream_busy_ratio", stream="language") == 0.75
     assert value(page, "hydra:stream_busy_ratio", stream="vision") == 0.25
 
 
 def test_budgets_follow_the_status() -> None:
     metrics = Metrics("m")
-    page = samples(metrics.text(example_status()))
+    page = samples(text(metrics, example_status()))
     assert value(page, "hydra:tpot_limit_seconds") == 0 and value(page, "hydra:budget_correction_ratio") == 1
     budget = BudgetReport(
         0.04, 96, 2304, 0.012, 1.25, decode_steps=500, late_steps=3, stretched_steps=2, full_steps=80, limit_used=0.96
     )
-    page = samples(metrics.text(example_status(budget=budget)))
+    page = samples(text(metrics, example_status(budget=budget)))
     assert value(page, "hydra:tpot_limit_seconds", model_name="m") == 0.04
     assert value(page, "hydra:token_budget") == 96
     assert value(page, "hydra:image_budget_patches") == 2304
@@ -186,7 +191,7 @@ def test_budgets_follow_the_status() -> None:
     assert value(page, "hydra:decode_steps_total") == 500
     assert value(page, "hydra:late_steps_total") == 3
     assert value(page, "hydra:full_steps_total") == 80 and value(page, "hydra:stretched_steps_total") == 2
-    page = samples(metrics.text(example_status(budget=BudgetReport(0.04, vision_s=-1))))
+    page = samples(text(metrics, example_status(budget=BudgetReport(0.04, vision_s=-1))))
     assert value(page, "hydra:vision_allowance_seconds") == math.inf
 
 
@@ -197,13 +202,13 @@ def with_limits(slo: SloReport, *timeline: StageSpan, reason: FinishReason = Fin
 
 def test_limits_are_counted_by_kind_and_all_together() -> None:
     metrics = Metrics("m")
-    metrics.observe(result())  # no limits
-    metrics.observe(with_limits(SloReport(ttft_met=True, tpot_met=True)))
-    metrics.observe(with_limits(SloReport(ttft_met=True, tpot_met=False)))
-    metrics.observe(with_limits(SloReport(ttft_met=False)))
-    metrics.observe(with_limits(SloReport(tpot_met=True)))
-    metrics.observe(with_limits(SloReport(ttft_met=False), reason=FinishReason.ABORT))
-    page = samples(metrics.text(None))
+    metrics.requests.add(result())  # no limits
+    metrics.requests.add(with_limits(SloReport(ttft_met=True, tpot_met=True)))
+    metrics.requests.add(with_limits(SloReport(ttft_met=True, tpot_met=False)))
+    metrics.requests.add(with_limits(SloReport(ttft_met=False)))
+    metrics.requests.add(with_limits(SloReport(tpot_met=True)))
+    metrics.requests.add(with_limits(SloReport(ttft_met=False), reason=FinishReason.ABORT))
+    page = samples(text(metrics, None))
     counts = {(limit, met): value(page, "hydra:slo_requests_total", limit=limit, met=met) for limit, met in VERDICTS}
     assert counts == dict(zip(VERDICTS, (2, 1, 2, 1), strict=True))
     assert value(page, "hydra:limited_requests_total") == 4
@@ -212,18 +217,17 @@ def test_limits_are_counted_by_kind_and_all_together() -> None:
 
 def test_a_late_token_counts_once_for_what_took_most_of_it() -> None:
     metrics = Metrics("m")
-    encode, prefill, cpu = Blame("encode", 0.07, 4, 576), Blame("prefill", 0.02, 9, 128), Blame("cpu", 0.01)
-    late = [StageSpan("decode_wait", 0.1, 0.2, blame=blame) for blame in ((encode, cpu), (encode, prefill), (cpu,))]
-    metrics.observe(with_limits(SloReport(), *late, StageSpan("decode", 0.2, 0.3)))
-    page = samples(metrics.text(None))
+    for late_by in ({"encode": 2, "cpu": 1}, {"transfer": 1}):
+        metrics.requests.add(with_limits(SloReport(late_gaps=sum(late_by.values()), late_by=late_by)))
+    page = samples(text(metrics, None))
     counted = {s.labels["blame"]: s.value for s in page if s.name == "hydra:late_tokens_total"}
-    assert counted == {"prefill": 0, "encode": 2, "preemption": 0, "step": 0, "cpu": 1}
+    assert counted == dict.fromkeys(BLAMES, 0) | {"encode": 2, "transfer": 1, "cpu": 1}
 
 
 def test_prompts_count_whole_as_vllm_counts_them() -> None:
     metrics = Metrics("m")
-    metrics.observe(result())
-    page = samples(metrics.text(example_status()))
+    metrics.requests.add(result())
+    page = samples(text(metrics, example_status()))
     assert value(page, "vllm:prompt_tokens_total") == 640
     assert value(page, "vllm:prompt_tokens_by_source_total", source="local_compute") == 600
     assert value(page, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 40
@@ -243,12 +247,12 @@ def test_stages_are_the_phases_of_the_request() -> None:
         StageSpan("pull_kv", 0.31, 0.34, lane="transfer"),
         StageSpan("decode", 0.34, 0.5),
     )
-    metrics.observe(replace(result(), timeline=moved))
+    metrics.requests.add(replace(result(), timeline=moved))
     text_only = replace(
         result(num_images=0), timeline=(StageSpan("prefill_wait", 0, 0.1), StageSpan("prefill", 0.1, 0.3))
     )
-    metrics.observe(text_only)
-    page = samples(metrics.text(None))
+    metrics.requests.add(text_only)
+    page = samples(text(metrics, None))
     queues = {s.labels["stage"]: s.value for s in page if s.name == "hydra:stage_queue_seconds_sum"}
     runs = {s.labels["stage"]: (s.value, s.name) for s in page if s.name == "hydra:stage_run_seconds_count"}
     assert queues == pytest.approx({"encode": 0.04, "prefill": 0.18, "decode": 0.0})
@@ -263,9 +267,9 @@ def test_stages_are_the_phases_of_the_request() -> None:
 
 def test_bounds_grow_and_reach_as_far_as_requests_do() -> None:
     metrics = Metrics("m")
-    metrics.answered("/x", 200)
+    metrics.traffic.answered("/x", 200)
     bounds: dict[str, list[float]] = {}
-    for sample in samples(metrics.text(example_status())):
+    for sample in samples(text(metrics, example_status())):
         if sample.name.endswith("_bucket") and sample.labels.get("stage", "encode") == "encode":
             bounds.setdefault(sample.name.removesuffix("_bucket"), []).append(float(sample.labels["le"]))
     for name, found in bounds.items():
@@ -282,13 +286,13 @@ def test_bounds_grow_and_reach_as_far_as_requests_do() -> None:
 def test_nothing_that_counts_goes_down() -> None:
     metrics, before = Metrics("m"), {}
     for round_number in range(4):
-        metrics.observe(result() if round_number % 2 else result(FinishReason.ERROR))
-        metrics.generated(2, 11)
-        metrics.answered("/v1/models", 200 + round_number, f"key{round_number}", method="GET", seconds=0.1)
-        metrics.rejected("overloaded")
-        metrics.lagged(0.01)
+        metrics.requests.add(result() if round_number % 2 else result(FinishReason.ERROR))
+        metrics.requests.add_choices(2, 11)
+        metrics.traffic.answered("/v1/models", 200 + round_number, f"key{round_number}", method="GET", seconds=0.1)
+        metrics.traffic.refused("overloaded")
+        metrics.traffic.lagged(0.01)
         grown = dict.fromkeys(("prompt_tokens", "generation_tokens", "language_steps"), 100 * (round_number + 1))
-        page = samples(metrics.text(example_status(time_s=float(round_number), **grown)))
+        page = samples(text(metrics, example_status(time_s=float(round_number), **grown)))
         counts = {
             (s.name, tuple(sorted(s.labels.items()))): s.value
             for s in page
@@ -301,10 +305,10 @@ def test_nothing_that_counts_goes_down() -> None:
 def test_refusals_are_told_apart_and_names_of_keys_are_bounded() -> None:
     metrics = Metrics("m")
     for reason in ("rate_limit_exceeded", "payload_too_large", "something new", None):
-        metrics.rejected(reason)
+        metrics.traffic.refused(reason)
     for number in range(100):
-        metrics.answered("/x", 200, f"key{number}", method=f"BREW{number}")
-    page = samples(metrics.text(None))
+        metrics.traffic.answered("/x", 200, f"key{number}", method=f"BREW{number}")
+    page = samples(text(metrics, None))
     refused = {s.labels["reason"]: s.value for s in page if s.name == "hydra:admission_rejections_total"}
     assert refused["rate_limit_exceeded"] == refused["payload_too_large"] == 1 and refused["other"] == 2
     clients = {s.labels["client"]: s.value for s in page if s.name == "hydra:client_responses_total"}
@@ -377,7 +381,7 @@ BUSY = TransferReport(
 def test_every_instance_has_its_series_beside_the_sums() -> None:
     states = instances_of("E+P+D", d0={"condition": Condition.SILENT, "restarts": 2})
     busy = example_status(num_handing_over=7, num_arriving=8, transfer=BUSY)
-    page = samples(Metrics("m").text(example_status(), states, {"p0": busy, "d0": example_status()}))
+    page = samples(text(Metrics("m"), example_status(), states, {"p0": busy, "d0": example_status()}))
     own = {"model_name": "m", "engine_instance": "p0", "role": "P"}
     found = {s.name: s.value for s in page if own.items() <= s.labels.items() and "stream" not in s.labels}
     assert found == {
@@ -413,7 +417,7 @@ def test_every_instance_has_its_series_beside_the_sums() -> None:
 
 def test_of_an_instance_that_is_down_only_counters_are_left() -> None:
     states = instances_of("E+PD", e0={"condition": Condition.STARTING, "restarts": 2})
-    page = samples(Metrics("m").text(None, states, {"e0": example_status(transfer=BUSY)}))
+    page = samples(text(Metrics("m"), None, states, {"e0": example_status(transfer=BUSY)}))
     names = {s.name for s in page if s.labels.get("engine_instance") == "e0"}
     assert {"hydra:instance_up", "hydra:instance_restarts_total", "hydra:transfer_pulled_total"} <= names
     assert not {"hydra:instance_num_requests_running", "hydra:transfer_live_offers"} & names
@@ -424,8 +428,8 @@ def test_of_an_instance_that_is_down_only_counters_are_left() -> None:
 
 def test_series_go_with_their_instances() -> None:
     metrics = Metrics("m")
-    metrics.text(None, instances_of("64EPD"))
-    page = samples(metrics.text(None, instances_of("EP+D")))
+    text(metrics, None, instances_of("64EPD"))
+    page = samples(text(metrics, None, instances_of("EP+D")))
     assert {s.labels["engine_instance"] for s in page if "engine_instance" in s.labels} == {"ep0", "d0"}
 
 

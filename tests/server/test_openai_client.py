@@ -25,6 +25,7 @@ import pydantic
 import pytest
 
 from hydra_engine import errors
+from hydra_engine.core.call import GenerationCall
 from tests.server.conftest import Serve, until
 from tests.server.conftest import Served as Stub
 from tests.server.stub import StubEngine
@@ -271,18 +272,19 @@ async def test_keys_and_sizes(serve: Serve) -> None:
 def refusing(stub: Stub, refusals: list[errors.HydraError]) -> list[float]:
     """The engine refuses so often, in this way. The times of all tries."""
     tries: list[float] = []
-    submit = StubEngine.asubmit
+    submit = StubEngine.add_request
 
-    async def asubmit(*arguments: Any, **options: Any) -> Any:
+    async def add_request(call: GenerationCall) -> Any:
         tries.append(time.monotonic())
         if len(tries) <= len(refusals):
             raise refusals[len(tries) - 1]
-        return await submit(stub.engine, *arguments, **options)
+        return await submit(stub.engine, call)
 
-    stub.engine.asubmit = asubmit  # type: ignore[method-assign]
+    stub.engine.add_request = add_request  # type: ignore[method-assign]
     return tries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [errors.Unavailable("no", retry_after_s=1), errors.RateLimited("no", retry_after_s=1)]
 )
@@ -296,6 +298,7 @@ async def test_retries_wait_as_long_as_they_are_told(serve: Serve, error: errors
     assert tries[-1] - tries[0] >= 0.9
 
 
+@pytest.mark.slow
 async def test_what_must_not_be_tried_again_is_not(serve: Serve) -> None:
     stub = await serve()
     for error, tries in ((errors.InvalidRequest("no"), 1), (errors.RequestFailed("no", code="numerical_error"), 3)):

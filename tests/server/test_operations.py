@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.engine import Engine
-from hydra_engine.observe.metrics import FrontWorkersReport, Metrics
 from hydra_engine.server.app import build_app
-from hydra_engine.server.context import METRICS
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
+from hydra_engine.server.state import STATE
+from hydra_engine.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "hydra-engine.json").read_text(encoding="utf-8"))
@@ -51,9 +51,8 @@ async def body(tmp_path_factory: pytest.TempPathFactory) -> str:
     app = build_app(engine, ServerConfig(port=0, api_key_file=str(keys)), model_name="demo")
     await engine.astart()
     try:
-        engine.add_observer(app[METRICS].observe)
-        app[METRICS].lagged(0.001)
-        app[METRICS].front_workers = lambda: FrontWorkersReport(2, 1, 0.5)
+        engine.add_observer(app[STATE].metrics.requests.add)
+        app[STATE].metrics.traffic.lagged(0.001)
         listening = await listen(app, "127.0.0.1", 0)
         async with aiohttp.ClientSession(listening.url, headers={"X-Api-Key": "secret-of-ops"}) as http:
             async with http.post("/v1/chat/completions", json=QUESTION) as response:

@@ -13,10 +13,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hydra_engine.config import ServerConfig
+from hydra_engine.errors import RequestAborted
 from hydra_engine.server.app import build_app
-from hydra_engine.server.commons import OWN
-from hydra_engine.server.context import LIFECYCLE, TENANT
-from hydra_engine.server.listening import listen
+from hydra_engine.server.context import TENANT
+from hydra_engine.server.http.listening import listen
+from hydra_engine.server.state import STATE, Scope
 from tests.server.conftest import Served, chat_body, until
 from tests.server.stub import StubEngine
 
@@ -122,7 +123,8 @@ async def tenants() -> AsyncIterator[Served]:
     app.middlewares.append(tell)
     listening = await listen(app, "127.0.0.1", 0)
     async with aiohttp.ClientSession() as http:
-        yield Served(engine, listening.url, http, app[LIFECYCLE], app[OWN].bodies, app, listening.close)
+        state = app[STATE]
+        yield Served(engine, listening.url, http, state.lifecycle, state.bodies, app, listening.close)
     await listening.close()
 
 
@@ -137,3 +139,16 @@ async def test_requests_of_others_are_out_of_reach(tenants: Served) -> None:
     assert (await end(tenants, "same", headers={"X-Tenant": "one"}))[0] == 404
     assert (await end(tenants, "same", headers={"X-Tenant": "two"}))[1]["ended"] == 1
     await theirs
+
+
+async def test_a_scope_tells_only_what_ended_it() -> None:
+    with pytest.raises(RequestAborted, match="first"):
+        async with Scope() as scope:
+            assert scope.end(RequestAborted("first")) and not scope.end(RequestAborted("second"))
+            await asyncio.sleep(5)
+    with pytest.raises(TimeoutError):
+        async with Scope():
+            raise TimeoutError
+    with pytest.raises(ZeroDivisionError):
+        async with Scope():
+            raise ZeroDivisionError

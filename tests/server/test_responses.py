@@ -11,6 +11,7 @@ import pytest
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.errors import RequestFailed, Unavailable
+from tests.calls import plain
 from tests.server.conftest import Served
 from tests.server.test_chat import client_of
 
@@ -74,7 +75,8 @@ async def test_the_client_gets_an_answer(served: Served) -> None:
     assert answer.usage is not None and answer.usage.output_tokens == 3
     assert answer.usage.total_tokens == answer.usage.input_tokens + 3
     [asked] = served.engine.submissions
-    assert asked.messages == [
+    assert [part.param for part in asked.messages[-1].media] == ["input[2].content[1].image_url"]
+    assert plain(asked.messages) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
@@ -212,6 +214,7 @@ async def test_what_is_not_built_is_refused_by_name(served: Served, name: str, v
         ("input", [], "input"),
         ("input", 3, "input"),
         ("input", [{"role": "user"}], "input[0].content"),
+        ("input", [{"role": "user", "content": []}], "input[0].content"),
         ("input", [{"content": "a"}], "input[0].role"),
         ("input", [{"role": "tool", "content": "a"}], "input[0].role"),
         ("input", [{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].image_url"),

@@ -21,7 +21,7 @@ import pytest
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ResourceError
 from hydra_engine.server.app import build_app
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
 from tests.server.conftest import Served, chat_body, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import request_bytes
@@ -29,12 +29,14 @@ from tests.server.test_cancel import request_bytes
 SCRIPT = """
 import asyncio, json, logging, sys
 from hydra_engine.config import ServerConfig
+from hydra_engine.server import load_log
 from hydra_engine.server.runner import serve
-from tests.server.stub import StubEngine
+from tests.server.stub import StubEngine, example_status
 
 logging.basicConfig(level=logging.INFO)
 options = json.loads(sys.argv[1])
-engine = StubEngine(**options["engine"])
+load_log.EVERY_S = options.get("load_every_s", load_log.EVERY_S)
+engine = StubEngine(**options["engine"], status=example_status())
 
 async def start():
     engine.state = "loading"
@@ -73,7 +75,7 @@ class ServerProcess:
             text=True,
         )
 
-    def wait_until(self, path: str, status: int, limit_s: float = 10) -> None:
+    def wait_until(self, path: str, status: int, limit_s: float = 40) -> None:
         end = time.monotonic() + limit_s
         while self.status(path) != status:
             assert time.monotonic() < end, f"{path} never said {status}"
@@ -81,7 +83,7 @@ class ServerProcess:
 
     def status(self, path: str) -> int:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=2) as response:
+            with urllib.request.urlopen(self.url + path, timeout=20) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             error.close()
@@ -89,7 +91,7 @@ class ServerProcess:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return 0
 
-    def end(self, limit_s: float = 10) -> tuple[int, str]:
+    def end(self, limit_s: float = 40) -> tuple[int, str]:
         output, errors = self.process.communicate(timeout=limit_s)
         self.errors = errors or ""
         return self.process.returncode, output
@@ -150,6 +152,20 @@ def test_health_answers_while_the_model_loads_and_signals_drain(port: int, proce
     assert (code, output.split("\n")[1:3]) == (0, ["stopped", "cancelled 0"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [True, False])
+def test_the_load_is_told_unless_it_is_switched_off(told: bool, port: int, processes: list[ServerProcess]) -> None:
+    config = {} if told else {"disable_log_stats": True}
+    server = ServerProcess(port, config=config, stderr=subprocess.PIPE, load_every_s=0.02)
+    processes.append(server)
+    server.wait_until("/health", 200)
+    time.sleep(0.2)
+    server.process.terminate()
+    assert server.end()[0] == 0
+    assert ("INFO:hydra_engine.load:Avg prompt throughput: " in server.errors) == told
+
+
+@pytest.mark.slow
 def test_what_does_not_finish_in_time_is_told(port: int, processes: list[ServerProcess]) -> None:
     server = ServerProcess(port, engine={"prefill_s": 60}, config={"shutdown_timeout_s": 0.3, "keepalive_s": 0.05})
     processes.append(server)
@@ -174,10 +190,9 @@ def test_what_does_not_finish_in_time_is_told(port: int, processes: list[ServerP
     assert code == 0 and "cancelled 2" in output
 
 
-@pytest.mark.parametrize("front_workers", [0, 1])
-def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess], front_workers: int) -> None:
-    config = {"shutdown_timeout_s": 60, "front_workers": front_workers}
-    server = ServerProcess(port, engine={"prefill_s": 60}, config=config)
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess]) -> None:
+    server = ServerProcess(port, engine={"prefill_s": 60}, config={"shutdown_timeout_s": 60})
     processes.append(server)
     server.wait_until("/health", 200)
     with socket.create_connection(("127.0.0.1", port)) as client:
@@ -201,6 +216,7 @@ def test_a_signal_while_loading_ends_at_once(port: int, processes: list[ServerPr
     assert (code, output.split()) == (0, ["stopped", "cancelled", "0"])
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_its_engine_is_lost(port: int, processes: list[ServerProcess]) -> None:
     server = ServerProcess(port, later={"state": [(0.3, "instance_lost")], "lost": [(0.3, True)]})
     processes.append(server)
@@ -210,6 +226,7 @@ def test_the_server_ends_when_its_engine_is_lost(port: int, processes: list[Serv
     assert code == 1 and "stopped" in output
 
 
+@pytest.mark.slow
 def test_the_server_waits_for_an_instance_that_is_started_again(port: int, processes: list[ServerProcess]) -> None:
     server = ServerProcess(port, later={"state": [(0.5, "instance_lost"), (2.0, "ok")]})
     processes.append(server)

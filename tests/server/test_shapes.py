@@ -24,7 +24,7 @@ from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.engine import Engine
 from hydra_engine.errors import CODES
 from hydra_engine.server.app import build_app
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
 
 FORMATS = {  # with the modes that can be written
     "PNG": ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"],

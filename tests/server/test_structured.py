@@ -14,9 +14,10 @@ import pytest
 from hydra_engine import Engine
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.app import build_app
-from hydra_engine.server.listening import listen
+from hydra_engine.server.http.listening import listen
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.names import parse_request
@@ -33,7 +34,7 @@ QUESTION = [{"role": "user", "content": "What is two plus three?"}]
 
 def grammar_of(kind: type = ChatCompletionRequest, **fields: Any) -> Grammar | None:
     body = {"messages": QUESTION} if kind is ChatCompletionRequest else {"prompt": "abc"}
-    grammar: Grammar | None = parse_request(msgspec.json.encode(body | fields), kind).sampling().grammar
+    grammar: Grammar | None = parse_request(msgspec.json.encode(body | fields), kind).sampling(SamplingParams()).grammar
     return grammar
 
 
@@ -86,6 +87,23 @@ def test_the_schema_of_a_response_format() -> None:
         assert (found.kind, found.param) == ("json_schema", "response_format.json_schema.schema")
 
 
+@pytest.mark.parametrize("schema", [SCHEMA, TEXT, {}, " {\n}"], ids=str)
+def test_white_space_is_asked_for_as_in_vllm(schema: Any) -> None:
+    plain = json.loads(schema) if isinstance(schema, str) else schema
+    for asked, options in [
+        ({"whitespace_pattern": "[ \n]*"}, {"whitespace_pattern": "[ \n]*"}),
+        ({"disable_any_whitespace": True}, {"whitespace_flexible": False, "whitespace_pattern": None}),
+    ]:
+        found = grammar_of(structured_outputs={"json": schema, **asked})
+        assert found is not None and (found.kind, found.param) == ("json_schema", "structured_outputs.json")
+        assert json.loads(found.source) == plain | {"x-guidance": options}
+        found = grammar_of(structured_outputs={"json_object": True, **asked})
+        assert found is not None and json.loads(found.source) == {"type": "object", "x-guidance": options}
+    assert grammar_of(structured_outputs={"json": "true", "whitespace_pattern": " "}) == Grammar(
+        "json_schema", "true", "structured_outputs.json"
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -99,8 +117,7 @@ def test_the_schema_of_a_response_format() -> None:
         ({"guided_regex": ""}, "guided_regex"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex"),
         ({"json_schema": SCHEMA}, "json_schema"),
-        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
-        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"whitespace_pattern": ""}}, "structured_outputs.whitespace_pattern"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ],
     ids=lambda value: str(value)[:60],
@@ -113,7 +130,7 @@ def test_wrong_ones_name_the_field(fields: dict[str, Any], param: str) -> None:
 
 def test_biases_and_allowed_tokens_arrive() -> None:
     body = {"messages": QUESTION, "logit_bias": {"5": -1.5, "17": 100}, "allowed_token_ids": [3, 5]}
-    sampling = parse_request(msgspec.json.encode(body), ChatCompletionRequest).sampling()
+    sampling = parse_request(msgspec.json.encode(body), ChatCompletionRequest).sampling(SamplingParams())
     assert sampling.logit_bias == ((5, -1.5), (17, 100.0)) and sampling.allowed_token_ids == (3, 5)
 
 

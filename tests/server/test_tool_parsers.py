@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.tool_objects import CallArguments, CallStart, Content, Event
-from hydra_engine.server.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
-from hydra_engine.server.tools import ToolCall, ToolUse, collect, dialect_of
+from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, collect, dialect_of
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
+from hydra_engine.server.tools.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
 
 NAMES = frozenset({"weather", "clock"})
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -216,7 +216,7 @@ def test_other_parsers() -> None:
     assert shown(read(ForcedCall("f"), ['{"a"', ": 1}"])) == ("", [("f", '{"a": 1}')])
     assert shown(read(ForcedCall("f"), [])) == ("", [("f", "")])
     assert shown(read(PlainText(), [PARIS])) == (PARIS, [])
-    assert collect([CallStart(0, "call_1", "f")]) == ("", (ToolCall("call_1", "f", ""),))
+    assert collect([CallStart(0, "call_1", "f")]) == ("", (ParsedCall("call_1", "f", ""),))
 
 
 def test_the_dialect_is_the_template_s_unless_told() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import openai
 import pytest
 
-from hydra_engine.core.outputs import TextLogprob
+from hydra_engine.core.chat import ImagePart
+from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import PixelBudget, TemplateOptions
-from hydra_engine.server.tools import ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
+from tests.calls import plain
 from tests.server.conftest import Serve, Served, chat_body
+from tests.server.stub import top_logprob
 from tests.server.test_chat import client_of
 from tests.server.test_tool_parsers import CLOCK, PARAMETERS, PARIS, TOOLS, tool
 
@@ -138,8 +141,8 @@ async def test_a_history_of_calls_reaches_the_engine(served: Served) -> None:
     async with served.post("/v1/chat/completions", body) as response:
         assert response.status == 200
     (submission,) = served.engine.submissions
-    assert submission.messages is not None
-    assert submission.messages[1:] == [
+    call["function"] = {"name": "clock", "arguments": {"a": 1}}
+    assert plain(submission.messages[1:]) == [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "12:00", "tool_call_id": "call_1"},
     ]
@@ -155,7 +158,7 @@ async def test_tokenize_takes_what_the_template_takes(served: Served) -> None:
     ):
         async with served.post("/tokenize", body | more) as response:
             assert response.status == 200
-        assert served.engine.templates[-1] == TemplateOptions(tuple(TOOLS), {"a": 1}, begins, goes_on)
+        assert served.engine.tokenized[-1].template == TemplateOptions(tuple(TOOLS), {"a": 1}, begins, goes_on)
     both = {"add_generation_prompt": True, "continue_final_message": True}
     for path in ("/tokenize", "/v1/chat/completions"):
         async with served.post(path, {"messages": body["messages"], **both}) as response:
@@ -168,8 +171,8 @@ async def test_pixels_and_detail_reach_the_engine(served: Served) -> None:
     async with served.post("/v1/chat/completions", body) as response:
         assert response.status == 200
     (submission,) = served.engine.submissions
-    assert submission.pixels == PixelBudget(100, 5000) and submission.messages is not None
-    assert submission.messages[0]["content"][0]["image_url"]["detail"] == "low"
+    assert submission.pixels == PixelBudget(100, 5000)
+    assert submission.messages[0].content == (ImagePart("data:,x", "messages[0].content[0].image_url.url", "low"),)
 
 
 # ---- several answers, and the prompt's own log probabilities
@@ -206,16 +209,16 @@ async def test_several_streamed_answers(served: Served) -> None:
 
 
 async def test_log_probabilities_of_the_prompt_are_vllm_s(served: Served) -> None:
-    best = ((7, "he", -0.5), (9, "it", -1.5))
+    best = (top_logprob(7, "he", -0.5), top_logprob(9, "it", -1.5))
     served.engine.prompt_logprobs = (
         None,
-        TextLogprob(9, "it", -1.5, 2, best),
-        TextLogprob(5, "xy", float("-inf"), 600, best),
+        TextLogprob(9, "it", -1.5, 2, best, b"it"),
+        TextLogprob(5, "xy", float("-inf"), 600, best, b"xy"),
     )
     async with served.chat(prompt_logprobs=2) as response:
         body = await response.json()
     one, two = (
-        {"logprob": logprob, "rank": rank, "decoded_token": text} for rank, (_, text, logprob) in enumerate(best, 1)
+        {"logprob": logprob, "rank": rank, "decoded_token": text} for rank, (_, text, logprob, _) in enumerate(best, 1)
     )
     own = {"logprob": -9999.0, "rank": 600, "decoded_token": "xy"}
     assert body["prompt_logprobs"] == [None, {"9": two, "7": one}, {"5": own, "7": one, "9": two}]
@@ -225,3 +228,16 @@ async def test_log_probabilities_of_the_prompt_are_vllm_s(served: Served) -> Non
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="stub", messages=[], tools=TOOLS)
         assert caught.value.param == "messages"
+
+
+async def test_special_tokens_around_a_prompt_are_by_choice(served: Served) -> None:
+    """By default nothing is said: the engine follows the model's processor."""
+    asked = {"/v1/chat/completions": chat_body(), "/v1/completions": {"prompt": "x"}, "/tokenize": {"prompt": "x"}}
+    for path, body in asked.items():
+        for choice in (None, True, False):
+            more = {} if choice is None else {"add_special_tokens": choice}
+            async with served.post(path, body | more) as response:
+                assert response.status == 200
+            engine = served.engine
+            template = (engine.tokenized if path == "/tokenize" else engine.submissions)[-1].template
+            assert (template or TemplateOptions()).add_special_tokens is choice

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.server.tools import ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
+from tests.calls import plain
 from tests.server.conftest import Serve, Served
 from tests.server.test_chat import client_of as openai_client
 from tests.server.test_messages import client_of as anthropic_client
@@ -153,18 +154,18 @@ async def test_responses_history(served: Served) -> None:
     ]
     async with openai_client(served) as client:
         await client.responses.create(model="stub", input=history, tools=FUNCTIONS)
-    plain = {"type": "function", "function": {"name": "clock", "arguments": "{}"}}
-    other = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    assert served.engine.submissions[0].messages == [
+    clock = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    other = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    assert plain(served.engine.submissions[0].messages) == [
         *QUESTION,
         {
             "role": "assistant",
             "content": "Wait.",
-            "tool_calls": [{"id": "call_1", **plain}, {"id": "call_2", **other}],
+            "tool_calls": [{"id": "call_1", **clock}, {"id": "call_2", **other}],
         },
         {"role": "tool", "content": "12:00", "tool_call_id": "call_1"},
         {"role": "tool", "content": [{"type": "text", "text": "Sun"}], "tool_call_id": "call_2"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_3", **plain}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_3", **clock}]},
         {"role": "tool", "content": "12:01", "tool_call_id": "call_3"},
     ]
 
@@ -285,7 +286,7 @@ async def test_messages_history(served: Served) -> None:
     def call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    assert served.engine.submissions[0].messages == [
+    assert plain(served.engine.submissions[0].messages) == [
         *QUESTION,
         {
             "role": "assistant",

@@ -143,7 +143,7 @@ class Model:
     def _renewed(self, x: State, job: Job) -> bool:
         """The target asks for it again and again, and has heard of all that was added to it."""
         for entry in x.entries:
-            if entry.key == self._key(x.life, job.sequence) and not entry.doomed:
+            if entry.key == self._key(x.life, job.sequence) and not entry.cancelled:
                 heard = len(entry.source_blocks) == job.computed or "renew_deaf" in self.mutants
                 return heard and (entry.request, entry.attempt) in x.expected
         return False
@@ -179,7 +179,7 @@ class Model:
                     yield "target: copy", self._land(x, entry, i)
                 elif copy == LANDED:
                     yield "target: end of copy", self._end_copy(x, entry, i)
-            if not ours and not entry.doomed and not self._arriving(x, entry) and "keep_records" not in self.mutants:
+            if not ours and not entry.cancelled and not self._arriving(x, entry) and "keep_records" not in self.mutants:
                 yield "target: forget an unclaimed offer", x._replace(entries=x.entries - {entry})
         for entry in x.held:
             network = (*x.network, ("finish", entry.request, entry.attempt))
@@ -199,11 +199,11 @@ class Model:
 
     def _begin(self, entry: Entry, x: State) -> Entry:
         """Copies of all parts that are known. Reading the word now instead of afterwards is a mutant."""
-        if not entry.target_blocks or entry.doomed:
+        if not entry.target_blocks or entry.cancelled:
             return entry
-        doomed = "verify_first" in self.mutants and entry.key not in x.words
+        cancelled = "verify_first" in self.mutants and entry.key not in x.words
         return entry._replace(
-            copies=entry.copies + (COPYING,) * (len(entry.source_blocks) - len(entry.copies)), doomed=doomed
+            copies=entry.copies + (COPYING,) * (len(entry.source_blocks) - len(entry.copies)), cancelled=cancelled
         )
 
     def _land(self, x: State, entry: Entry, i: int) -> State:
@@ -215,11 +215,11 @@ class Model:
 
     def _end_copy(self, x: State, entry: Entry, i: int) -> State:
         valid = entry.key in x.words or not self.mutants.isdisjoint({"no_verify", "verify_first"})
-        after = entry._replace(copies=replace_at(entry.copies, i, VERIFIED), doomed=entry.doomed or not valid)
+        after = entry._replace(copies=replace_at(entry.copies, i, VERIFIED), cancelled=entry.cancelled or not valid)
         x = x._replace(entries=x.entries - {entry} | {after})
-        if after.in_flight and not ("free_early" in self.mutants and after.doomed):
+        if after.in_flight and not ("free_early" in self.mutants and after.cancelled):
             return x
-        if after.doomed and "commit_doomed" not in self.mutants:
+        if after.cancelled and "commit_cancelled" not in self.mutants:
             network = (*x.network, ("lost", entry.request, entry.attempt))
             if after.in_flight:  # mutant: its copies go on without an owner of their target
                 x = x._replace(target_owned=release(x.target_owned, entry.key))
@@ -254,7 +254,7 @@ class Model:
         for entry in [e for e in x.held if (e.request, e.attempt) == (request, attempt)]:
             x = self._drop(x, entry)
         for entry in [e for e in x.entries if (e.request, e.attempt) == (request, attempt)]:
-            if not entry.doomed:
+            if not entry.cancelled:
                 x = self._give_up(x, entry)._replace(network=(*x.network, ("refuse", *entry.key)))
         return x
 
@@ -263,7 +263,7 @@ class Model:
             return self._drop(x, entry)
         if "cut_copy" in self.mutants:
             x = x._replace(target_owned=release(x.target_owned, entry.key))
-        return x._replace(entries=x.entries - {entry} | {entry._replace(doomed=True)})
+        return x._replace(entries=x.entries - {entry} | {entry._replace(cancelled=True)})
 
     # ---- deliveries, in any order
 
@@ -311,14 +311,14 @@ class Model:
         return x
 
     def _at_target(self, x: State, kind: str, key: Key, rest: list[Any]) -> State:
-        entry = next((e for e in x.entries if e.key == key and not e.doomed), None)
+        entry = next((e for e in x.entries if e.key == key and not e.cancelled), None)
         if kind == "offer":
             request, attempt, block, ended = rest
             if key[1] <= x.peer[1] and "reuse_sequence" not in self.mutants:
                 return x
             x = x._replace(peer=(x.peer[0], max(x.peer[1], key[1])))
             new = Entry(key, request, attempt, (block,), ended)
-            same = [e for e in x.entries if (e.request, e.attempt) == (request, attempt) and not e.doomed]
+            same = [e for e in x.entries if (e.request, e.attempt) == (request, attempt) and not e.cancelled]
             if (request, attempt) in x.expected and "no_replace" not in self.mutants:
                 for earlier in same:
                     x = self._give_up(x, earlier)._replace(network=(*x.network, ("refuse", *earlier.key)))
@@ -370,7 +370,7 @@ class Model:
             x = x._replace(peer=(rest[0] + 1, 0))
             if "no_incarnation" in self.mutants or "target_ignores_death" in self.mutants:
                 return x
-            for entry in [e for e in x.entries if e.key[0] <= rest[0] and not e.doomed]:
+            for entry in [e for e in x.entries if e.key[0] <= rest[0] and not e.cancelled]:
                 x = self._give_up(x, entry)
             return x
         if kind == "source learns of target":
@@ -431,7 +431,7 @@ class Model:
                 after = self._withdraw(x, job)
                 yield "PREEMPT", after._replace(jobs=after.jobs | {Job(job.request, job.attempt)})
         for entry in x.entries:
-            if (entry.request, entry.attempt) in x.expected and not entry.doomed:
+            if (entry.request, entry.attempt) in x.expected and not entry.cancelled:
                 network = (*x.network, ("finish", entry.request, entry.attempt))
                 yield "CACHED", self._forget(x._replace(network=network), entry.request, entry.attempt)
 
@@ -442,7 +442,7 @@ class Model:
             if any(x.owned[b] != (job.request, job.attempt) for b in job.blocks):
                 raise Violation(f"OWNER: {job} has lost blocks: {x.owned}")
         for entry in x.entries | x.held:
-            if entry.doomed and not self.mutants.isdisjoint({"cut_copy", "free_early"}):
+            if entry.cancelled and not self.mutants.isdisjoint({"cut_copy", "free_early"}):
                 continue  # what these two break; to be seen in what it leads to
             if any(x.target_owned[b] != entry.key for b in entry.target_blocks):
                 raise Violation(f"OWNER: {entry} has lost blocks: {x.target_owned}")
@@ -474,7 +474,7 @@ class Model:
         if not self.mutants.isdisjoint({"ack_lists_blocks", "reuse_sequence", "keep_records"}):
             return x._replace(network=self._ordered(x.network))
         live = {self._key(x.life, job.sequence) for job in x.jobs if job.sequence}
-        known = {entry.key for entry in x.entries if not entry.doomed}
+        known = {entry.key for entry in x.entries if not entry.cancelled}
         coming = {(m[1], m[2]) for m in x.network if m[0] == "offer"}
         jobs = {(job.request, job.attempt) for job in x.jobs}
         at_target = {(entry.request, entry.attempt) for entry in x.entries | x.held} | x.expected

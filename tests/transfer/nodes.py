@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydra_engine.core.plans import KvEnd
+from hydra_engine.core.plans import KvEnd, PullJob
 from hydra_engine.transfer.messages import TransferMessage
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Copy, Destination
+from hydra_engine.transfer.pulls import Destination
 
 LEASE_S, RENEW_S = 10.0, 2.0
 NUM_BLOCKS = 12
@@ -68,7 +68,7 @@ class Running:
     """A copy in flight. `progress` counts halves of blocks."""
 
     handle: int
-    copy: Copy
+    copy: PullJob
     memory: Memory
     blocks: list[int]
     last: bool

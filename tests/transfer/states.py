@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     ended: bool
     target_blocks: tuple[int, ...] = ()
     copies: tuple[str, ...] = ()
-    doomed: bool = False
+    cancelled: bool = False
 
     @property
     def in_flight(self) -> bool:

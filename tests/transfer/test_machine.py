@@ -76,6 +76,7 @@ def walk(world: World, seed: int, num_moves: int = 400) -> World:
     return world
 
 
+@pytest.mark.slow
 def test_long_walks_come_to_rest_and_meet_everything() -> None:
     totals = dict.fromkeys(("acknowledged", "withdrawn", "expired", "ignored", "pulled", "invalid"), 0)
     statuses: set[str] = set()
@@ -118,6 +119,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.quick("TakesAnyPart", "KeepsRecords", "RenewsTheDeaf")
 @pytest.mark.parametrize("kind,parts", MUTANTS, ids=lambda value: "" if isinstance(value, str) else mutant_name(value))
 def test_every_mutant_is_found(kind: str, parts: dict) -> None:
     """Without looking into the mutant's own tables: it shows in memory, in what is held, or in what never ends."""

@@ -32,6 +32,7 @@ HOLDS = {
 LARGER = {"three parts", "streams, two parts, a new attempt", "streams, two parts, two faults"}
 
 
+@pytest.mark.quick("two faults", "two requests for one block]")
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow) if what in LARGER else what for what in HOLDS]
 )
@@ -54,7 +55,7 @@ MUTANTS = [
     (("commit_early",), PARTS, "TORN"),
     (("unnumbered",), PARTS | {"parts": 3, "blocks": 3}, "TORN"),
     (("ack_lists_blocks",), TWO, "OWNER"),
-    (("commit_doomed",), ONE, "GHOST"),
+    (("commit_cancelled",), ONE, "GHOST"),
     (("no_lease",), ONE, "STUCK"),
     (("renew_deaf",), PARTS, "STUCK"),
     (("no_replace",), PARTS | IN_ORDER | {"faults": 2}, "STUCK"),
@@ -62,6 +63,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.quick("no_incarnation", "free_early")
 @pytest.mark.parametrize(
     "mutants,sizes,kind", MUTANTS, ids=lambda value: "+".join(value) if type(value) is tuple else ""
 )

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from hydra_engine.core.plans import KvEnd
+import numpy as np
+
+from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Committed, Destination, Extended, Gone, Lost, Offered
+from hydra_engine.transfer.pulls import Committed, Destination, Gone, Lost, Offered
 from tests.transfer.nodes import (
     MAX_OPEN,
     NOBODY,
@@ -31,6 +34,17 @@ from tests.transfer.nodes import (
     SourceNode,
     TargetNode,
 )
+
+
+def begin(target: Destination, handle: int, first_block: int, count: int) -> PullJob | None:
+    """A copy of so many blocks of the offer."""
+    blocks = np.arange(count, dtype=np.int32)
+    return target.begin(PullPlan(StepId(1), handle, RequestId(1), None, first_block, blocks, last=False))
+
+
+def copying(target: Destination, handle: int) -> bool:
+    """A copy of the offer is in flight."""
+    return handle in target._records.pulls and target._records.pulls[handle].copies > 0
 
 
 class World:
@@ -150,7 +164,7 @@ class World:
         end = KvEnd(job.num_blocks, job.version, 0.0, 0.0) if done and job.image_index is None else None
         fresh = tuple(job.blocks[job.sent : job.computed])
         message: Offer | More | None
-        if node.source.peer_of(job.owner) is not None:
+        if job.owner in node.source._sequence_of:
             message = node.source.more(job.owner, fresh, end=end)
         else:
             message = node.source.offer(
@@ -159,7 +173,6 @@ class World:
                 job.request_id,
                 job.image_index,
                 fresh,
-                total_tokens=job.num_blocks,
                 now=self.now,
                 end=end,
             )
@@ -212,9 +225,12 @@ class World:
         for event in events:
             if isinstance(event, Offered):
                 item = node.requests[event.request_id][event.image_index]
+                if item.handle == event.handle:  # there is more of it
+                    item.known, item.end = event.num_blocks, event.end
+                    continue
                 if item.handle is not None:  # of another source, or its last copy is in flight: the later one is taken
                     self._refuse(node, item.handle)
-                    if node.target.copying(item.handle):
+                    if copying(node.target, item.handle):
                         node.leftover[item.handle] = item.blocks
                     else:
                         node.memory.release(item.blocks)
@@ -223,15 +239,8 @@ class World:
                     continue
                 item.handle, item.known, item.end = event.handle, event.num_blocks, event.end
                 item.blocks, item.begun = [], 0
-            elif isinstance(event, Extended):
-                item = self._item(node, event.handle)
-                item.known, item.end = event.num_blocks, event.end
             else:
                 self._lose(node, event)
-
-    def _item(self, node: TargetNode, handle: int) -> Item:
-        (item,) = [i for items in node.requests.values() for i in items.values() if i.handle == handle]
-        return item
 
     def _lose(self, node: TargetNode, event: Gone | Lost) -> None:
         """The offer is over: whatever was reserved for it is free, in this very moment."""
@@ -250,7 +259,7 @@ class World:
         for peer, refusal in node.target.forget(request_id):
             self._send(node.name, node.life, peer, refusal)
         for item in items.values():
-            if item.handle in handles and node.target.copying(item.handle):
+            if item.handle in handles and copying(node.target, item.handle):
                 node.leftover[item.handle] = item.blocks
             else:
                 node.memory.release(item.blocks)
@@ -268,7 +277,7 @@ class World:
             item = items[n // 2 % len(items)]
             assert item.handle is not None
             self._refuse(node, item.handle)
-            if node.target.copying(item.handle):
+            if copying(node.target, item.handle):
                 node.leftover[item.handle] = item.blocks
             else:
                 node.memory.release(item.blocks)
@@ -292,10 +301,10 @@ class World:
                 return
             item.blocks = node.memory.allocate(item.num_blocks)
         count = 1 + n // 8 % (item.known - item.begun)
-        copy = node.target.begin(item.handle, item.begun, count)
+        blocks = item.blocks[item.begun : item.begun + count]
+        copy = begin(node.target, item.handle, item.begun, count)
         if copy is None:
             return  # what is in flight ends first
-        blocks = item.blocks[item.begun : item.begun + count]
         item.begun += count
         last = item.begun == item.known and (item.end is not None or item.known == item.num_blocks)
         memory = node.mapped[copy.peer][1]
@@ -433,7 +442,7 @@ class World:
                 assert num_valid == node.source.live, "OWNER: a control word outlives its offer"
             held = [block for job in node.jobs.values() for block in job.blocks]
             assert sorted(held + node.memory.free) == list(range(NUM_BLOCKS)), "OWNER: a source block"
-            for owner in node.source.owners():
+            for owner in node.source._sequence_of:
                 assert node.jobs[owner].sent, "OWNER: blocks are offered that nobody holds"
         for target in self.targets.values():
             if self.tables:

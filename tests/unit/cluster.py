@@ -15,19 +15,14 @@ from random import Random
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.messages import Finished, NeedImages
 from hydra_engine.core.outputs import Departure, FinishReason
-from hydra_engine.core.plans import EncodeOutcome, KvEnd, LanguagePlan, PullPlan, VisionPlan, VisionResult
+from hydra_engine.core.plans import KvEnd, LanguagePlan, PullPlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role, Topology, lends_decodes
-from hydra_engine.scheduler.events import (
-    FeaturesEvent,
-    FeaturesGoneEvent,
-    FinishEvent,
-    KvEvent,
-    KvGoneEvent,
-    NeedEvent,
-    UnneededEvent,
-)
+from hydra_engine.scheduler.handover.connector import PeerConnector
+from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
+from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.sim import FakeLanes, expected_tokens, tokens_of
 
@@ -57,7 +52,10 @@ class Node:
         images = CacheManager(image_blocks if Role.E in role or Role.P in role else 0, SIZE)
         self.name, self.role = name, role
         self.lanes = FakeLanes(kv, images)
-        self.scheduler = StageScheduler(role, kv, images, config, instance=name)
+        self.connector = PeerConnector(config)
+        self.scheduler = StageScheduler(
+            role, kv, images, config, instance=name, observer=StepHistory(), connector=self.connector
+        )
         self.look_ahead = config.look_ahead
         self.offers: dict[tuple[int, int | None], Offer] = {}  # that are live here, by owner and image
         self.known: dict[int, Offer] = {}  # that others have made to us
@@ -74,7 +72,7 @@ class User:
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0  # the id of the current one; 0: none yet
     parts: dict[int, list[Node]] = field(default_factory=dict)  # attempts that may still be somewhere
-    ended: FinishEvent | None = None
+    ended: Finished | None = None
     num_attempts: int = 0
 
 
@@ -130,7 +128,7 @@ class Cluster:
         user.attempt = self._id()
         again = user.num_attempts > 1
         request = replace(
-            user.request, id=RequestId(user.attempt), generated_token_ids=tuple(user.tokens), gave_way=again
+            user.request, id=RequestId(user.attempt), generated_token_ids=tuple(user.tokens), preempted=again
         )
         self.owner[request.id] = user
         prefill = self.random.choice([node for node in self.nodes if Role.P in node.role])
@@ -150,7 +148,7 @@ class Cluster:
 
     def abort(self, user: User) -> None:
         if user.ended is None:
-            user.ended = FinishEvent(RequestId(user.attempt), FinishReason.ABORT, len(user.tokens))
+            user.ended = Finished(RequestId(user.attempt), FinishReason.ABORT, len(user.tokens))
             self._end_attempts(user)
 
     def _end_attempts(self, user: User) -> None:
@@ -187,7 +185,7 @@ class Cluster:
         nodes.append(target)
         self.kv_target[request.id] = target
         self._add(target, request, part=Role.D, pulls_kv=True)
-        if source.scheduler.hand_over(request.id, self.now):
+        if source.connector.hand_over(request.id, self.now):
             self.counts["lent"] += 1
             self._after(source)
         else:
@@ -280,7 +278,7 @@ class Cluster:
             node.vision += [] if plan is None else [plan]
 
     def _plan_pulls(self, node: Node) -> None:
-        node.pulls += node.scheduler.plan_pulls(self.now)
+        node.pulls += node.connector.plan_pulls(self.now)
 
     def _end_language(self, node: Node) -> None:
         plan = node.language.pop(0)
@@ -290,8 +288,12 @@ class Cluster:
     def _end_vision(self, node: Node) -> None:
         plan = node.vision.pop()
         node.lanes.encode(plan)
-        outcomes = tuple(EncodeOutcome(item.request_id, item.image_index) for item in plan.items)
-        self._on(node, node.scheduler.on_vision(VisionResult(plan.step_id, self.now, self.now, outcomes), self.now))
+        self._on(
+            node,
+            node.scheduler.on_vision(
+                VisionResult(plan.step_id, self.now, self.now, (None,) * len(plan.items)), self.now
+            ),
+        )
 
     # ---- transfers
 
@@ -312,7 +314,7 @@ class Cluster:
             self._send(node, offer.source, lambda: self._released(offer))
         elif offer.valid and bad:
             self._send(node, offer.source, lambda: self._offer_again(offer))
-        events = node.scheduler.on_pull(pull.step_id, self.now, valid=valid, started_s=self.now, ended_s=self.now)
+        events = node.connector.on_pull(pull.step_id, self.now, valid=valid, started_s=self.now, ended_s=self.now)
         self._on(node, events)
 
     def _offer_again(self, offer: Offer) -> None:
@@ -344,9 +346,9 @@ class Cluster:
             return
         node.known[number] = offer
         if offer.target_index is None:
-            node.scheduler.kv_offered(RequestId(offer.request_id), number, num_blocks, end, self.now)
+            node.connector.kv_offered(RequestId(offer.request_id), number, num_blocks, end)
         else:
-            node.scheduler.image_offered(RequestId(offer.request_id), offer.target_index, number, self.now)
+            node.connector.image_offered(RequestId(offer.request_id), offer.target_index, number)
         self._after(node)
 
     def _gone(self, node: Node, owner: int, index: int | None) -> None:
@@ -360,9 +362,9 @@ class Cluster:
         if offer.number in node.known and not any(pull.offer == offer.number for pull in node.pulls):
             node.known.pop(offer.number).over = True
         if offer.target_index is None:
-            node.scheduler.kv_offer_gone(offer.number, self.now)
+            node.connector.kv_offer_gone(offer.number)
         else:
-            node.scheduler.image_offer_gone(offer.number, self.now)
+            node.connector.image_offer_gone(offer.number)
         self._after(node)
 
     def _released(self, offer: Offer) -> None:
@@ -373,9 +375,9 @@ class Cluster:
         del node.offers[key]
         offer.valid = False
         if offer.image_index is None:
-            self._on(node, node.scheduler.release_kv(RequestId(offer.owner), self.now))
+            self._on(node, node.connector.release_kv(RequestId(offer.owner), self.now))
         else:
-            self._on(node, node.scheduler.release_features(RequestId(offer.owner), offer.image_index, self.now))
+            self._on(node, node.connector.release_features(RequestId(offer.owner), offer.image_index, self.now))
 
     def _withdraw(self) -> None:
         """A lease is over."""
@@ -383,7 +385,7 @@ class Cluster:
         if offers:
             offer = self.random.choice(offers)
             self.counts["withdrawn"] += 1
-            self._on(offer.source, offer.source.scheduler.withdraw(RequestId(offer.owner), self.now, "lease"))
+            self._on(offer.source, offer.source.connector.withdraw(RequestId(offer.owner), self.now, "lease"))
 
     def _send(self, source: Node, target: Node, message: Callable[[], None]) -> None:
         self._channels[source.name, target.name].append(message)
@@ -392,7 +394,7 @@ class Cluster:
 
     def _on(self, node: Node, events) -> None:
         for event in events:
-            if isinstance(event, FinishEvent):
+            if isinstance(event, Finished):
                 self._finished(node, event)
                 continue
             for request_id, position, token_id in tokens_of(event):
@@ -403,12 +405,12 @@ class Cluster:
         self._after(node)
 
     def _after(self, node: Node) -> None:
-        for event in node.scheduler.take_events():
+        for event in node.connector.take_events():
             self.counts["told"] += 1
             match event:
-                case NeedEvent(request_id, indices):
+                case NeedImages(request_id, indices):
                     self._encode(self.owner[request_id], node, request_id, list(indices))
-                case FeaturesEvent(request_id, index, block_ids, _):
+                case FeaturesEvent(request_id, index, block_ids):
                     self._offer(node, request_id, index, list(block_ids), None)
                 case FeaturesGoneEvent(request_id, index):
                     self._gone(node, request_id, index)
@@ -420,11 +422,11 @@ class Cluster:
                     offer = node.known.pop(number)
                     offer.over = True
                     self._send(node, offer.source, lambda offer=offer: self._released(offer))
-                case FinishEvent():
+                case Finished():
                     self._finished(node, event)
         node.scheduler.check()
 
-    def _finished(self, node: Node, event: FinishEvent) -> None:
+    def _finished(self, node: Node, event: Finished) -> None:
         number = int(event.request_id)
         if number in self.jobs:
             job = self.jobs.pop(number)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.specs.base import ModelSpec
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
 
 Json = dict[str, Any]
 Size = tuple[int, int]  # width, height

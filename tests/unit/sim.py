@@ -3,7 +3,7 @@
 The lanes keep real cache memory: a chunk writes what it sees into the slots of its plan, and the next token is a hash
 of what the block table reads back. So a block handed out twice, freed too early or listed in the wrong place changes
 tokens, and `expected_tokens` (which knows no cache) notices. Like the real language lane they know the last token of
-each seat, for plans made before it was read. Every call is followed by `check()`.
+each slot, for plans made before it was read. Every call is followed by `check()`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from zlib import crc32
 import numpy as np
 
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.clock import VirtualClock
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
+from hydra_engine.core.messages import Delta, Finished, RequestMessage, Tokens
 from hydra_engine.core.plans import (
     BlockIds,
-    EncodeOutcome,
     ImageSlice,
     LanguagePlan,
     LanguageResult,
@@ -34,11 +33,11 @@ from hydra_engine.core.plans import (
 )
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
-from hydra_engine.core.stages import LEGAL_MOVES, Stage
 from hydra_engine.errors import ErrorInfo, RequestError
 from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent, TokensEvent
+from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.virtual_clock import VirtualClock
 
 VOCABULARY = 1000
 BROKEN = ErrorInfo("RequestFailed", "injected", code="numerical_error")
@@ -112,7 +111,7 @@ class Row:
     """A row of a language plan, be it a decode or a chunk."""
 
     request_id: RequestId
-    seat: int
+    seq_slot: int
     token_ids: tuple[int, ...]
     start: int
     block_ids: BlockIds
@@ -126,16 +125,16 @@ class Row:
 def rows_of(plan: LanguagePlan) -> list[Row]:
     """Decodes first, as in the result."""
     d = plan.decodes
-    columns = (d.request_ids, d.seats, d.token_ids, d.starts, d.num_generated)
+    columns = (d.request_ids, d.seq_slots, d.token_ids, d.starts, d.num_generated)
     decodes = zip(*(column.tolist() for column in columns), d.block_tables, strict=True)
     rows = [
-        Row(RequestId(request_id), seat, (token_id,), start, table, len(table), True, num_generated, True)
-        for request_id, seat, token_id, start, num_generated, table in decodes
+        Row(RequestId(request_id), seq_slot, (token_id,), start, table, len(table), True, num_generated, True)
+        for request_id, seq_slot, token_id, start, num_generated, table in decodes
     ]
     for c in plan.chunks:
         rows.append(
             Row(
-                c.request_id, c.seat, c.token_ids, c.start, c.block_ids, c.num_blocks, c.sample, c.num_generated,
+                c.request_id, c.seq_slot, c.token_ids, c.start, c.block_ids, c.num_blocks, c.sample, c.num_generated,
                 False, c.images,
             )
         )  # fmt: skip
@@ -155,10 +154,10 @@ def check_chunks(plan: LanguagePlan, requests: Mapping[int, Request], token_budg
     assert plan.num_tokens - len(last.token_ids) < token_budget, "a row was added to a full step"
 
 
-def tokens_of(event: TokensEvent | TokenEvent) -> list[tuple[int, int, int]]:
+def tokens_of(event: Tokens | Delta) -> list[tuple[int, int, int]]:
     """(request, position, token) of each token in an event."""
-    if isinstance(event, TokenEvent):
-        return [(event.request_id, event.position, event.token_id)]
+    if isinstance(event, Delta):
+        return [(event.request_id, event.position, event.token_ids[0])]
     return list(zip(event.request_ids, event.positions, event.token_ids, strict=True))
 
 
@@ -196,7 +195,7 @@ class FakeLanes:
         self._kv = np.full(kv.num_blocks * kv.block_size, -1, dtype=np.int64)
         self._images = np.full(images.num_blocks * images.block_size, -1, dtype=np.int64)
         self._owners: dict[int, RequestId] = {}  # who sits where, since its first chunk there
-        self._last_tokens: dict[int, int] = {}  # by seat
+        self._last_tokens: dict[int, int] = {}  # by slot
         self._failed: set[RequestId] = set()
 
     def encode(self, plan: VisionPlan) -> None:
@@ -209,8 +208,8 @@ class FakeLanes:
     ) -> LanguageResult:
         """A failed row computes nothing, and neither does what was planned behind it."""
         rows = rows_of(plan)
-        seats = [row.seat for row in rows]
-        assert len(set(seats)) == len(seats), "two rows in one seat"
+        seq_slots = [row.seq_slot for row in rows]
+        assert len(set(seq_slots)) == len(seq_slots), "two rows in one slot"
         token_ids, failures = [], []
         for index, row in enumerate(rows):
             if is_bad(row) or row.request_id in self._failed:
@@ -224,11 +223,11 @@ class FakeLanes:
 
     def _step(self, row: Row) -> int:
         if row.is_decode:
-            assert self._owners[row.seat] == row.request_id, "a decode in a seat that its lane does not know"
+            assert self._owners[row.seq_slot] == row.request_id, "a decode in a slot that its lane does not know"
             behind = row.block_ids[row.start // self._kv_size + 1 :]
             assert not behind[1:].any(), "more blocks behind what the row needs than the next row's"
-        self._owners[row.seat] = row.request_id
-        known = [self._last_tokens[row.seat] if token_id == -1 else token_id for token_id in row.token_ids]
+        self._owners[row.seq_slot] = row.request_id
+        known = [self._last_tokens[row.seq_slot] if token_id == -1 else token_id for token_id in row.token_ids]
         seen = np.array(known, dtype=np.int64)
         for part in row.images:
             slots = _slots(part.block_ids, self._image_size, part.offset, part.offset + part.count)
@@ -241,7 +240,7 @@ class FakeLanes:
         if not row.sample:
             return -1
         token_id = next_token(self._kv[_slots(row.block_ids, self._kv_size, 0, end)])
-        self._last_tokens[row.seat] = token_id
+        self._last_tokens[row.seq_slot] = token_id
         return token_id
 
 
@@ -275,6 +274,7 @@ class Simulator:
     has_states: bool = False
     costs: Costs = field(default_factory=Costs)
     budgets: Budgets | None = None
+    scheduler_class: type[StageScheduler] = StageScheduler
     ahead_at: float = 0.9
     late_s: float = 0.0
     bad_images: frozenset[tuple[int, int]] = frozenset()
@@ -286,7 +286,7 @@ class Simulator:
         kv = CacheManager(self.kv_blocks, self.kv_size)
         images = CacheManager(self.image_blocks, self.image_size)
         self.lanes = FakeLanes(kv, images)
-        self.scheduler = StageScheduler(
+        self.scheduler = self.scheduler_class(
             EPD,
             kv,
             images,
@@ -295,12 +295,13 @@ class Simulator:
             reuse=self.reuse,
             has_states=self.has_states,
             budgets=self.budgets,
+            observer=StepHistory(),
         )
         self.requests: dict[int, Request] = {}
         self.refused: dict[int, RequestError] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.token_times: dict[int, list[float]] = defaultdict(list)
-        self.finished: dict[int, FinishEvent] = {}
+        self.finished: dict[int, Finished] = {}
         self.language_plans: list[tuple[float, LanguagePlan]] = []
         self.vision_plans: list[tuple[float, VisionPlan]] = []
         self.steps: list[tuple[float, float, LanguagePlan]] = []  # (start, end, plan) of all that ran
@@ -311,7 +312,6 @@ class Simulator:
         self._queued: deque[LanguagePlan] = deque()  # given to the language lane, not begun
         self._language_runs = self._vision_runs = False
         self._rows_seen: dict[int, int] = defaultdict(int)
-        self._stages: dict[int, Stage] = {}
 
     # ---- what happens when
 
@@ -379,7 +379,7 @@ class Simulator:
             self._start_language()
 
     def _check_language(self, plan: LanguagePlan) -> None:
-        if self.config.schedule == "stage":
+        if self.scheduler_class is StageScheduler:
             check_chunks(plan, self.requests, self.config.token_budget)
         rows = rows_of(plan)
         ids = [row.request_id for row in rows]
@@ -427,17 +427,17 @@ class Simulator:
     def _end_vision(self, plan: VisionPlan, started_s: float, ended_s: float) -> None:
         self._vision_runs = False
         self.lanes.encode(plan)
-        outcomes = []
+        errors = []
         for item in plan.items:
             key = (item.request_id, item.image_index)
             self.encoded_at[key] = started_s
-            outcomes.append(EncodeOutcome(*key, error=BROKEN if key in self.bad_images else None))
-        result = VisionResult(plan.step_id, started_s, ended_s, tuple(outcomes))
+            errors.append(BROKEN if key in self.bad_images else None)
+        result = VisionResult(plan.step_id, started_s, ended_s, tuple(errors))
         self.at(ended_s + self.late_s, lambda: self._on(self.scheduler.on_vision(result, self.clock.now())))
 
-    def _on(self, events: Sequence[Event]) -> None:
+    def _on(self, events: Sequence[RequestMessage]) -> None:
         for event in events:
-            if isinstance(event, FinishEvent):
+            if isinstance(event, Finished):
                 assert event.request_id not in self.finished, "a second end of a request"
                 assert event.num_generated == len(self.tokens[event.request_id])
                 self.finished[event.request_id] = event
@@ -450,15 +450,11 @@ class Simulator:
 
     def check(self) -> None:
         self.scheduler.check()
-        for request_id, state in self.scheduler._book.states.items():
-            before, stage = self._stages.get(request_id, state.stage), state.stage
-            assert stage == before or stage in LEGAL_MOVES[before], f"illegal move {before} -> {stage}"
-            self._stages[request_id] = stage
 
     # ---- answers
 
     def preemptions(self) -> int:
-        return self.scheduler.stats().num_preemptions
+        return self.scheduler.status().num_preemptions
 
     def assert_all_right(self, numbers: Sequence[int] | None = None) -> None:
         """These requests (default: all) ended with the tokens that the model without caches gives."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import EncodeOutcome, LanguagePlan, VisionPlan, VisionResult
+from hydra_engine.core.messages import Finished, RequestMessage, Tokens
+from hydra_engine.core.outputs import FinishReason, StageSpan
+from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestState
-from hydra_engine.scheduler.events import Event, FinishEvent
+from hydra_engine.scheduler.latency.attribution import StepHistory
+from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.prefix_oracle import PrefixOracle
 from tests.unit.sim import (
@@ -31,16 +34,28 @@ from tests.unit.sim import (
 class Stepper:
     """Checks the books after every call. Time stands still unless `now` is set or a step takes some."""
 
-    def __init__(self, *, kv_blocks: int = 64, image_blocks: int = 64, reuse: bool = True, **changes) -> None:
+    def __init__(
+        self,
+        *,
+        kv_blocks: int = 64,
+        image_blocks: int = 64,
+        reuse: bool = True,
+        scheduler=StageScheduler,
+        observer: type[StepObserver] | None = StepHistory,
+        **changes,
+    ) -> None:
         kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
         self.reuse = reuse
         self.config = config(**changes)
         self.lanes = FakeLanes(kv, images)
-        self.scheduler = StageScheduler(EPD, kv, images, self.config, instance="test", reuse=reuse)
+        self.scheduler = scheduler(
+            EPD, kv, images, self.config, instance="test", reuse=reuse, observer=observer and observer()
+        )
         self.now = 0.0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.finished: dict[int, FinishEvent] = {}
+        self.late: dict[int, list[StageSpan]] = defaultdict(list)
+        self.finished: dict[int, Finished] = {}
         self.encodes: list[tuple[int, int]] = []  # (request, image) of all that have come back
         self.oracle = PrefixOracle(self.scheduler, reuse)
 
@@ -48,6 +63,8 @@ class Stepper:
         return self.submit(make_request(number, *parts, **kwargs))
 
     def submit(self, request: Request) -> Request:
+        """With the limits of the configuration where it has none, as the front sends it."""
+        request = replace(request, slo=request.slo.with_defaults(self.config.ttft_slo, self.config.tpot_slo))
         self.scheduler.add(request, self.now)
         self.requests[request.id] = request
         self.scheduler.check()
@@ -66,7 +83,7 @@ class Stepper:
     def state(self, number: int) -> RequestState:
         return self.scheduler._book.states[RequestId(number)]
 
-    def abort(self, number: int) -> list[Event]:
+    def abort(self, number: int) -> list[RequestMessage]:
         return self._collect(self.scheduler.abort(RequestId(number), self.now))
 
     def reset(self, *, kv: bool = True, images: bool = True) -> None:
@@ -78,7 +95,7 @@ class Stepper:
     def plan_language(self) -> LanguagePlan | None:
         plan = self.scheduler.plan_language(self.now)
         self.scheduler.check()
-        if plan is not None and self.config.schedule == "stage":
+        if plan is not None and type(self.scheduler) is StageScheduler:
             check_chunks(plan, self.requests, self.config.token_budget)
         self.oracle.look()
         return plan
@@ -88,20 +105,17 @@ class Stepper:
         self.scheduler.check()
         return plan
 
-    def end_language(self, plan: LanguagePlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
+    def end_language(self, plan: LanguagePlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[RequestMessage]:
         started_s, self.now = self.now, self.now + took_s
         result = self.lanes.compute(plan, started_s, self.now, lambda row: row.request_id in bad)
         self.oracle.language_ends(plan, [rows_of(plan)[row].request_id for row, _ in result.failures])
         return self._collect(self.scheduler.on_language(result, self.now))
 
-    def end_vision(self, plan: VisionPlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[Event]:
+    def end_vision(self, plan: VisionPlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[RequestMessage]:
         self.lanes.encode(plan)
-        outcomes = [
-            EncodeOutcome(item.request_id, item.image_index, BROKEN if item.request_id in bad else None)
-            for item in plan.items
-        ]
+        errors = [BROKEN if item.request_id in bad else None for item in plan.items]
         started_s, self.now = self.now, self.now + took_s
-        result = VisionResult(plan.step_id, started_s, self.now, tuple(outcomes))
+        result = VisionResult(plan.step_id, started_s, self.now, tuple(errors))
         self.encodes += [(int(item.request_id), item.image_index) for item in plan.items]
         return self._collect(self.scheduler.on_vision(result, self.now))
 
@@ -124,12 +138,15 @@ class Stepper:
         self.end_vision(plan, **kwargs)
         return items
 
-    def _collect(self, events: list[Event]) -> list[Event]:
+    def _collect(self, events: list[RequestMessage]) -> list[RequestMessage]:
         for event in events:
-            if isinstance(event, FinishEvent):
+            if isinstance(event, Finished):
                 assert event.request_id not in self.finished, "a second end of a request"
                 self.finished[event.request_id] = event
                 continue
+            if isinstance(event, Tokens):
+                for number, gap in event.late.items():
+                    self.late[number].append(gap)
             for request_id, position, token_id in tokens_of(event):
                 assert request_id not in self.finished, "a token after the end of a request"
                 assert position == len(self.tokens[request_id])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import Demand, FixedBudgets, StepBudget, stretch
-from hydra_engine.scheduler.latency_budget import LatencyBudgets
+from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.unit.machine import make_surface
 
 LIMIT = 0.04

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad
 from hydra_engine.scheduler.budget import FixedBudgets
-from hydra_engine.scheduler.latency_budget import LatencyBudgets
+from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.examples import examples
 from tests.unit.machine import Prompt, SimulatedMachine, Step, Traffic, make_surface
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import MAX_LINES, Ledger
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SeatPool
+from hydra_engine.cache.slots import SlotPool
 from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 
@@ -33,31 +33,31 @@ def test_missing_counts_whole_blocks(tokens: int, missing: int) -> None:
 
 def test_growth_appends_in_place_and_never_moves_the_array() -> None:
     manager: CacheManager[int] = CacheManager(8, 4)
-    assert manager.grow(1, 5, max_tokens=20)
+    assert manager.grow(1, 5, capacity=20)
     view = manager.tables[1].block_ids
     before = view[:2].copy()
     assert view.dtype == np.int32 and len(view) == 5
-    assert manager.grow(1, 20, max_tokens=20)
+    assert manager.grow(1, 20, capacity=20)
     assert manager.tables[1].block_ids is view
     assert (view[:2] == before).all()
 
 
 def test_the_array_of_a_freed_holder_keeps_its_ids() -> None:
     manager: CacheManager[int] = CacheManager(2, 4)
-    manager.grow(1, 8, max_tokens=8)
+    manager.grow(1, 8, capacity=8)
     view = manager.tables[1].block_ids
     before = view.copy()
     manager.free(1)
-    manager.grow(2, 8, max_tokens=8)
-    manager.grow(1, 0, max_tokens=8)
+    manager.grow(2, 8, capacity=8)
+    manager.grow(1, 0, capacity=8)
     assert (view == before).all() and manager.tables[1].block_ids is not view
 
 
 def test_growing_beyond_the_declared_maximum_is_a_bug() -> None:
     manager: CacheManager[int] = CacheManager(8, 4)
-    manager.grow(1, 4, max_tokens=4)
+    manager.grow(1, 4, capacity=4)
     with pytest.raises(AssertionError, match="beyond the maximum"):
-        manager.grow(1, 5, max_tokens=4)
+        manager.grow(1, 5, capacity=4)
 
 
 @settings(deadline=None)
@@ -72,7 +72,7 @@ def test_growth_is_all_or_nothing_and_slots_never_overlap(num_blocks: int, calls
         else:
             wanted = max(model.get(holder, 0), -(-tokens // 4))
             fits = sum(model.values()) - model.get(holder, 0) + wanted <= num_blocks
-            assert manager.grow(holder, tokens, max_tokens=30) is fits
+            assert manager.grow(holder, tokens, capacity=30) is fits
             if fits:
                 model[holder] = wanted
         manager.check()
@@ -81,64 +81,64 @@ def test_growth_is_all_or_nothing_and_slots_never_overlap(num_blocks: int, calls
         assert len(slots) == len(set(slots)) and all(0 <= slot < num_blocks * 4 for slot in slots)
 
 
-def ledger() -> tuple[Ledger, CacheManager, FeatureCache, SeatPool]:
+def ledger() -> tuple[Ledger, CacheManager, FeatureCache, SlotPool]:
     kv: CacheManager[RequestId] = CacheManager(300, 4)
-    features, seats = FeatureCache(CacheManager(4, 4)), SeatPool(300)
-    return Ledger(kv, features, seats), kv, features, seats
+    features, seq_slots = FeatureCache(CacheManager(4, 4)), SlotPool(300)
+    return Ledger(kv, features, seq_slots), kv, features, seq_slots
 
 
 PICTURE = FeatureKey(b"picture")
 
 
 def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
-    books, kv, features, seats = ledger()
-    kv.grow(RequestId(3), 9, max_tokens=20)
-    seats.take(RequestId(3))
+    books, kv, features, seq_slots = ledger()
+    kv.grow(RequestId(3), 9, capacity=20)
+    seq_slots.take(RequestId(3))
     features.need((RequestId(3), 1), PICTURE, 4)
     features.need((RequestId(4), 0), PICTURE, 4)
     features.reserve(PICTURE)
-    snapshot = books.snapshot([RequestId(3), RequestId(4)])
+    snapshot = books.report([RequestId(3), RequestId(4)])
     assert (snapshot.num_requests, snapshot.kv_blocks_held, snapshot.image_blocks_held) == (2, 3, 1)
     shared = ("request 3 image 1: 1 blocks", "request 4 image 0: 1 blocks")
     assert snapshot.holders == ("request 3: 3 KV blocks", *shared)
     assert not snapshot.problems
     kv.free(RequestId(3))
-    seats.free(RequestId(3))
+    seq_slots.free(RequestId(3))
     features.drop((RequestId(3), 1), PICTURE)
     features.drop((RequestId(4), 0), PICTURE)
-    assert books.snapshot([]).holders == ("an encode that nobody waits for any more: 1 blocks",)
+    assert books.report([]).holders == ("an encode that nobody waits for any more: 1 blocks",)
     features.finish(PICTURE, failed=False)
-    rest = books.snapshot([])
+    rest = books.report([])
     assert (rest.kv_blocks_held, rest.image_blocks_held, rest.holders, rest.problems) == (0, 0, (), ())
     assert (rest.kv_blocks_total, rest.image_blocks_total) == (300, 4)
 
 
 def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
-    books, kv, features, seats = ledger()
-    kv.grow(RequestId(1), 4, max_tokens=4)
-    seats.take(RequestId(1))
+    books, kv, features, seq_slots = ledger()
+    kv.grow(RequestId(1), 4, capacity=4)
+    seq_slots.take(RequestId(1))
     features.need((RequestId(2), 0), PICTURE, 4)
     features.reserve(PICTURE)
     dead = ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
-    assert books.problems([]) == (*dead, "request 1 is gone and holds a seat")
+    assert books.problems([]) == (*dead, "request 1 is gone and holds a sequence slot")
     kv._pool.allocate(1)
     with pytest.raises(AssertionError, match="no table has"):
         books.check([RequestId(1), RequestId(2)])
 
 
-def test_whoever_holds_blocks_has_a_seat_and_states_are_counted_by_seats() -> None:
-    _, kv, features, seats = ledger()
-    books = Ledger(kv, features, seats, has_states=True)
-    seats.take(RequestId(1))
-    snapshot = books.snapshot([RequestId(1)])
-    assert snapshot.problems == ("seats and KV blocks are not held by the same requests",)
+def test_whoever_holds_blocks_has_a_slot_and_states_are_counted_by_slots() -> None:
+    _, kv, features, seq_slots = ledger()
+    books = Ledger(kv, features, seq_slots, has_states=True)
+    seq_slots.take(RequestId(1))
+    snapshot = books.report([RequestId(1)])
+    assert snapshot.problems == ("sequence slots and KV blocks are not held by the same requests",)
     assert (snapshot.state_slots_held, snapshot.state_slots_total) == (1, 300)
 
 
 def test_holders_are_given_one_block_each_or_none_at_all() -> None:
     manager: CacheManager[int] = CacheManager(6, 4)
     for holder in (1, 2):
-        manager.grow(holder, 4, max_tokens=12)
+        manager.grow(holder, 4, capacity=12)
     assert manager.extend([2, 1]) == [2, 3]
     assert [manager.tables[holder].blocks() for holder in (1, 2)] == [[0, 3], [1, 2]]
     assert manager.tables[1].num_slots == 8
@@ -158,12 +158,12 @@ def name(number: int) -> BlockHash:
 
 def test_a_block_is_in_several_tables_only_as_often_as_it_is_held() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
-    manager.grow(1, 4, max_tokens=4)
+    manager.grow(1, 4, capacity=4)
     manager.name(1, 0, name(1))
-    manager.adopt(2, [name(1)], max_tokens=8)
+    manager.adopt(2, [name(1)], capacity=8)
     manager.check()
     assert manager.tables[1].blocks() == manager.tables[2].blocks() and manager.num_held == 1
-    manager.grow(3, 4, max_tokens=4)
+    manager.grow(3, 4, capacity=4)
     manager._tables[3].block_ids[0] = manager._tables[1].block_ids[0]
     with pytest.raises(AssertionError, match="no table has"):
         manager.check()
@@ -174,7 +174,7 @@ def test_a_block_is_in_several_tables_only_as_often_as_it_is_held() -> None:
 
 def test_a_block_twice_in_one_table_is_noticed() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
-    manager.grow(1, 8, max_tokens=8)
+    manager.grow(1, 8, capacity=8)
     manager._tables[1].block_ids[1] = manager._tables[1].block_ids[0]
     with pytest.raises(AssertionError, match="in one table twice"):
         manager.check()
@@ -182,7 +182,7 @@ def test_a_block_twice_in_one_table_is_noticed() -> None:
 
 def test_what_is_found_ends_at_the_first_name_without_a_block() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
-    manager.grow(1, 12, max_tokens=12)
+    manager.grow(1, 12, capacity=12)
     manager.name(1, 0, name(0))
     manager.name(1, 2, name(2))
     assert manager.names(1) == [name(0), None, name(2)] and manager.names(9) == []
@@ -194,14 +194,14 @@ def test_what_is_found_ends_at_the_first_name_without_a_block() -> None:
 def test_held_blocks_cost_a_newcomer_nothing_and_unheld_ones_count_as_free() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     for holder in (1, 2):
-        manager.grow(holder, 4, max_tokens=4)
+        manager.grow(holder, 4, capacity=4)
         manager.name(holder, 0, name(holder))
     manager.free(2)
     found = manager.find([name(1), name(2)])
-    assert (manager.num_free, manager._pool.num_evictable) == (3, 1)
+    assert (manager.num_free, len(manager._pool._evictable)) == (3, 1)
     assert manager.num_to_take(16, found) == 3, "one is held by others already"
-    manager.adopt(3, [name(1), name(2)], max_tokens=16)
-    assert manager.num_free == 2 and manager.grow(3, 16, max_tokens=16) and manager.num_free == 0
+    manager.adopt(3, [name(1), name(2)], capacity=16)
+    assert manager.num_free == 2 and manager.grow(3, 16, capacity=16) and manager.num_free == 0
     assert manager.tables[3].blocks()[:2] == found
     manager.check()
     assert (manager.free(1), manager.num_free) == (1, 0), "its block has another holder"
@@ -211,29 +211,29 @@ def test_held_blocks_cost_a_newcomer_nothing_and_unheld_ones_count_as_free() -> 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     names = [name(n) for n in range(4)]
-    manager.grow(1, 16, max_tokens=16)
+    manager.grow(1, 16, capacity=16)
     for index in range(4):
         manager.name(1, index, names[index])
     manager.free(1)
     for left in (4, 3, 2, 1):
         assert len(manager.find(names)) == left
-        manager.grow(10 + left, 4, max_tokens=4)
+        manager.grow(10 + left, 4, capacity=4)
     assert manager.find(names) == []
 
 
 def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free() -> None:
     manager: CacheManager[int] = CacheManager(2, 4)
-    manager.grow(1, 8, max_tokens=8)
+    manager.grow(1, 8, capacity=8)
     manager.name(1, 0, name(0))
     manager.free(1)
     manager.forget([name(0), name(5)])
-    assert manager.find([name(0)]) == [] and (manager.num_free, manager._pool.num_evictable) == (2, 0)
+    assert manager.find([name(0)]) == [] and (manager.num_free, len(manager._pool._evictable)) == (2, 0)
     manager.check()
 
 
 def test_a_long_list_of_holders_is_cut_with_a_count() -> None:
     books, kv, _, _ = ledger()
     for number in range(250):
-        kv.grow(RequestId(number), 1, max_tokens=1)
-    holders = books.snapshot([RequestId(n) for n in range(250)]).holders
+        kv.grow(RequestId(number), 1, capacity=1)
+    holders = books.report([RequestId(n) for n in range(250)]).holders
     assert len(holders) == MAX_LINES and holders[-1] == "and 51 more"

@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         assert self.pool.num_free == self.num_free
         assert self.pool.num_held == len(self.owners)
-        assert self.pool.num_evictable == len(self.evictable)
+        assert len(self.pool._evictable) == len(self.evictable)
         assert all(self.pool.refcount(block) == self.owners.get(block, 0) for block in range(self.size))
         assert all(self.pool.name_of(block) == self.content.get(block) for block in range(self.size))
 

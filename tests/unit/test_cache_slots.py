@@ -1,15 +1,15 @@
-"""Seats of running requests: one for each, the lowest first, none lost."""
+"""Sequence slots of running requests: one for each, the lowest first, none lost."""
 
 from __future__ import annotations
 
 import pytest
 
-from hydra_engine.cache.slots import SeatPool
+from hydra_engine.cache.slots import SlotPool
 from hydra_engine.core.ids import RequestId
 
 
-def test_seats_are_taken_and_given_back() -> None:
-    pool = SeatPool(2)
+def test_slots_are_taken_and_given_back() -> None:
+    pool = SlotPool(2)
     first, second = RequestId(1), RequestId(2)
     assert (pool.take(first), pool.take(second), pool.num_free) == (0, 1, 0)
     pool.check()
@@ -25,8 +25,8 @@ def test_seats_are_taken_and_given_back() -> None:
         pool.check()
 
 
-def test_the_lowest_free_seat_goes_first() -> None:
-    pool = SeatPool(4)
+def test_the_lowest_free_slot_goes_first() -> None:
+    pool = SlotPool(4)
     for number in range(4):
         pool.take(RequestId(number))
     for number in (3, 1, 2):

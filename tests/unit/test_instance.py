@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.clock import VirtualClock
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import (
     Abort,
@@ -26,12 +25,14 @@ from hydra_engine.core.messages import (
     ToInstance,
     Tokens,
 )
-from hydra_engine.core.plans import EncodeOutcome, LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
 from hydra_engine.core.request import Request, Slo
 from hydra_engine.core.roles import EPD
 from hydra_engine.instance.instance import LEAD_S, STATUS_PERIOD_S, Instance
+from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.sim import FakeLanes, Img, config, expected_tokens, make_request, rows_of
+from tests.virtual_clock import VirtualClock
 
 
 class FakeWorker:
@@ -82,8 +83,7 @@ class FakeWorker:
     def end_vision(self, started_s: float) -> None:
         plan = self.vision.pop(0)
         self._lanes.encode(plan)
-        outcomes = tuple(EncodeOutcome(item.request_id, item.image_index) for item in plan.items)
-        self._results.append(VisionResult(plan.step_id, started_s, self._clock.now(), outcomes))
+        self._results.append(VisionResult(plan.step_id, started_s, self._clock.now(), (None,) * len(plan.items)))
 
     def drain(self) -> list[ToInstance]:
         messages, self.inbox = self.inbox, []
@@ -94,12 +94,12 @@ class FakeWorker:
 
 
 class Rig:
-    def __init__(self, *, look_ahead: bool = True, **changes) -> None:
+    def __init__(self, *, look_ahead: bool = True, scheduler=StageScheduler, **changes) -> None:
         kv, images = CacheManager(64, 4), CacheManager(64, 4)
         self.clock = VirtualClock(100.0)
         self.worker = FakeWorker(kv, images, self.clock)
         settings = config(look_ahead=look_ahead, token_budget=32, **changes)
-        self.scheduler = StageScheduler(EPD, kv, images, settings, instance="test")
+        self.scheduler = scheduler(EPD, kv, images, settings, instance="test", observer=StepHistory())
         self.instance = Instance(
             scheduler=self.scheduler,
             worker=self.worker,
@@ -162,15 +162,23 @@ def test_one_message_has_all_tokens_of_a_step_and_those_with_log_probabilities_t
     assert {message.request_id for message in rig.of(Finished)} == {0, 1, 2} and not rig.worker.live
 
 
-def test_the_last_message_counts_late_gaps() -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_late_token_travels_with_its_gap_and_the_time_of_its_step(alone: bool) -> None:
+    """`alone`: with log probabilities."""
     rig = Rig(look_ahead=False)
+    rig.worker.wants_logprobs = {1} if alone else set()
     rig.submit(replace(make_request(1, 4, max_new=5), slo=Slo(tpot_s=0.02)))
     rig.turn()
     for took_s in (0.5, 0.01, 0.03, 0.01, 0.05):
         rig.step(took_s)
     (finished,) = rig.of(Finished)
-    assert (finished.late_gaps, finished.num_gaps, finished.num_generated) == (2, 4, 5)
-    assert [span.stage for span in finished.spans].count("decode_wait") == 2
+    assert finished.num_generated == 5
+    tokens = rig.of(Delta if alone else Tokens)
+    assert [message.time_s for message in tokens] == pytest.approx([100.5, 100.51, 100.54, 100.55, 100.6])
+    gaps = [message.late if alone else message.late.get(1) for message in tokens]
+    assert [gap is not None for gap in gaps] == [False, False, True, False, True]
+    told = [gap for gap in gaps if gap is not None]
+    assert told == [span for span in finished.spans if span.stage == "decode_wait"] and all(gap.blame for gap in told)
 
 
 def test_the_status_says_what_budgets_allow() -> None:
@@ -178,7 +186,7 @@ def test_the_status_says_what_budgets_allow() -> None:
     rig.submit(make_request(1, 5, max_new=4))
     rig.turn()
     (status,) = rig.of(Status)
-    assert status.budget == rig.scheduler.budget() and status.budget.token_budget == 32
+    assert status.budget == rig.scheduler.status().budget and status.budget.token_budget == 32
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
@@ -227,23 +235,6 @@ def test_caches_are_reset_in_the_order_of_messages() -> None:
         rig.turn()
         rig.step(0.01)
     assert [message.cached_tokens for message in rig.of(Finished)] == [0, 8, 0]
-
-
-@pytest.mark.parametrize(("schedule", "lanes"), [("stage", True), ("stage", False), ("request", True)])
-def test_pictures_and_text_in_every_mode(schedule: str, lanes: bool) -> None:
-    rig = Rig(schedule=schedule, lanes=lanes)
-    requests = [make_request(n, 3, Img(6), 2, max_new=3) if n % 2 else make_request(n, 7, max_new=3) for n in range(6)]
-    for request in requests:
-        rig.submit(request)
-    rig.turn()
-    while rig.worker.language or rig.worker.vision:
-        assert lanes or len(rig.worker.language) + len(rig.worker.vision) == 1
-        if rig.worker.vision:
-            rig.worker.end_vision(rig.clock.now())
-            rig.turn()
-        if rig.worker.language:
-            rig.step(0.01)
-    assert rig.tokens() == {request.id: expected_tokens(request) for request in requests}
 
 
 # ---- looking ahead

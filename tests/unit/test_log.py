@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
-from hydra_engine.log import LineFormatter, escaped
+from hydra_engine.log import MAX_WAITING_CHARS, LineFormatter, StandardError, escaped
 
 
 @pytest.fixture
@@ -43,3 +48,67 @@ def test_tracebacks_are_indented(lines: tuple[logging.Logger, io.StringIO]) -> N
     first, *rest = stream.getvalue().splitlines()
     assert first == "ERROR it failed" and len(rest) > 3
     assert all(line.startswith("    ") for line in rest) and "\x1b" not in stream.getvalue()
+
+
+# ---- a standard error that nobody reads
+
+
+class Pipe:
+    """The smallest that the system gives, with a reader that comes when it is told to."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe()
+        self.size = fcntl.fcntl(self.into, fcntl.F_SETPIPE_SZ, 4096)
+        self.stream = StandardError(self.into)
+
+    def read(self, end: str) -> str:
+        found = b""
+        while not found.endswith(end.encode()):
+            found += os.read(self.out, 1 << 16)
+        return found.decode()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    made = Pipe()
+    yield made
+    for fd in (made.out, made.into):
+        os.close(fd)
+
+
+def test_writing_never_waits_and_what_is_dropped_is_told(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler(pipe.stream)
+    monkeypatch.setattr(logging.getLogger("hydra_engine.log"), "handlers", [handler])
+    line = "x" * 1000 + "\n"
+    most = (pipe.size + MAX_WAITING_CHARS) // len(line)
+    for _ in range(most + 100):
+        pipe.stream.write(line)
+    dropped = pipe.stream.num_dropped
+    assert 100 <= dropped <= 106  # the rest is in the pipe, in the queue, and one line in between
+    pipe.stream.wait_written(0.01)  # nobody reads, and this ends all the same
+    text = pipe.read("could not be written\n")
+    assert text.startswith(line * (most + 100 - dropped))
+    assert f"{dropped} lines of this process were dropped" in text[text.rindex("x\n") :]
+    pipe.stream.write("as ever\n")
+    assert pipe.read("\n") == "as ever\n" and pipe.stream.num_dropped == dropped
+
+
+def test_a_pipe_that_must_not_block_gets_every_line(pipe: Pipe) -> None:
+    os.set_blocking(pipe.into, False)
+    text = "".join(f"{number}\n" for number in range(5000))
+    pipe.stream.write(text)
+    pipe.stream.write("end\n")
+    assert pipe.read("end\n") == text + "end\n"
+
+
+BROKEN = "from hydra_engine import log; import sys; log.never_wait(); log.configure(); log.tell('a line'); "
+SEEN = "sys.stderr.write('x'); sys.stderr.wait_written(); print(log.num_dropped(), end='')"
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_a_broken_standard_error_is_no_reason_to_fail(redirection: str) -> None:
+    script = f'exec "$0" -c "$1" {redirection}'
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable, BROKEN + SEEN], stdout=subprocess.PIPE, text=True, timeout=20, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "2")

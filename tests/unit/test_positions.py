@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem, RopeSpan
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.specs.base import ItemPlan
-from hydra_engine.specs.positions import place_spans
-from hydra_engine.worker.positions import PromptPositions
+from hydra_engine.models.specs.base import ItemPlan
+from hydra_engine.models.specs.positions import place_spans
+from hydra_engine.worker.language.positions import PromptPositions
 
 
 def span(rows: int, columns: int, time: int = 0, *, continues: bool = False) -> ItemPlan:

@@ -11,9 +11,9 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as processors_resize
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.specs.base import VideoInfo
-from hydra_engine.specs.qwen_frames import FRAMES, FrameSampling
-from hydra_engine.specs.qwen_geometry import PixelLimits, most_tokens, smart_resize
+from hydra_engine.models.qwen_vl.frames_spec import FRAMES, FrameSampling
+from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, most_tokens, smart_resize
+from hydra_engine.models.specs.base import VideoInfo
 
 
 def test_sizes_are_those_of_the_processor() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.core.messages import Finished, Tokens
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan
-from hydra_engine.scheduler.events import FinishEvent, TokensEvent
 from tests.examples import examples
 from tests.unit.sim import Img, Simulator, config, expected_tokens, make_request, rows_of
 from tests.unit.stepper import Stepper
@@ -90,7 +90,7 @@ def test_nothing_is_planned_behind_the_last_token(max_new: int) -> None:
         s.end_language(plans[-2])
     assert s.plan_language() is None
     (tokens, end) = s.end_language(plans[-1])
-    assert isinstance(tokens, TokensEvent) and isinstance(end, FinishEvent) and end.reason is FinishReason.LENGTH
+    assert isinstance(tokens, Tokens) and isinstance(end, Finished) and end.reason is FinishReason.LENGTH
 
 
 def test_features_that_a_chunk_in_flight_covers_only_in_part_stay_for_the_next_chunk() -> None:
@@ -119,7 +119,7 @@ def test_where_a_decode_lacks_a_block_the_result_comes_first_and_then_somebody_g
     s.add(1, 8, max_new=12)
     s.add(2, 8, max_new=12)
     gave_up = 0
-    while not s.scheduler.stats().num_preemptions:
+    while not s.scheduler.status().num_preemptions:
         plan = s.plan_language()
         following = s.plan_language()
         gave_up += following is None
@@ -213,7 +213,7 @@ def test_a_request_that_goes_in_one_step_and_is_in_the_next_ends_when_both_are_b
     assert not s.scheduler.ledger().holders and not s.scheduler.has_work
 
 
-def test_a_seat_is_given_to_nobody_while_a_plan_names_it() -> None:
+def test_a_slot_is_given_to_nobody_while_a_plan_names_it() -> None:
     s = ahead(max_num_seqs=1)
     s.add(1, 4, max_new=8)
     s.add(2, 4, max_new=2)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.messages import Delta, Finished, Tokens
+from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.plans import LanguageResult, TokenLogprobs
 from hydra_engine.core.request import Slo
 from hydra_engine.scheduler.decode_blocks import SPARE_COLUMNS
-from hydra_engine.scheduler.events import FinishEvent, TokenEvent, TokensEvent
 from hydra_engine.scheduler.timeline import MIN_GAP_S
 from tests.examples import examples
 from tests.unit.sim import Simulator, config, expected_tokens, make_request, rows_of
@@ -35,7 +35,7 @@ def test_any_number_of_stop_tokens_ends_a_request_beside_others(count: int) -> N
     assert [s.finished[n].reason for n in (2, 3)] == [FinishReason.LENGTH] * 2
 
 
-def test_stop_tokens_of_whoever_sat_in_a_seat_before_are_forgotten() -> None:
+def test_stop_tokens_of_whoever_sat_in_a_slot_before_are_forgotten() -> None:
     s = Stepper(max_num_seqs=1)
     said = expected_tokens(make_request(2, 6, max_new=6))
     s.add(1, 6, max_new=2, stop_token_ids=tuple(said))
@@ -54,6 +54,12 @@ def test_a_request_with_many_stop_tokens_leaves_them_behind_too() -> None:
 
 
 # ---- gaps
+
+
+def explained_of(s: Stepper, number: int) -> list[StageSpan]:
+    found = [span for span in s.finished[number].spans if span.stage == "decode_wait"]
+    assert all(span.blame for span in found), "a gap without a reason"
+    return found
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -81,8 +87,10 @@ def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, en
         assert len(times[number]) == 10
         gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
         limit_s = limit_s if limit_s is not None else engine_s
-        late = [gap for gap in gaps if limit_s is not None and gap > limit_s]
-        assert (s.finished[number].num_gaps, s.finished[number].late_gaps) == (9, len(late))
+        explained = explained_of(s, number)
+        if limit_s is not None:
+            assert len(explained) == sum(gap > limit_s for gap in gaps)
+            assert explained == s.late[number], "in the timeline and beside the tokens"
 
 
 @pytest.mark.parametrize("said", [1, 2, 3, 5])
@@ -97,7 +105,8 @@ def test_the_gap_of_a_request_that_gave_way_reaches_from_its_last_token_over_all
     while len(s.tokens[1]) == said:
         s.language(took_s=0.01)
     s.finish_all()
-    assert (s.finished[1].late_gaps, s.finished[1].num_gaps) == (1, 8)
+    (gap,) = explained_of(s, 1)
+    assert gap.blame[0].kind == "preemption" and gap.blame[0].seconds > 0.045
 
 
 def test_a_limit_says_which_gaps_the_timeline_shows_and_what_they_went_to() -> None:
@@ -112,7 +121,6 @@ def test_a_limit_says_which_gaps_the_timeline_shows_and_what_they_went_to() -> N
     assert wait.cause == "prefill of request 2 (30 tokens)" and wait.end_s - wait.start_s < MIN_GAP_S
     (blame, *_) = wait.blame
     assert (blame.kind, blame.request, blame.amount) == ("prefill", 2, 30)
-    assert (s.finished[1].late_gaps, s.finished[1].num_gaps) == (1, 19)
 
 
 def test_the_spans_of_a_decode_hold_all_its_tokens_and_the_rows_beside_it() -> None:
@@ -186,10 +194,10 @@ def test_plans_share_what_does_not_change_while_the_same_requests_decode() -> No
         plans.append(s.plan_language())
         s.end_language(plans[-1])
     first, *rest = plans[1:]
-    assert all(plan.decodes.seats is first.decodes.seats for plan in rest)
+    assert all(plan.decodes.seq_slots is first.decodes.seq_slots for plan in rest)
     assert all(np.shares_memory(plan.decodes.block_tables, first.decodes.block_tables) for plan in rest)
     alone = s.plan_language()
-    assert alone.decodes.seats.tolist() == [0] and len(first.decodes.seats) == 2
+    assert alone.decodes.seq_slots.tolist() == [0] and len(first.decodes.seq_slots) == 2
     s.end_language(alone)
     s.finish_all()
 
@@ -211,12 +219,12 @@ def test_tokens_with_log_probabilities_travel_alone_and_all_others_together() ->
     tokens, *rest = s.scheduler.on_language(
         LanguageResult(plan.step_id, 0.0, 0.0, result.token_ids, tuple(asked.items())), 0.0
     )
-    assert isinstance(tokens, TokensEvent) and tokens.request_ids == [0, 1, 3, 9]
+    assert isinstance(tokens, Tokens) and tokens.request_ids == [0, 1, 3, 9]
     assert tokens.positions == [1, 1, 1, 0]
     assert tokens.token_ids == [int(result.token_ids[rows.index(number)]) for number in tokens.request_ids]
-    alone = [event for event in rest if isinstance(event, TokenEvent)]
-    assert [(e.request_id, e.position, e.logprobs.token_id) for e in alone] == [(2, 1, 2), (10, 0, 10)]
-    assert [e.request_id for e in rest[2:] if isinstance(e, FinishEvent)] == [0, 1, 2, 3, 9, 10]
+    alone = [event for event in rest if isinstance(event, Delta)]
+    assert [(e.request_id, e.position, e.logprobs[0].token_id) for e in alone] == [(2, 1, 2), (10, 0, 10)]
+    assert [e.request_id for e in rest[2:] if isinstance(e, Finished)] == [0, 1, 2, 3, 9, 10]
 
 
 def test_a_row_without_a_token_and_without_an_error_is_noticed() -> None:

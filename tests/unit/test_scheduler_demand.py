@@ -16,7 +16,7 @@ from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.budget import Demand, StepBudget
-from hydra_engine.scheduler.demand import MAX_SEEN
+from hydra_engine.scheduler.language import MAX_SEEN
 from tests.examples import examples
 from tests.unit.sim import Img, Simulator, config, make_request
 from tests.unit.stepper import Stepper
@@ -161,7 +161,7 @@ def test_looking_at_demand_costs_no_more_the_more_requests_wait() -> None:
     assert s.demand.num_prefills == MAX_SEEN and s.demand.prefill_tokens == 5 * MAX_SEEN
 
 
-def test_with_every_seat_taken_waiting_requests_are_no_demand() -> None:
+def test_with_every_slot_taken_waiting_requests_are_no_demand() -> None:
     s = Asked(token_budget=8, max_num_seqs=1)
     s.add(1, 3, max_new=5)
     s.add(2, 5)
@@ -204,7 +204,7 @@ def test_what_a_step_is_expected_to_take_comes_from_the_budgets_or_from_steps_be
     s.add(1, 4, max_new=9)
     s.language(took_s=0.25)
     assert s.scheduler.expected_s(s.plan_language()) == 0.25
-    assert s.scheduler.budget() == BudgetReport(token_budget=16)
+    assert s.scheduler.status().budget == BudgetReport(token_budget=16)
 
 
 # ---- budgets hold

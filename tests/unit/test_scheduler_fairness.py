@@ -129,11 +129,12 @@ PAIRS = [
 ]
 
 
+@pytest.mark.quick("picture-picture", "large picture-long answer")
 @pytest.mark.parametrize(("many", "one"), PAIRS)
 def test_one_request_of_any_sort_ends_while_more_urgent_ones_of_any_sort_keep_coming(many: str, one: str) -> None:
     """More come than can be served, both caches are small, and all of them have a higher priority."""
     sim = Simulator(
-        config(max_bypass=3, max_queue=30, encode_patience_ms=100, look_ahead=len(one) % 2 == 0),
+        config(max_bypass=3, max_queue=30, encode_patience_s=0.1, look_ahead=len(one) % 2 == 0),
         kv_blocks=24,
         image_blocks=10,
     )
@@ -160,7 +161,7 @@ def test_full_caches_on_both_sides_priorities_and_limits_still_let_everybody_end
     settings_ = config(
         max_num_seqs=data.draw(st.integers(1, 5)),
         token_budget=data.draw(st.integers(1, 20)),
-        encode_patience_ms=data.draw(st.sampled_from([0, 50, 2000])),
+        encode_patience_s=data.draw(st.sampled_from([0.0, 0.05, 2.0])),
         max_bypass=data.draw(st.integers(1, 3)),
         look_ahead=look_ahead,
     )
@@ -214,7 +215,7 @@ def test_where_blocks_lack_the_images_go_by_age() -> None:
 
 
 def test_an_image_that_has_waited_longer_than_the_patience_is_overtaken_no_more() -> None:
-    s = Stepper(image_budget=8, encode_patience_ms=1000)
+    s = Stepper(image_budget=8, encode_patience_s=1.0)
     s.submit(ranked(make_request(0, Img(8), 1), priority=1))
     for number in (1, 2, 3):
         s.submit(ranked(make_request(number, Img(8), 1), priority=0))
@@ -228,7 +229,7 @@ def test_an_image_that_has_waited_longer_than_the_patience_is_overtaken_no_more(
 def test_an_image_of_low_priority_waits_no_longer_than_the_patience_and_those_before_it(look_ahead: bool) -> None:
     cost_s, patience_s = 0.05, 0.4
     sim = Simulator(
-        config(encode_patience_ms=int(1000 * patience_s), look_ahead=look_ahead, max_num_seqs=16),
+        config(encode_patience_s=patience_s, look_ahead=look_ahead, max_num_seqs=16),
         costs=Costs(vision=lambda plan: cost_s),
         kv_blocks=200,
         image_blocks=60,

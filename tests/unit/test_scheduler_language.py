@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hydra_engine.core.messages import Finished, Tokens
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress
-from hydra_engine.scheduler.events import FinishEvent, TokensEvent
 from tests.unit.sim import BROKEN, Costs, Img, Simulator, config, expected_tokens, make_request, rows_of
 from tests.unit.stepper import Stepper
 
@@ -34,7 +34,7 @@ def test_the_last_chunk_of_a_prefill_gives_the_first_token_in_the_same_step() ->
     assert s.end_language(plan) == []
     plan = s.plan_language()
     assert [(row.sample, row.start, row.num_generated, row.is_decode) for row in rows_of(plan)] == [(True, 8, 0, False)]
-    assert [type(event) for event in s.end_language(plan)] == [TokensEvent]
+    assert [type(event) for event in s.end_language(plan)] == [Tokens]
     plan = s.plan_language()
     assert [(row.sample, row.start, row.num_generated, row.is_decode) for row in rows_of(plan)] == [(True, 12, 1, True)]
 
@@ -115,10 +115,11 @@ def test_image_blocks_are_freed_as_soon_as_prefill_has_passed_the_span() -> None
     s.vision()
     used = []
     while s.state(1).num_computed < 16 and s.language():
-        used.append((s.state(1).num_computed, s.scheduler.stats().image_blocks_used))
+        used.append((s.state(1).num_computed, s.scheduler.status().image_blocks_used))
     assert used == [(5, 3), (10, 1), (15, 0), (16, 0)]
 
 
+@pytest.mark.slow
 def test_text_never_waits_behind_requests_that_wait_for_encodes() -> None:
     """A burst of pictures on a slow encoder, then text: it is served as if it were alone."""
     slow = Costs(vision=lambda plan: 1.0)
@@ -138,7 +139,7 @@ def test_requests_before_an_image_hold_at_most_half_of_the_sequences() -> None:
     for number in range(20):
         s.add(number, 2, Img(4), 1)
     s.language()
-    assert s.scheduler.stats().num_running == 3
+    assert s.scheduler.status().num_running == 3
 
 
 def test_a_waiting_request_takes_room_from_younger_prefills_that_stand_before_an_image() -> None:
@@ -162,7 +163,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_has_room() -> None:
     s.add(2, 13, max_new=3)  # four blocks
     assert s.language() == [(1, 8)], "the second would run short in its middle"
     s.finish_all()
-    assert s.scheduler.stats().num_preemptions == 0
+    assert s.scheduler.status().num_preemptions == 0
 
 
 @pytest.mark.parametrize("max_bypass", [1, 3, 7])
@@ -188,12 +189,12 @@ def test_when_a_decode_lacks_a_block_the_youngest_running_request_gives_way_and_
     while not s.state(2).num_preemptions:
         s.language()
     assert s.state(1).num_preemptions == 0
-    assert s.scheduler.stats().num_waiting == 1
+    assert s.scheduler.status().num_waiting == 1
     said = len(s.tokens[2])
     assert said > 0 and s.state(2).num_computed == 0 and s.state(2).num_generated == said
     while 1 not in s.finished:
         s.language()
-        assert 1 in s.finished or s.scheduler.stats().num_waiting == 1, "it waits for its full demand"
+        assert 1 in s.finished or s.scheduler.status().num_waiting == 1, "it waits for its full demand"
     plan = s.plan_language()
     (row,) = rows_of(plan)
     assert (row.start, len(row.token_ids), row.num_generated, row.sample) == (0, 8 + said, said, True)
@@ -212,13 +213,13 @@ def test_a_preempted_request_with_pictures_is_encoded_again() -> None:
     while not s.state(2).num_preemptions:
         s.language()
     assert s.state(2).images == [ImageProgress.WAITING]
-    assert s.scheduler.stats().num_encoding == 1
+    assert s.scheduler.status().num_encoding == 1
     while 1 not in s.finished:
         s.language()
     assert s.language() == [], "its full demand would be taken from others while it waits for the encode"
     assert s.vision() == [(2, 0)]
     s.finish_all()
-    assert s.scheduler.stats().images_encoded == 2
+    assert s.scheduler.status().images_encoded == 2
 
 
 def test_prefill_chunks_never_preempt_decodes() -> None:
@@ -235,7 +236,7 @@ def test_prefill_chunks_never_preempt_decodes() -> None:
         assert s.language() == [(2, 1)]
     assert s.language() == [(1, 16)]
     s.finish_all()
-    assert s.scheduler.stats().num_preemptions == 0
+    assert s.scheduler.status().num_preemptions == 0
 
 
 def test_nobody_younger_starts_while_a_running_prefill_lacks_blocks() -> None:
@@ -305,7 +306,7 @@ def test_the_finish_event_comes_after_the_token_and_all_blocks_are_free_by_then(
     s = Stepper()
     s.add(1, 6, max_new=1)
     events = s.end_language(s.plan_language())
-    assert [type(event) for event in events] == [TokensEvent, FinishEvent]
+    assert [type(event) for event in events] == [Tokens, Finished]
     assert not s.scheduler.has_work and not s.scheduler.ledger().kv_blocks_held
 
 
@@ -359,15 +360,15 @@ def test_stats_count_what_happened() -> None:
     s = Stepper()
     s.add(1, 6, max_new=3)
     s.add(2, 2, Img(5), 1, max_new=2)
-    stats = s.scheduler.stats()
+    stats = s.scheduler.status()
     assert (stats.num_waiting, stats.num_encoding, stats.num_running) == (1, 1, 0)
     s.language()
     s.vision()
     s.language()
-    stats = s.scheduler.stats()
+    stats = s.scheduler.status()
     assert (stats.num_waiting, stats.num_encoding, stats.num_running) == (0, 0, 2)
     s.finish_all()
-    stats = s.scheduler.stats()
+    stats = s.scheduler.status()
     assert (stats.prompt_tokens, stats.generation_tokens, stats.images_encoded) == (14, 5, 1)
     assert (stats.kv_blocks_used, stats.kv_blocks_total, stats.image_blocks_total) == (0, 64, 64)
 

@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hydra_engine.core.request import Slo
-from hydra_engine.core.stages import LEGAL_MOVES
 from tests.examples import examples
 from tests.unit.sim import Img, make_request, next_turn, rows_of
 from tests.unit.stepper import Stepper
@@ -37,8 +36,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         look_ahead=st.booleans(),
         ttft_slo=st.sampled_from([None, 0.05]),
         tpot_slo=st.sampled_from([None, 0.015]),
-        schedule=st.sampled_from(["stage", "stage", "stage", "request"]),
-        lanes=st.sampled_from([True, True, True, False]),
     )
     def start(self, **sizes) -> None:
         self.stepper = Stepper(image_budget=32, **sizes)
@@ -46,7 +43,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.languages = []  # in flight, the first one runs
         self.most = 2 if sizes["look_ahead"] else 1
         self.vision = None
-        self.stages = {}
 
     @rule(
         parts=PARTS,
@@ -85,13 +81,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.languages) < self.most)
     @rule()
     def plan_language(self) -> None:
-        preempted = self.stepper.scheduler.stats().num_preemptions
+        preempted = self.stepper.scheduler.status().num_preemptions
         live = [s for s in self.stepper.scheduler._book.states.values() if s.ending is None]
         oldest = min(live, key=lambda s: s.order, default=None)
         before = oldest.num_preemptions if oldest else 0
         plan = self.stepper.plan_language()
         if self.languages:
-            assert self.stepper.scheduler.stats().num_preemptions == preempted, "preempted while a step runs"
+            assert self.stepper.scheduler.status().num_preemptions == preempted, "preempted while a step runs"
         if plan is not None:
             self.languages.append(plan)
         assert oldest is None or oldest.num_preemptions == before, "the oldest request was preempted"
@@ -124,15 +120,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
         plan, self.vision = self.vision, None
         self.stepper.end_vision(plan, bad=bad, took_s=0.01)
-
-    @invariant()
-    def only_legal_moves(self) -> None:
-        if not hasattr(self, "stepper"):
-            return
-        for number, state in self.stepper.scheduler._book.states.items():
-            before = self.stages.get(number, state.stage)
-            assert state.stage == before or state.stage in LEGAL_MOVES[before]
-            self.stages[number] = state.stage
 
     def teardown(self) -> None:
         if not hasattr(self, "stepper"):

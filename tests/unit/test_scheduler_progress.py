@@ -69,7 +69,7 @@ def test_with_pools_of_the_minimum_legal_size_everything_finishes_with_the_right
         token_budget=token_budget,
         image_budget=image_budget,
         max_bypass=bypass,
-        encode_patience_ms=patience,
+        encode_patience_s=patience / 1000,
     )
     sim = Simulator(settings_, kv_blocks=kv_blocks, image_blocks=image_blocks, reuse=reuse)
     for time_s, request in work:
@@ -110,6 +110,7 @@ def test_under_random_aborts_and_errors_every_request_ends_exactly_once_and_the_
             assert sim.finished[number].error is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_many_mixed_requests_in_pools_of_one_largest_request_finish(seed):
     rng = random.Random(seed)
@@ -166,6 +167,7 @@ def test_the_same_events_and_clock_give_the_same_plans():
     assert plans() == plans()
 
 
+@pytest.mark.slow
 def test_no_request_starves_under_a_load_that_never_ends():
     """Large, small and illustrated requests arrive faster than they are served; each is served in bounded time."""
     rng = random.Random(3)
@@ -186,6 +188,7 @@ def test_no_request_starves_under_a_load_that_never_ends():
     assert max(waits) < 8 * sorted(waits)[len(waits) // 2], "somebody waited far longer than the others"
 
 
+@pytest.mark.quick("[1]")
 @pytest.mark.parametrize("max_bypass", [1, 4])
 def test_over_random_loads_nobody_who_lacks_room_is_overtaken_more_often_than_allowed(max_bypass):
     """Counted from outside: younger requests that start between a prompt's first refusal and its own start."""

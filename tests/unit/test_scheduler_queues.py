@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.core.request import Slo
-from hydra_engine.core.stages import Stage
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.queues import ArrivalQueue, StartedOrders, UrgencyQueue
 from tests.unit.sim import Img, make_request
@@ -109,19 +108,19 @@ def test_tokens_are_read_across_the_end_of_the_prompt() -> None:
             assert one.tokens(start, end) == everything[start:end]
 
 
-def test_the_stage_follows_from_the_integers() -> None:
+def test_what_can_be_computed_follows_from_the_integers() -> None:
     one = state(0, 2, Img(3), 2)
-    assert one.stage is Stage.ENCODE and one.num_computable == 2
+    assert one.waits_for_images and one.num_computable == 2
     one.images[0] = ImageProgress.ENCODING
-    assert one.stage is Stage.ENCODE and one.num_computable == 2
+    assert one.waits_for_images and one.num_computable == 2
     one.images[0] = ImageProgress.ENCODED
-    assert one.stage is Stage.PREFILL and one.num_computable == 7
+    assert not one.waits_for_images and not one.is_decode and one.num_computable == 7
     one.num_prefilled = 7
     one.images[0] = ImageProgress.CONSUMED
     one.generated.append(1)
-    assert one.stage is Stage.DECODE and one.is_decode
+    assert one.is_decode
     one.num_prefilled = 0
-    assert one.stage is Stage.PREFILL and one.num_computable == one.num_tokens == 8
+    assert not one.is_decode and one.num_computable == one.num_tokens == 8
 
 
 def test_features_lost_in_the_middle_of_their_span_stop_prefill_where_it_is() -> None:

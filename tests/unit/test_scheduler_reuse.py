@@ -27,7 +27,7 @@ def test_a_prompt_seen_before_is_found_in_whole_blocks_and_one_token_is_always_l
     assert s.language() == [(2, length - found)]
     s.finish_all()
     assert (s.hit(1), s.hit(2)) == ((0, 0), (found, 0))
-    assert s.scheduler.stats().prompt_tokens == 2 * length - found, "what was found is not computed"
+    assert s.scheduler.status().prompt_tokens == 2 * length - found, "what was found is not computed"
 
 
 @pytest.mark.parametrize("same", [0, 3, 4, 11, 12, 19, 20])
@@ -82,7 +82,7 @@ def test_who_counted_on_what_a_reset_took_has_it_computed() -> None:
     s.add(2, 5, max_new=4)
     s.language()
     s.add(3, 3, A, 6, source=0)
-    assert s.state(3).images == [CACHED], "its KV is there, and it waits for a seat"
+    assert s.state(3).images == [CACHED], "its KV is there, and it waits for a slot"
     s.reset()
     s.finish_all()
     assert s.hit(3) == (0, 0) and s.encodes == [(1, 0), (3, 0)]
@@ -112,7 +112,7 @@ def test_shared_blocks_cost_no_room() -> None:
     s.add(3, 21, max_new=3)
     assert s.language() == [(1, 1), (2, 1)], "the third shares nothing and waits"
     s.finish_all()
-    assert s.scheduler.stats().num_preemptions == 0
+    assert s.scheduler.status().num_preemptions == 0
 
 
 @pytest.mark.parametrize(("reuse", "salts"), [(True, ("x", "y")), (False, ("", ""))])
@@ -220,7 +220,7 @@ def test_a_preempted_request_computes_only_what_has_been_evicted() -> None:
     while not (2 in s.requests and s.state(2).num_preemptions):
         s.language()
     assert s.state(2).images == [CACHED], "its own blocks have just become free and are still there"
-    assert s.scheduler.stats().num_waiting == 1
+    assert s.scheduler.status().num_waiting == 1
     while 1 not in s.finished:
         s.language()
     said = len(s.tokens[2])
@@ -253,7 +253,7 @@ def test_a_request_preempted_before_its_first_token_has_nothing_to_come_back_to_
     s.scheduler._book.preempt(s.state(1), s.now)
     assert s.state(1).images == [ENCODED], "no token has proved its KV; the features are still there"
     s.scheduler._book.images.take(s.state(1).image_keys[0], s.now)
-    assert s.state(1).images == [WAITING] and s.scheduler.stats().num_encoding == 1
+    assert s.state(1).images == [WAITING] and s.scheduler.status().num_encoding == 1
     s.oracle.look()
     s.finish_all()
     assert s.encodes == [(1, 0), (1, 0)]
@@ -267,7 +267,7 @@ def test_an_image_inside_the_prefix_is_consumed_without_an_encode() -> None:
     s.run(1, 3, A, 5, B, 4, max_new=1)
     s.add(2, 3, A, 5, B, 4, source=0, max_new=1)
     assert s.state(2).images == [CACHED, CACHED]
-    assert s.plan_vision() is None and s.scheduler.stats().num_waiting == 1
+    assert s.plan_vision() is None and s.scheduler.status().num_waiting == 1
     plan = s.plan_language()
     assert [(row.start, row.images) for row in rows_of(plan)] == [(20, ())]
     assert s.state(2).images == [CONSUMED, CONSUMED]

@@ -19,11 +19,11 @@ def test_every_running_request_has_a_slot_of_its_own(num_slots: int) -> None:
     assert len(sim.finished) == 12
     slots: dict[int, set[int]] = {}
     for _, plan in sim.language_plans:
-        held = [row.seat for row in rows_of(plan)]
+        held = [row.seq_slot for row in rows_of(plan)]
         assert len(set(held)) == len(held) and all(0 <= slot < num_slots for slot in held)
         for row in rows_of(plan):
             if row.start == 0:
-                slots[row.request_id] = {row.seat}
-            assert slots[row.request_id] == {row.seat}, "a state moved without beginning anew"
+                slots[row.request_id] = {row.seq_slot}
+            assert slots[row.request_id] == {row.seq_slot}, "a state moved without beginning anew"
     assert sim.preemptions() > 0 or num_slots < 5
     assert sim.scheduler.ledger().state_slots_held == 0

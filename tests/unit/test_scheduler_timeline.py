@@ -103,8 +103,11 @@ def test_a_preempted_request_shows_the_time_from_its_last_token_to_its_next_chun
     while s.scheduler.has_work:
         s.language(took_s=0.02)
     stages = [span.stage for span in s.finished[2].spans]
-    assert stages == ["prefill", "decode", "preempted", "prefill", "decode"]
-    spans = s.finished[2].spans
+    assert stages == ["prefill", "decode", "preempted", "decode_wait", "prefill", "decode"]
+    gap = s.finished[2].spans[3]
+    assert gap.cause == "preemption" and [blame.kind for blame in gap.blame] == ["preemption"]
+    spans = [span for span in s.finished[2].spans if span is not gap]
+    assert gap.start_s == spans[1].end_s and spans[3].start_s <= gap.end_s <= spans[3].end_s
     assert spans[2].cause == "kv blocks" and spans[2].start_s == spans[1].end_s and spans[2].end_s == spans[3].start_s
     assert sum(span.tokens for span in spans if span.stage == "decode") + 2 == 12  # both prefills end in a token
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def test_an_image_larger_than_the_budget_goes_alone() -> None:
 
 
 def test_smaller_images_fill_a_step_behind_one_that_no_longer_fits() -> None:
-    s = Stepper(image_budget=10, encode_patience_ms=1000)
+    s = Stepper(image_budget=10, encode_patience_s=1.0)
     for number, patches in enumerate((6, 8, 4, 3)):
         s.add(number, Img(4, patches), 1)
     assert s.vision() == [(0, 0), (2, 0)]
@@ -41,7 +42,7 @@ def test_smaller_images_fill_a_step_behind_one_that_no_longer_fits() -> None:
 
 
 def test_nothing_is_filled_in_behind_an_image_that_has_waited_longer_than_the_patience() -> None:
-    s = Stepper(image_budget=10, encode_patience_ms=1000)
+    s = Stepper(image_budget=10, encode_patience_s=1.0)
     for number, patches in enumerate((6, 8, 4, 3)):
         s.add(number, Img(4, patches), 1)
     s.now = 1.0
@@ -90,6 +91,7 @@ def test_a_failed_encode_fails_its_request_alone_and_frees_its_other_images() ->
     s.finish_all()
 
 
+@pytest.mark.slow
 def test_an_image_waits_only_for_those_before_it_and_the_running_step_under_steady_prefill() -> None:
     """The language lane is kept full of prompts; the bound is the sum of the encodes before plus one step."""
     cost_s = 0.05

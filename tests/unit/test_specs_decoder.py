@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.specs.base import LanguageSpec
-from hydra_engine.specs.decoder import DECODERS, build_language, special_tokens
-from hydra_engine.specs.fields import Fields
+from hydra_engine.models.specs.base import LanguageSpec
+from hydra_engine.models.specs.decoder import DECODERS, build_language, special_tokens
+from hydra_engine.models.specs.fields import Fields
 
 Json = dict[str, Any]
 

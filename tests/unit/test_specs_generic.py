@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.hf_describe import _language, load_config, model_class
-from hydra_engine.specs.hf_processor import PictureProcessor
+from hydra_engine.models.transformers_adapter.describe_spec import _language, load_config, model_class
+from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
+from tools.miniatures import make_tiny
 
 # As published, where most of what equals a class's defaults is left out.
 GEMMA3_4B: Mapping[str, Any] = {

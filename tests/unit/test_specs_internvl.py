@@ -16,8 +16,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
 from transformers.models.internvl.modeling_internvl import InternVLVisionModel
 
 from hydra_engine.errors import InvalidImage, InvalidRequest
-from hydra_engine.specs.base import VideoInfo
-from hydra_engine.specs.internvl import InternVlVisionSpec, arrangements_of, best_arrangement
+from hydra_engine.models.internvl.spec import InternVlVisionSpec, arrangements_of, best_arrangement
+from hydra_engine.models.specs.base import VideoInfo
 from tests.unit.model_dirs import Json, ModelDir, awkward_sizes, changed
 
 # As InternVL3-8B-hf was published.
@@ -227,7 +227,7 @@ def test_the_layer_that_is_read(published: ModelDir, layer: int, pooled: bool, e
     config = changed(CONFIG, "vision_config.use_mean_pooling", pooled)
     published.write("config.json", {**config, "vision_feature_layer": layer})
     tower = vision(published).tower
-    assert (tower.feature_layer, tower.final_norm) == expected
+    assert (tower.num_active_layers, tower.final_norm) == expected
 
 
 def test_what_has_no_tiles(published: ModelDir) -> None:

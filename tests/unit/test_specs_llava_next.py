@@ -14,10 +14,10 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches, unpad_image
 
 from hydra_engine.errors import InvalidImage, InvalidRequest
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.base import VideoInfo
-from hydra_engine.specs.llava_next import LlavaNextVisionSpec, best_resolution, size_within, unpadded
+from hydra_engine.models.llava_next.spec import LlavaNextVisionSpec, best_resolution, size_within, unpadded
+from hydra_engine.models.specs.base import VideoInfo
 from tests.unit.model_dirs import Json, ModelDir, awkward_sizes, changed
+from tools.miniatures import make_tiny
 
 # As llava-v1.6-mistral-7b-hf was published.
 CONFIG: Json = {

@@ -24,10 +24,10 @@ from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPM
 from transformers.video_utils import VideoMetadata
 
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
-from hydra_engine.intake.pixels import render
-from hydra_engine.specs.base import DeltaShape, ItemPlan, MediaPlan, VideoInfo
-from hydra_engine.specs.minicpmv import MiniCpmVisionSpec
-from hydra_engine.specs.slices import MAX_ASPECT, Slicing, one_frame_a_second
+from hydra_engine.models.minicpmv.slicing_spec import MAX_ASPECT, Slicing, one_frame_a_second
+from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
+from hydra_engine.models.specs.base import DeltaShape, ItemPlan, MediaPlan, VideoInfo
+from hydra_engine.preprocess.media.pixels import render
 from tests.unit.model_dirs import Json, ModelDir, Size, awkward_sizes, changed
 
 # openbmb/MiniCPM-V-4.6 as published.

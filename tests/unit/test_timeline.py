@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hydra_engine.core.outputs import Blame, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
+from hydra_engine.core.outputs import DelayCause, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
 from hydra_engine.core.request import Slo
-from hydra_engine.observe.timeline import draw, metrics_of, relative, server_timing, slo_report
+from hydra_engine.telemetry.timeline import draw, metrics_of, relative, server_timing, slo_report
 
 SPANS = [
     StageSpan("decode", 10.6, 11.0, "epd0", "language", 2, 9),
@@ -70,7 +70,7 @@ LATE = [
             "epd0",
             "language",
             cause=f"prefill of request {12 + number} (384 tokens)",
-            blame=(Blame("prefill", 0.031 + 0.001 * number, 12 + number, 384), Blame("step", 0.002)),
+            blame=(DelayCause("prefill", 0.031 + 0.001 * number, 12 + number, 384), DelayCause("step", 0.002)),
         )
         for number in range(5)
     ),
@@ -90,11 +90,11 @@ def test_the_drawing_ends_with_the_worst_late_gaps_and_their_culprits() -> None:
 
 
 def report(limits: Slo, timeline: list[StageSpan] = LATE, *, ttft_s: float | None = 0.2, late: int = 5) -> SloReport:
-    return slo_report(limits, ttft_s=ttft_s, late_gaps=late, num_gaps=20 if late else 0, timeline=timeline)
+    return slo_report(limits, ttft_s=ttft_s, late_by={"prefill": late}, num_gaps=20 if late else 0, timeline=timeline)
 
 
 def test_without_limits_there_is_no_verdict() -> None:
-    assert report(Slo()) == SloReport(late_gaps=5, num_gaps=20) and report(Slo()).met is None
+    assert report(Slo()) == SloReport(late_gaps=5, num_gaps=20, late_by={"prefill": 5}) and report(Slo()).met is None
 
 
 def test_limits_that_are_kept() -> None:
@@ -132,11 +132,11 @@ def test_late_tokens_name_the_kind_that_cost_most_and_the_worst_request() -> Non
     assert report(Slo(tpot_s=0.04)).reason == (
         "5 of 20 gaps over 40 ms: prefill 165 ms, most of it for request 16 (384 tokens)"
     )
-    pause = [StageSpan("decode_wait", 0.2, 0.3, cause="between steps", blame=(Blame("cpu", 0.1),))]
+    pause = [StageSpan("decode_wait", 0.2, 0.3, cause="between steps", blame=(DelayCause("cpu", 0.1),))]
     assert report(Slo(tpot_s=0.04), pause).reason == "5 of 20 gaps over 40 ms: time between steps 100 ms"
-    preempted = [StageSpan("preempted", start, start + 0.4, cause="kv blocks") for start in (0.1, 0.5)]
-    assert report(Slo(tpot_s=0.04), [preempted[1], *LATE]).reason == "5 of 20 gaps over 40 ms: preemption 400 ms"
-    assert report(Slo(tpot_s=0.04), preempted, ttft_s=0.5).reason == "5 of 20 gaps over 40 ms: preemption 400 ms"
+    away = StageSpan("preempted", 0.5, 0.9, cause="kv blocks")
+    preempted = [away, StageSpan("decode_wait", 0.5, 0.91, cause="preemption", blame=(DelayCause("preemption", 0.4),))]
+    assert report(Slo(tpot_s=0.04), [*preempted, *LATE]).reason == "5 of 20 gaps over 40 ms: preemption 400 ms"
     assert report(Slo(tpot_s=0.04), []).reason == "5 of 20 gaps over 40 ms"
     assert (report(Slo(0.1, 0.04)).reason or "").count("; ") == 1
 

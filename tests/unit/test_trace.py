@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.core.outputs import Blame, StageSpan
-from hydra_engine.observe.trace import TraceRing
+from hydra_engine.core.outputs import DelayCause, StageSpan
+from hydra_engine.telemetry.trace import TraceRing
 
 SPANS = [
     StageSpan("tokenize", 0.0, 0.1, tokens=12),
@@ -67,7 +67,7 @@ def test_a_step_is_one_event_with_all_its_requests() -> None:
 
 
 def test_late_tokens_carry_their_blame() -> None:
-    blame = (Blame("prefill", 0.031, 12, 384), Blame("cpu", 0.002))
+    blame = (DelayCause("prefill", 0.031, 12, 384), DelayCause("cpu", 0.002))
     late = StageSpan("decode_wait", 0.6, 0.64, "epd0", "language", cause="prefill of request 12", blame=blame)
     ring = TraceRing()
     ring.add("a", 0.0, [*SPANS[:1], late])
@@ -104,6 +104,16 @@ def test_steps_in_one_row_never_overlap(requests: list[tuple[float, list[StageSp
             events.sort(key=lambda event: (event["ts"], event["dur"]))
             assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(events))
     assert seen == sum(len(spans) for _, spans in requests)
+
+
+def test_a_late_gap_and_what_is_told_of_its_time_are_in_rows_of_their_own() -> None:
+    ring = TraceRing()
+    gap = StageSpan("decode_wait", 0.5, 0.95, "d0", "language", cause="transfer", blame=(DelayCause("transfer", 0.4),))
+    waits = [StageSpan("prefill_wait", 0.0, 0.9, "d0", "language", cause="transfer"), gap]
+    ring.add("r", 0.0, [*waits, StageSpan("prefill", 0.9, 1.0, "d0", "language", 1, 1)])
+    rows = rows_of(ring.events())
+    names = {row: [event["name"] for event in events] for (process, row), events in rows.items() if process != "d0"}
+    assert names == {"r": ["prefill_wait", "prefill"], "r 2": ["decode_wait"]}
 
 
 def test_only_what_ended_lately() -> None:

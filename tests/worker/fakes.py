@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
-from hydra_engine.backend.cpu import CpuDevice
-from hydra_engine.backend.reference import ReferenceOps
-from hydra_engine.backend.reference_sampling import sample
+from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.reference.ops import ReferenceOps
+from hydra_engine.backend.reference.sampling import sample
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
@@ -41,7 +41,7 @@ from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.specs.base import (
+from hydra_engine.models.specs.base import (
     ItemPlan,
     LanguageSpec,
     MediaPlan,
@@ -51,9 +51,9 @@ from hydra_engine.specs.base import (
     VideoPlan,
     View,
 )
-from hydra_engine.specs.geometry import no_videos
+from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.gate import LaneGate
+from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.worker import Worker
 
 VOCABULARY = 97
@@ -245,7 +245,7 @@ class Decode:
     """One entry of `DecodeRows`."""
 
     request_id: RequestId
-    seat: int
+    seq_slot: int
     token_id: int
     start: int
     num_generated: int
@@ -274,7 +274,7 @@ def decode_rows(decodes: Sequence[Decode], block_size: int = BLOCK) -> DecodeRow
     tables = np.zeros((len(decodes), max(needed, default=0)), dtype=np.int32)
     for row, (decode, count) in enumerate(zip(decodes, needed, strict=True)):
         tables[row, :count] = decode.block_ids[:count]
-    columns = [(d.request_id, d.seat, d.token_id, d.start, d.num_generated) for d in decodes]
+    columns = [(d.request_id, d.seq_slot, d.token_id, d.start, d.num_generated) for d in decodes]
     return DecodeRows(*np.array(columns, dtype=np.int64).reshape(-1, 5).T.copy(), tables)
 
 
@@ -349,10 +349,10 @@ class Rig:
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
         self._steps = 0
-        num_seats = config.scheduler.max_num_seqs if states is None else states.conv.shape[0] // 2
-        self._free_seats: list[int] = np.random.default_rng(6).permutation(num_seats).tolist()
+        num_seq_slots = config.scheduler.max_num_seqs if states is None else states.conv.shape[0] // 2
+        self._free_seq_slots: list[int] = np.random.default_rng(6).permutation(num_seq_slots).tolist()
         self._results: dict[StepId, Any] = {}
-        self.seats: dict[int, int] = {}
+        self.seq_slots: dict[int, int] = {}
         self.tables: dict[int, np.ndarray] = {}
         self.features: dict[tuple[int, int], np.ndarray] = {}
 
@@ -364,32 +364,32 @@ class Rig:
 
     def add(self, request: Request, pixels: Sequence[PixelPayload] = ()) -> None:
         self.worker.add_request(request, pixels)
-        self.seats[request.id] = self._free_seats.pop()
+        self.seq_slots[request.id] = self._free_seq_slots.pop()
         total = request.num_prompt + request.max_new_tokens
         self.tables[request.id] = self.blocks(-(-total // self.kv_cache.block_size))
 
     def leave(self, request: Request) -> None:
-        """The next request that is added gets its seat, the one after it its blocks."""
+        """The next request that is added gets its slot, the one after it its blocks."""
         self.worker.remove_request(request.id)
-        self._free_seats.append(self.seats.pop(request.id))
+        self._free_seq_slots.append(self.seq_slots.pop(request.id))
         self._free = [*self.tables.pop(request.id).tolist(), *self._free]
 
     def move(self, request: Request) -> None:
-        """To another seat and other blocks, as after a preemption."""
-        self._free_seats.insert(0, self.seats[request.id])
-        self.seats[request.id] = self._free_seats.pop()
+        """To another slot and other blocks, as after a preemption."""
+        self._free_seq_slots.insert(0, self.seq_slots[request.id])
+        self.seq_slots[request.id] = self._free_seq_slots.pop()
         self.tables[request.id] = self.blocks(len(self.tables[request.id]))
 
     def row(
         self, request: Request, start: int, tokens: Sequence[int], generated: int, *, decode: bool | None = None
     ) -> Row:
         """A decode where the prompt has been computed before, a chunk elsewhere."""
-        seat, table, end = self.seats[request.id], self.tables[request.id], start + len(tokens)
+        seq_slot, table, end = self.seq_slots[request.id], self.tables[request.id], start + len(tokens)
         if start >= request.num_prompt if decode is None else decode:
-            return Decode(request.id, seat, *tokens, start, generated, table)
+            return Decode(request.id, seq_slot, *tokens, start, generated, table)
         images = self._slices(request, start, end)
         sample = end >= request.num_prompt + generated
-        return ChunkRow(request.id, seat, tuple(tokens), start, table, len(table), sample, generated, images)
+        return ChunkRow(request.id, seq_slot, tuple(tokens), start, table, len(table), sample, generated, images)
 
     def _slices(self, request: Request, start: int, end: int) -> tuple[ImageSlice, ...]:
         pieces = []
@@ -419,10 +419,10 @@ class Rig:
         """Runs one step and returns what became of its rows."""
         return outcomes_of(rows, self.wait(self.submit(*rows)))
 
-    def vision(self, *items: EncodeItem) -> tuple[Any, ...]:
+    def vision(self, *items: EncodeItem) -> tuple[ErrorInfo | None, ...]:
         step = self.next_step()
         self.worker.submit_vision(VisionPlan(step, items))
-        return self.wait(step).outcomes
+        return self.wait(step).errors
 
     def wait(self, step: StepId) -> Any:
         deadline = time.monotonic() + 20

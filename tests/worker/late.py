@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.device import Fetch, Graph
 from hydra_engine.errors import BackendError
 

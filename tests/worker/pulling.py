@@ -17,11 +17,11 @@ from hydra_engine.config import CacheConfig, EngineConfig
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.roles import Role
-from hydra_engine.models.registry import load_model
-from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache
+from hydra_engine.models.build import load_model
+from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.memory import plan_memory
+from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache
+from hydra_engine.worker.memory.plan import plan_memory
 from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig
 
 VALID = (7 << 8) | 1
@@ -42,7 +42,7 @@ def make_rig(
     backend = backend or create_backend("cpu", dtype, backend=backend_name, threads=1)
     on = backend.device.torch_device
     config = EngineConfig(cache=CacheConfig(num_kv_blocks=64, num_image_blocks=48))
-    plan = plan_memory(spec, role, config, dtype, 1 << 30, shares=3)
+    plan = plan_memory(spec, role, config, dtype.itemsize, 1 << 30, shares=3)
     share = backend.device.share if shared else None
     kv_share = share if Role.P in role else None
     kv = allocate_kv_cache(spec, plan, block, dtype, device=on, poison=True, share=kv_share)
@@ -85,6 +85,7 @@ def pull(rig: Rig, *args: Any, **rest: Any) -> PullResult:
 
 def num_descriptors() -> int:
     gc.collect()  # of rigs of earlier tests
+    gc.freeze()  # the next full collection has only what is new
     return len(os.listdir("/proc/self/fd"))
 
 

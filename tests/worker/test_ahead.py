@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.clock import VirtualClock
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.gate import LaneGate
-from hydra_engine.worker.sampler import Recipe, sample_row
+from hydra_engine.worker.language.sampler import SamplingState, sample_row
+from hydra_engine.worker.vision.gate import LaneGate
+from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import (
     NAN_TOKEN,
     POISON_TOKEN,
@@ -52,15 +52,15 @@ def all_kinds() -> list[Request]:
 
 
 def expected_of(requests: list[Request], steps: int = 8) -> list[list[int]]:
-    """The fake model and the sampler one row at a time, without lanes, seats or caches."""
+    """The fake model and the sampler one row at a time, without lanes, slots or caches."""
     found = []
     for request in requests:
-        recipe, context = Recipe.of(request), list(request.prompt_token_ids)
+        sampling_state, context = SamplingState.of(request), list(request.prompt_token_ids)
         for count in range(steps):
             logits = fake_logits([float(t) for t in context]).numpy()
-            context.append(sample_row(logits, recipe, count).token_id)
-            if recipe.history is not None:
-                recipe.history.record(len(context) - 1, context[-1:])
+            context.append(sample_row(logits, sampling_state, count).token_id)
+            if sampling_state.history is not None:
+                sampling_state.history.record(len(context) - 1, context[-1:])
         found.append(context[request.num_prompt :])
     return found
 
@@ -126,30 +126,30 @@ def test_a_prefill_that_failed_in_its_middle_does_not_go_on(rig: Rig) -> None:
     assert rig.generate_ahead(poison, healthy, chunk=2) == [[], *expected_of([healthy])]
 
 
-def test_a_seat_goes_on_with_its_next_request(rig: Rig) -> None:
-    """Also after one that failed, whatever recipe the one before had."""
+def test_a_slot_goes_on_with_its_next_request(rig: Rig) -> None:
+    """Also after one that failed, whatever sampling_state the one before had."""
     before = all_kinds()
     poison = make_request(90, [NAN_TOKEN], temperature=1.0, seed=3)
     for index, request in enumerate([poison, *before]):
         rig.add(request)
         rig.generate_ahead(request, steps=4)
-        seat = rig.seats[request.id]
+        seq_slot = rig.seq_slots[request.id]
         rig.leave(request)
         following = replace(before[-index], id=100 + index)
         rig.add(following)
-        assert rig.seats[following.id] == seat
+        assert rig.seq_slots[following.id] == seq_slot
         assert rig.generate_ahead(following) == expected_of([following])
         rig.leave(following)
 
 
-def test_seats_are_handed_on_while_steps_of_others_are_in_flight(rig: Rig) -> None:
+def test_slots_are_handed_on_while_steps_of_others_are_in_flight(rig: Rig) -> None:
     long, first, second = (make_request(i, [10 + i, 20], temperature=1.0, seed=i) for i in (1, 2, 3))
     rig.add(long)
     rig.add(first)
     rows = [[rig.row(r, 0, r.prompt_token_ids, 0) for r in (long, first)]]
     rows += [[rig.row(r, 2 + i, [-1], 1 + i) for r in (long, first)] for i in range(2)]
-    seat = rig.seats[first.id]
-    rig._free_seats.append(seat)  # it gives way; nothing of it is planned from here on
+    seq_slot = rig.seq_slots[first.id]
+    rig._free_seq_slots.append(seq_slot)  # it gives way; nothing of it is planned from here on
     rig.add(second)
     rows.append([rig.row(long, 4, [-1], 3), rig.row(second, 0, second.prompt_token_ids, 0)])
     rows += [[rig.row(long, 5 + i, [-1], 4 + i), rig.row(second, 2 + i, [-1], 1 + i)] for i in range(3)]
@@ -178,7 +178,7 @@ def test_a_request_that_moved_takes_its_history_along(rig: Rig, count: int) -> N
     assert [*head, *again] == expected
 
 
-def test_a_decode_in_a_seat_that_is_anothers_fails_and_leaves_the_owner_alone(
+def test_a_decode_in_a_slot_that_is_anothers_fails_and_leaves_the_owner_alone(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner, other = make_request(1, [5, 6]), make_request(2, [7, 8])
@@ -189,7 +189,7 @@ def test_a_decode_in_a_seat_that_is_anothers_fails_and_leaves_the_owner_alone(
     assert rig.language(*rows)[0].token_id == expected[0]
     wrong = rig.row(other, 2, [-1], 1)
     assert isinstance(wrong, Decode)
-    outcomes = rig.language(rig.row(owner, 2, [-1], 1), replace(wrong, seat=rig.seats[owner.id]))
+    outcomes = rig.language(rig.row(owner, 2, [-1], 1), replace(wrong, seq_slot=rig.seq_slots[owner.id]))
     assert outcomes[0].token_id == expected[1] and outcomes[1].error is not None
     assert "not its request's" in caplog.text
     (outcome,) = rig.language(rig.row(owner, 3, [-1], 2))
@@ -212,7 +212,7 @@ def test_injected_faults_find_the_requests_of_decodes(rig: Rig) -> None:
         rig.language(*(rig.row(r, 2, [t[0]], 1) for r, t in zip(requests, expected, strict=True)))  # one step back
 
 
-def test_rows_in_another_order_than_their_seats(rig: Rig) -> None:
+def test_rows_in_another_order_than_their_slots(rig: Rig) -> None:
     requests = all_kinds()
     for request in requests:
         rig.add(request)

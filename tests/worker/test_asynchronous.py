@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import Backend
-from hydra_engine.clock import VirtualClock
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.gate import LaneGate
+from hydra_engine.worker.vision.gate import LaneGate
+from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import NAN_TOKEN, FakeModel, Rig, Row, make_request, outcomes_of
 from tests.worker.late import LateDevice
 from tests.worker.test_ahead import all_kinds, expected_of
@@ -145,15 +145,15 @@ def test_a_failure_that_was_read_late_bars_what_was_launched_meanwhile(rig: Rig,
     assert rig.model.row_counts[-1] == 1, "a row that is known to have failed was computed"
 
 
-def test_a_late_failure_does_not_reach_the_next_owner_of_the_seat(rig: Rig, device: LateDevice) -> None:
+def test_a_late_failure_does_not_reach_the_next_owner_of_the_slot(rig: Rig, device: LateDevice) -> None:
     poison, heir = make_request(1, [5, NAN_TOKEN]), make_request(2, [8, 9], temperature=1.0, seed=3)
     rig.add(poison)
     device.working.clear()
     steps = [rig.submit(*prefill(rig, poison)), rig.submit(*decodes(rig, 1, poison))]
-    seat = rig.seats[poison.id]
-    rig._free_seats.append(seat)  # it was aborted; its steps are in flight
+    seq_slot = rig.seq_slots[poison.id]
+    rig._free_seq_slots.append(seq_slot)  # it was aborted; its steps are in flight
     rig.add(heir)
-    assert rig.seats[heir.id] == seat
+    assert rig.seq_slots[heir.id] == seq_slot
     rows = [prefill(rig, heir), *(decodes(rig, count, heir) for count in range(1, 4))]
     steps += [rig.submit(*row) for row in rows]
     wait_until(lambda: len(rig.model.row_counts) == 6, "steps are not launched")
@@ -180,7 +180,7 @@ def test_a_decode_that_goes_on_from_nothing_fails(rig: Rig, caplog: pytest.LogCa
     first, second = make_request(1, [5, 6]), make_request(2, [7, 8, 9, 10])
     rig.add(first)
     rig.language(*prefill(rig, first))
-    rig._free_seats.append(rig.seats[first.id])
+    rig._free_seq_slots.append(rig.seq_slots[first.id])
     rig.add(second)
     assert rig.language(rig.row(second, 0, [7, 8], 0))[0].error is None
     (outcome,) = rig.language(*decodes(rig, 1, second))

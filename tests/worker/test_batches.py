@@ -9,31 +9,31 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import StateCache
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.batches import feature_slots, language_input, vision_input, vision_slots
+from hydra_engine.worker.language.batches import feature_slots, sent_input, step_rows, vision_input, vision_slots
+from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.language.sampler import SamplingState
+from hydra_engine.worker.language.slot_table import SlotTable
+from hydra_engine.worker.language.states import StateTable
 from hydra_engine.worker.ports import WorkerRequest
-from hydra_engine.worker.positions import PromptPositions
-from hydra_engine.worker.sampler import Recipe
-from hydra_engine.worker.seats import Seats
-from hydra_engine.worker.states import StateTable
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
 CPU = CpuDevice(1)
-NUM_SEATS = 16
-UNREAD = 600  # the token of seat s that nobody has read is UNREAD + s
+NUM_SLOTS = 16
+UNREAD = 600  # the token of slot s that nobody has read is UNREAD + s
 
 
-def seats_for(rows: list[Row]) -> Seats:
-    seats = Seats(NUM_SEATS)
+def slot_table_for(rows: list[Row]) -> SlotTable:
+    slot_table = SlotTable(NUM_SLOTS)
     for row in rows:
-        seats.owners[row.seat] = row.request_id
-    everyone = np.arange(NUM_SEATS)
-    seats.put(everyone, UNREAD + everyone)
-    seats.rope_deltas[:] = everyone
-    return seats
+        slot_table.owners[row.seq_slot] = row.request_id
+    everyone = np.arange(NUM_SLOTS)
+    slot_table.put(everyone, UNREAD + everyone)
+    slot_table.rope_deltas[:] = everyone
+    return slot_table
 
 
 def build(
@@ -44,24 +44,17 @@ def build(
     rope: list[PromptPositions] | None = None,
     states: StateTable | None = None,
 ) -> LanguageInput:
-    return language_input(
-        plan_of(StepId(0), rows, block_size=block_size),
-        seats_for(rows),
-        FakeOps(),
-        block_size=block_size,
-        image_block_size=image_block_size,
-        device=CPU,
-        rope=rope,
-        states=states,
-    )
+    plan = plan_of(StepId(0), rows, block_size=block_size)
+    host = step_rows(plan, slot_table_for(rows), block_size, rope)
+    return sent_input(plan, host, FakeOps(), CPU, image_block_size=image_block_size, states=states)[0]
 
 
 def random_rows(rng: np.random.Generator, block_size: int) -> list[Row]:
-    """Decode rows first, then chunks; shuffled blocks and seats, spare capacity behind the valid entries."""
+    """Decode rows first, then chunks; shuffled blocks and slots, spare capacity behind the valid entries."""
     num_decodes, num_chunks = int(rng.integers(0, 5)), int(rng.integers(0, 4))
     rows: list[Row] = []
     blocks = iter(rng.permutation(10_000).astype(np.int32))
-    seats = rng.permutation(NUM_SEATS).tolist()
+    seq_slots = rng.permutation(NUM_SLOTS).tolist()
     for index in range(max(num_decodes + num_chunks, 1)):
         count = 1 if index < num_decodes else int(rng.integers(1, 40))
         start = int(rng.integers(0, 50))
@@ -71,7 +64,7 @@ def random_rows(rng: np.random.Generator, block_size: int) -> list[Row]:
         tokens = tuple(int(t) for t in rng.integers(0, 500, count))
         if index < num_decodes:
             token = tokens[0] if rng.integers(2) else -1
-            rows.append(Decode(RequestId(index), seats[index], token, start, 3, table))
+            rows.append(Decode(RequestId(index), seq_slots[index], token, start, 3, table))
             continue
         slices = []
         if count > 6:
@@ -79,7 +72,7 @@ def random_rows(rng: np.random.Generator, block_size: int) -> list[Row]:
             slices = [ImageSlice(1, 2, 3, image_blocks), ImageSlice(4, count - 4, 0, image_blocks[::-1].copy())]
         sample = bool(rng.integers(2))
         rows.append(
-            ChunkRow(RequestId(index), seats[index], tokens, start, table, num_blocks, sample, 0, tuple(slices))
+            ChunkRow(RequestId(index), seq_slots[index], tokens, start, table, num_blocks, sample, 0, tuple(slices))
         )
     return rows
 
@@ -98,7 +91,7 @@ def test_language_input_equals_a_token_by_token_computation(block_size: int) -> 
                     image_slots.append(int(piece.block_ids[feature // 5]) * 5 + feature % 5)
             for i, token in enumerate(row.token_ids):
                 position = row.start + i
-                tokens.append(token if token >= 0 else UNREAD + row.seat)
+                tokens.append(token if token >= 0 else UNREAD + row.seq_slot)
                 positions.append(position)
                 slots.append(int(row.block_ids[position // block_size]) * block_size + position % block_size)
             cu_q.append(len(tokens))
@@ -133,10 +126,10 @@ def check_types(inputs: LanguageInput) -> None:
 def decodes_of(rng: np.random.Generator, block_size: int, count: int) -> list[Row]:
     """With starts at the ends of blocks too."""
     rows: list[Row] = []
-    for index, seat in enumerate(rng.permutation(NUM_SEATS)[:count].tolist()):
+    for index, seq_slot in enumerate(rng.permutation(NUM_SLOTS)[:count].tolist()):
         start = int(rng.integers(1, 4 * block_size + 1)) if index % 2 else block_size * (1 + index) - index % 3
         table = rng.permutation(1000).astype(np.int32)
-        rows.append(Decode(RequestId(100 + index), seat, int(rng.integers(-1, 3)), start, 4, table))
+        rows.append(Decode(RequestId(100 + index), seq_slot, int(rng.integers(-1, 3)), start, 4, table))
     return rows
 
 
@@ -148,15 +141,15 @@ def test_a_step_of_decodes_equals_the_same_rows_beside_a_chunk(multimodal: bool,
     for count in (1, 2, 9):
         rows = decodes_of(rng, 4, count)
         beside = ChunkRow(RequestId(7), 15, (5,), 0, np.zeros(1, dtype=np.int32), 1, False, 0)
-        rows = [row for row in rows if row.seat != beside.seat] or [replace(rows[0], seat=0)]
+        rows = [row for row in rows if row.seq_slot != beside.seq_slot] or [replace(rows[0], seq_slot=0)]
         text = PromptPositions(np.zeros((3, 1), dtype=np.int64), 0)
         states = None
         if with_states:
-            states = StateTable(StateCache(torch.zeros(2 * NUM_SEATS, 1, 3, 4), torch.zeros(2 * NUM_SEATS, 1, 1, 2, 2)))
+            states = StateTable(StateCache(torch.zeros(2 * NUM_SLOTS, 1, 3, 4), torch.zeros(2 * NUM_SLOTS, 1, 1, 2, 2)))
             for row in rows:
                 tokens = (1,) * row.start
                 states.advance(
-                    plan_of(StepId(0), [ChunkRow(row.request_id, row.seat, tokens, 0, row.block_ids, 9, False, 0)])
+                    plan_of(StepId(0), [ChunkRow(row.request_id, row.seq_slot, tokens, 0, row.block_ids, 9, False, 0)])
                 )
         short = build(rows, 4, rope=[] if multimodal else None, states=states)
         long = build([*rows, beside], 4, rope=[text] if multimodal else None, states=states)
@@ -175,14 +168,14 @@ def test_a_step_of_decodes_equals_the_same_rows_beside_a_chunk(multimodal: bool,
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_multimodal_positions_come_from_the_prompt_and_behind_it_from_the_seat(block_size: int) -> None:
+def test_multimodal_positions_come_from_the_prompt_and_behind_it_from_the_slot(block_size: int) -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         rows = random_rows(rng, block_size)
         rope, expected = [], []
         for row in rows:
             if isinstance(row, Decode):
-                expected += [[row.start + row.seat] * 3]
+                expected += [[row.start + row.seq_slot] * 3]
                 continue
             end = row.start + len(row.token_ids)
             num_prompt = int(rng.integers(1, end + 10))
@@ -213,27 +206,27 @@ def test_a_plan_that_lacks_blocks_is_a_bug(row: Row, company: bool) -> None:
         decodes = replace(plan.decodes, block_tables=plan.decodes.block_tables[:, :1].copy())
         plan = LanguagePlan(plan.step_id, decodes, plan.chunks)
     with pytest.raises(AssertionError, match="lacks blocks"):
-        language_input(plan, seats_for(rows), FakeOps(), block_size=16, image_block_size=5, device=CPU)
+        step_rows(plan, slot_table_for(rows), 16)
 
 
-def test_a_seat_that_is_anothers_is_a_bug() -> None:
+def test_a_slot_that_is_anothers_is_a_bug() -> None:
     row = Decode(RequestId(1), 3, -1, 4, 0, np.arange(9, dtype=np.int32))
-    seats = seats_for([row])
-    seats.owners[3] = 2
+    slot_table = slot_table_for([row])
+    slot_table.owners[3] = 2
     with pytest.raises(AssertionError, match="not its request's"):
-        language_input(plan_of(StepId(0), [row]), seats, FakeOps(), block_size=4, image_block_size=5, device=CPU)
+        step_rows(plan_of(StepId(0), [row]), slot_table, 4)
 
 
-def test_a_seat_that_has_become_anothers_is_noticed_although_the_plan_before_had_the_same_rows() -> None:
+def test_a_slot_that_has_become_anothers_is_noticed_although_the_plan_before_had_the_same_rows() -> None:
     rows: list[Row] = [Decode(RequestId(1), 3, 7, 5, 1, np.arange(4, dtype=np.int32))]
-    seats, plan = seats_for(rows), plan_of(StepId(0), rows, block_size=4)
+    slot_table, plan = slot_table_for(rows), plan_of(StepId(0), rows, block_size=4)
     for _ in range(2):
-        assert seats.tokens(plan.decodes).tolist() == [7]
+        assert slot_table.tokens(plan.decodes).tolist() == [7]
     other = make_request(2, [5, 6])
     chunk = ChunkRow(other.id, 3, other.prompt_token_ids, 0, np.arange(4, dtype=np.int32), 4, True, 0)
-    seats.take(plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, Recipe.of(other), {}, 0)])
+    slot_table.take(plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, SamplingState.of(other), {}, 0)])
     with pytest.raises(AssertionError, match="not its request's"):
-        seats.tokens(plan.decodes)
+        slot_table.tokens(plan.decodes)
 
 
 def test_feature_slots_follow_the_blocks() -> None:

@@ -13,10 +13,10 @@ from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.intake.tokenizer import Tokenizer, load_tokenizer
-from hydra_engine.worker import constraints
-from hydra_engine.worker.constraints import Constraints
-from hydra_engine.worker.sampler import NEVER_PLAIN, Recipe, sample_row
+from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
+from hydra_engine.worker.language import constraints
+from hydra_engine.worker.language.constraints import Constraints
+from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState, sample_row
 
 DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model"
 EOS = 2
@@ -50,45 +50,45 @@ def logits_of(step: int, size: int = 650) -> np.ndarray:
     return logits
 
 
-def run(recipe: Recipe, generated: tuple[int, ...] = (), limit: int = 20) -> list[int]:
+def run(sampling_state: SamplingState, generated: tuple[int, ...] = (), limit: int = 20) -> list[int]:
     """Step by step, each token told when the next one is sampled."""
     output = list(generated)
     while len(output) < limit and EOS not in output:
-        assert recipe.history is not None
+        assert sampling_state.history is not None
         if output:
-            recipe.history.record(len(PROMPT) + len(output) - 1, output[-1:])
-        output.append(sample_row(logits_of(len(output)), recipe, len(output)).token_id)
+            sampling_state.history.record(len(PROMPT) + len(output) - 1, output[-1:])
+        output.append(sample_row(logits_of(len(output)), sampling_state, len(output)).token_id)
     return output
 
 
 def test_text_keeps_to_the_grammar_and_ends(compiler: Constraints, tokenizer: Tokenizer) -> None:
     request = request_of()
-    output = run(Recipe.of(request, compiler.of(request)))
+    output = run(SamplingState.of(request, compiler.of(request)))
     text = tokenizer.decode(output[:-1])
     assert output[-1] == EOS and text[:3].isdigit() and len(text) in (3, 6)
 
 
 def test_from_wherever_a_request_begins(compiler: Constraints) -> None:
     request = request_of(min_tokens=5)
-    whole = run(Recipe.of(request, compiler.of(request)))
+    whole = run(SamplingState.of(request, compiler.of(request)))
     assert len(whole) == 7
     for count in range(len(whole)):  # a replay, or a decode that is taken over, of which `count` tokens are known
         known = tuple(whole[:count])
         again = request_of(generated=known, min_tokens=5)
-        assert run(Recipe.of(again, compiler.of(again)), known) == whole
-    recipe = Recipe.of(request, compiler.of(request))
-    assert recipe.history is not None
+        assert run(SamplingState.of(again, compiler.of(again)), known) == whole
+    sampling_state = SamplingState.of(request, compiler.of(request))
+    assert sampling_state.history is not None
     for start in (0, 3, 4, 1, 5, 3):  # prefilled again after a preemption, in chunks, and a step run twice
         positions = [*PROMPT, *whole[:-1]]
-        recipe.history.record(start, positions[start : start + 4] if start < 4 else positions[start:])
-        recipe.history.record(start, positions[start : start + 1])
+        sampling_state.history.record(start, positions[start : start + 4] if start < 4 else positions[start:])
+        sampling_state.history.record(start, positions[start : start + 1])
     for _ in range(2):
-        assert sample_row(logits_of(6), recipe, 6).token_id == whole[6]
+        assert sample_row(logits_of(6), sampling_state, 6).token_id == whole[6]
 
 
 def test_requests_with_one_grammar_do_not_share_a_place(compiler: Constraints) -> None:
     requests = [request_of(), request_of()]
-    first, second = (Recipe.of(request, compiler.of(request)) for request in requests)
+    first, second = (SamplingState.of(request, compiler.of(request)) for request in requests)
     expected = run(first)
     assert run(second) == expected
     assert len(compiler._compiled) == 1
@@ -98,13 +98,13 @@ def test_few_grammars_are_kept(compiler: Constraints, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constraints, "MAX_COMPILED", 2)
     for number in (1, 2, 3, 1):
         request = request_of(Grammar("regex", f"[a-{'xyz'[number - 1]}]{{{number}}}"))
-        assert len(run(Recipe.of(request, compiler.of(request)))) >= 2
+        assert len(run(SamplingState.of(request, compiler.of(request)))) >= 2
     assert [source for _, source in compiler._compiled] == ["[a-z]{3}", "[a-x]{1}"]
 
 
 def test_rows_with_a_grammar_are_never_plain(compiler: Constraints) -> None:
     request = request_of(temperature=0.0)
-    assert Recipe.of(request, compiler.of(request)).plain_from == NEVER_PLAIN
+    assert SamplingState.of(request, compiler.of(request)).fast_path_from == NO_FAST_PATH
     assert compiler.of(request_of(None)) is None
 
 
@@ -117,10 +117,10 @@ def test_what_cannot_be_followed_fails_with_a_sentence(
     compiler: Constraints, grammar: Grammar, generated: tuple[int, ...]
 ) -> None:
     request = request_of(grammar, generated)
-    recipe = Recipe.of(request, compiler.of(request))
+    sampling_state = SamplingState.of(request, compiler.of(request))
     for _ in range(2):  # and does so again
         with pytest.raises(InvalidRequest, match=r"^the grammar cannot be followed any further: ") as caught:
-            sample_row(logits_of(0), recipe, len(generated))
+            sample_row(logits_of(0), sampling_state, len(generated))
     assert caught.value.param == "regex" and "\n" not in caught.value.message
 
 
@@ -128,4 +128,4 @@ def test_a_text_that_spells_the_end_does_not_end(compiler: Constraints) -> None:
     """The tokenizer would read it as end-of-sequence, and the answer would be cut there."""
     request = request_of(Grammar("choice", json.dumps(["<|end|> is near"])))
     with pytest.raises(InvalidRequest, match="no token of this model continues the text"):
-        run(Recipe.of(request, compiler.of(request)))
+        run(SamplingState.of(request, compiler.of(request)))

@@ -13,7 +13,7 @@ from hydra_engine.errors import BackendError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.seats import Seats
+from hydra_engine.worker.language.slot_table import SlotTable
 from tests.worker.fakes import FakeModel, Rig, make_request
 from tests.worker.late import LateDevice
 from tests.worker.test_lanes import picture_request
@@ -72,9 +72,9 @@ def test_a_bug_in_a_lane_ends_the_worker_too(monkeypatch: pytest.MonkeyPatch) ->
     """Nobody waits for a step that never comes back."""
 
     def take(*_: Any) -> None:
-        raise AssertionError("a seat that is somebody else's")
+        raise AssertionError("a slot that is somebody else's")
 
-    monkeypatch.setattr(Seats, "take", take)
+    monkeypatch.setattr(SlotTable, "take", take)
     for asynchronous in (False, True):
         rig, _ = breaking_rig(asynchronous=asynchronous)
         request = make_request(1, [5, 6])
@@ -134,8 +134,8 @@ def test_pictures_for_which_there_is_no_memory_together_are_encoded_alone() -> N
     request, pixels = picture_request(1, 10, 20)
     rig.add(request, pixels)
     rig.worker.faults.arm("vis.before_step", "oom", "times=1")
-    outcomes = rig.vision(rig.item(request, 0), rig.item(request, 1))
-    assert [outcome.error for outcome in outcomes] == [None, None] and device.trims == 1
+    errors = rig.vision(rig.item(request, 0), rig.item(request, 1))
+    assert errors == (None, None) and device.trims == 1
     rig.worker.close()
 
 
@@ -144,10 +144,10 @@ def test_a_picture_alone_is_tried_once_more_with_the_memory_that_was_given_back(
     request, pixels = picture_request(1, 10)
     rig.add(request, pixels)
     rig.worker.faults.arm("vis.before_step", "oom", "times=1")
-    (outcome,) = rig.vision(rig.item(request, 0))
-    assert outcome.error is None and device.trims == 1
+    (error,) = rig.vision(rig.item(request, 0))
+    assert error is None and device.trims == 1
     rig.worker.faults.arm("vis.before_step", "oom", "times=2")
-    (outcome,) = rig.vision(rig.item(request, 0))
-    assert outcome.error is not None and outcome.error.kind == "Unavailable" and device.trims == 3
-    assert rig.vision(rig.item(request, 0))[0].error is None
+    (error,) = rig.vision(rig.item(request, 0))
+    assert error is not None and error.kind == "Unavailable" and device.trims == 3
+    assert rig.vision(rig.item(request, 0))[0] is None
     rig.worker.close()

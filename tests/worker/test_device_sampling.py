@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.request import SamplingParams
-from hydra_engine.worker.device_sampling import SeatDraws, draw_numbers
-from hydra_engine.worker.sampler import MAX_NUMBER, NEVER_PLAIN, Recipe, draw_number, seed_state
+from hydra_engine.worker.language.device_sampling import SlotSampling, draw_numbers
+from hydra_engine.worker.language.sampler import MAX_NUMBER, NO_FAST_PATH, SamplingState, draw_number, seed_state
 from tests.worker.fakes import make_request
 
 
@@ -23,20 +23,20 @@ def test_numbers_are_the_hosts() -> None:
 
 
 def test_a_number_never_reaches_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hydra_engine.worker.sampler.uniform", lambda seed, counter: 1 - 2.0**-53)
+    monkeypatch.setattr("hydra_engine.worker.language.sampler.uniform", lambda seed, counter: 1 - 2.0**-53)
     assert draw_number(0, 0) == MAX_NUMBER < 1
     assert float(np.float32(MAX_NUMBER)) == MAX_NUMBER
 
 
-def test_seats_keep_what_their_requests_ask_for() -> None:
-    draws = SeatDraws(4)
+def test_slots_keep_what_their_requests_ask_for() -> None:
+    draws = SlotSampling(4)
     asked = [
         make_request(1, [5], temperature=0.75, top_k=3, top_p=0.5, min_p=0.25, seed=9),
         make_request(2, [5]),
         make_request(3, [5], temperature=1e-300, top_k=-1, seed=8),
     ]
-    for seat, request in zip((2, 0, 3), asked, strict=True):
-        draws.take(seat, Recipe.of(request))
+    for seq_slot, request in zip((2, 0, 3), asked, strict=True):
+        draws.take(seq_slot, SamplingState.of(request))
     found = draws.of(np.array([3, 2, 0]), np.array([4, 5, 6]))
     assert found.temperatures[0] > 0 and found.temperatures[1:].tolist() == [0.75, 0.0]
     assert found.top_k.tolist() == [0, 3, 0] and found.top_k.dtype == np.int32
@@ -46,21 +46,21 @@ def test_seats_keep_what_their_requests_ask_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "drawn_from"),
+    ("params", "device_path_from"),
     [
         ({}, 0),
         ({"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, 0),
         ({"temperature": 0.7, "min_tokens": 4}, 4),
         ({"min_tokens": 4}, 4),
-        ({"logprobs": 0}, NEVER_PLAIN),
-        ({"presence_penalty": 0.5}, NEVER_PLAIN),
-        ({"repetition_penalty": 1.1}, NEVER_PLAIN),
-        ({"logit_bias": {3: 1.0}}, NEVER_PLAIN),
-        ({"allowed_token_ids": (3, 4)}, NEVER_PLAIN),
+        ({"logprobs": 0}, NO_FAST_PATH),
+        ({"presence_penalty": 0.5}, NO_FAST_PATH),
+        ({"repetition_penalty": 1.1}, NO_FAST_PATH),
+        ({"logit_bias": {3: 1.0}}, NO_FAST_PATH),
+        ({"allowed_token_ids": (3, 4)}, NO_FAST_PATH),
     ],
 )
-def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, drawn_from: int) -> None:
-    recipe = Recipe.of(make_request(1, [5], **params))
-    assert recipe.drawn_from == drawn_from
+def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, device_path_from: int) -> None:
+    sampling_state = SamplingState.of(make_request(1, [5], **params))
+    assert sampling_state.device_path_from == device_path_from
     greedy = SamplingParams(**{"temperature": 0.0, **params}).greedy
-    assert recipe.plain_from == (drawn_from if greedy else NEVER_PLAIN)
+    assert sampling_state.fast_path_from == (device_path_from if greedy else NO_FAST_PATH)

@@ -92,7 +92,11 @@ def test_faults_of_copies_hit_any_copy_and_tell_only_corruption() -> None:
 
 
 @pytest.mark.parametrize(
-    "hit", ["faults.hit('eng.mid_step', [make_request(1, [5])])", "faults.hit_copy('dst.mid_copy')"]
+    "hit",
+    [
+        "faults.hit('eng.mid_step', [make_request(1, [5])])",
+        pytest.param("faults.hit_copy('dst.mid_copy')", marks=pytest.mark.slow),
+    ],
 )
 def test_kill_ends_the_process_at_once(hit: str) -> None:
     code = (

@@ -15,28 +15,28 @@ import torch
 
 from hydra_engine import Engine
 from hydra_engine.backend.base import Backend
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.select import create_backend
 from hydra_engine.cli.summary import start_lines
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
-from hydra_engine.instance import parts
-from hydra_engine.models.registry import load_model
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.base import ItemPlan, MediaPlan, View
-from hydra_engine.specs.registry import load_spec
-from hydra_engine.worker.device_share import own_part
-from hydra_engine.worker.memory import GIB, MARGIN_BYTES, CachePlan, Filling, WorkingMemory, plan_memory
-from hydra_engine.worker.working_memory import (
+from hydra_engine.instance import compute_stack
+from hydra_engine.models.build import load_model
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.worker.memory.measure import measure
+from hydra_engine.worker.memory.plan import MARGIN_BYTES, CachePlan, Filling, WorkingMemory, own_part, plan_memory
+from hydra_engine.worker.memory.working import (
     ENCODE_GRAPH_BYTES,
     GRAPH_BYTES,
     counts_of_largest,
     estimate,
     largest_encode,
-    measure,
 )
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
+from tools.miniatures import make_tiny
 
 MIB = 1 << 20
 KV_BLOCK = 16 * 8  # one layer, K and V, one head of one float32
@@ -62,7 +62,7 @@ class MeasuringDevice(CpuDevice):
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
         job()
-        if job is parts._nothing:
+        if job is compute_stack._nothing:
             return 0
         self.num_measured += 1
         return self.peaks[min(self.num_measured, len(self.peaks)) - 1]
@@ -81,7 +81,7 @@ def config(**settings: Any) -> EngineConfig:
 
 def plan(own_bytes: int, role: Role = EPD, *, vision: Any = FAKE_VISION, **settings: Any) -> CachePlan:
     filling = Filling(own_bytes, settings.pop("working", WORKING), settings.pop("weights_bytes", None))
-    return plan_memory(fake_spec(256, vision), role, config(**settings), torch.float32, 0, filling=filling)
+    return plan_memory(fake_spec(256, vision), role, config(**settings), 4, 0, filling=filling)
 
 
 # ---- blocks
@@ -133,18 +133,24 @@ def test_sizes_that_are_given_are_taken_and_must_fit() -> None:
 )
 def test_no_room_names_the_flags_of_the_role(letters: str, flags: str) -> None:
     own = WEIGHTS[letters] + WORKING.total_bytes + MARGIN_BYTES
-    with pytest.raises(ResourceError, match=f"^instance role {letters} has no memory for caches: .* {flags}") as raised:
+    with pytest.raises(ResourceError, match=f"^weights .* for instance role {letters}; .* {flags}") as raised:
         plan(own, Role.parse(letters))
-    assert "raise --gpu-memory-utilization" in raised.value.message and "0.5 GiB" in raised.value.message
+    assert (
+        "raise --gpu-memory-utilization" in raised.value.message
+        and "working memory 6 MiB + margin 512 MiB > 518 MiB" in raised.value.message
+    )
 
 
 def test_a_filled_cache_that_is_too_small_asks_for_no_size() -> None:
     own = WEIGHTS["EPD"] + WORKING.total_bytes + MARGIN_BYTES + IMAGE_BLOCK * 16
-    with pytest.raises(ResourceError, match=r"for 256 tokens.*raise --gpu-memory-utilization.*lower max_model_len to"):
+    with pytest.raises(
+        ResourceError,
+        match=r"256 tokens, --max.*raise --gpu-memory-utilization.*lower --max-model-len to",
+    ):
         plan(own, max_model_len=256, num_image_blocks=14)
-    with pytest.raises(ResourceError, match=r"for 148 tokens.*holds 32; raise --gpu-memory-utilization") as raised:
+    with pytest.raises(ResourceError, match=r"\(148 tokens.*; raise --gpu-memory-utilization") as raised:
         plan(own, vision=FakeVision(max_tokens_per_image=140), num_image_blocks=15)
-    assert "kv_cache_gib" not in raised.value.message
+    assert "--kv-cache-gib" not in raised.value.message
     made = plan(own, num_image_blocks=14)
     assert made.max_model_len == 64 and any("a KV cache of" in reason for reason in made.reasons)
 
@@ -238,7 +244,7 @@ def test_peaks_of_a_role_are_those_of_its_stages(tiny: Path) -> None:
     for role, found in expected.items():
         device = MeasuringDevice([300, 40, 50])
         backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
-        made = plan_memory(spec, role, settings, torch.float32, 0, filling=Filling(device.total_bytes))
+        made = plan_memory(spec, role, settings, 4, 0, filling=Filling(device.total_bytes))
         model = load_model(tiny, spec, backend, role, random_weights=True)
         with torch.inference_mode():
             assert measure(model, backend, spec, role, settings, made) == found
@@ -258,7 +264,7 @@ def test_graphs_take_memory_at_every_place(tiny: Path) -> None:
 
     device = Divided([40])
     backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
-    made = plan_memory(spec, Role.D, settings, torch.float32, 0, filling=Filling(device.total_bytes))
+    made = plan_memory(spec, Role.D, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tiny, spec, backend, Role.D, random_weights=True)
     with torch.inference_mode():
         assert measure(model, backend, spec, Role.D, settings, made).graph_bytes == 3 * (40 + GRAPH_BYTES)
@@ -302,7 +308,7 @@ def test_peaks_are_measured_once_and_count_for_every_place(tmp_path: Path) -> No
     spec, settings = load_spec(tmp_path), config(token_budget=24, max_num_seqs=4, dtype="float32")
     device = DividedDevice([300, 40, 50])
     backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
-    made = plan_memory(spec, EPD, settings, torch.float32, 0, filling=Filling(device.total_bytes))
+    made = plan_memory(spec, EPD, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tmp_path, spec, backend, EPD, random_weights=True)
     with torch.inference_mode():
         assert measure(model, backend, spec, EPD, settings, made) == WorkingMemory(600, 100, 0)
@@ -317,7 +323,7 @@ def on_device(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         made = create_backend(*given, **settings)
         return Backend(device, made.ops, made.dtype, 1)
 
-    monkeypatch.setattr(parts, "create_backend", create)
+    monkeypatch.setattr(compute_stack, "create_backend", create)
 
 
 def test_an_engine_measures_fills_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +340,7 @@ def test_an_engine_measures_fills_and_says_so(tmp_path: Path, monkeypatch: pytes
     left = int(0.9 * GIB) - 50 * MIB - MARGIN_BYTES - filled
     assert 0 <= left < summary.kv_cache_bytes // summary.num_kv_blocks
     lines = start_lines([summary])
-    assert "  steps        activations 50.0 MiB, 1.0 GiB of 1.0 GiB free" in lines
+    assert "  steps        activations 50 MiB, 1 GiB of 1 GiB free" in lines
     with pytest.raises(ResourceError, match="raise --gpu-memory-utilization"):
         Engine(tmp_path, dtype="float32", gpu_memory_utilization=0.5)
 
@@ -342,7 +348,7 @@ def test_an_engine_measures_fills_and_says_so(tmp_path: Path, monkeypatch: pytes
 def test_a_device_too_small_for_a_step_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class SmallDevice(MeasuringDevice):
         def peak_bytes(self, job: Callable[[], None]) -> int | None:
-            if job is not parts._nothing:
+            if job is not compute_stack._nothing:
                 raise torch.OutOfMemoryError("tried to allocate more than there is")
             return super().peak_bytes(job)
 

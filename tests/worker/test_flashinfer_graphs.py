@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
-from hydra_engine.backend.cuda_attention import CudaAttention
+from hydra_engine.backend.cuda.attention import CudaAttention
+from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.device import Graph
-from hydra_engine.backend.flashinfer_attention import FlashInferAttention
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.specs.registry import load_spec
+from hydra_engine.models.specs.registry import load_spec
 from tests.ops.flashinfer_library import NUM_SMS, Library, install
 from tests.worker import test_real_model
 from tests.worker.fakes import Rig
 from tests.worker.late import CountedCalls, LateDevice
 from tests.worker.test_graphs import SIZES, expected, graph_rig, leave, requests
+from tools.miniatures import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,7 @@ def test_steps_are_launched_op_by_op_once_a_plan_no_longer_fits(
     assert not device.replays and library.plans[-1] == "Decode"
 
 
+@pytest.mark.slow
 def test_every_place_has_wrappers_of_its_own(model_dir: Path, library: Library, device: GraphDevice, rig: Rig) -> None:
     other = GraphDevice(library, num_places=2)
     before = len(library.graph_wrappers())

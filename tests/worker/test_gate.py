@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.clock import VirtualClock
-from hydra_engine.worker.gate import LaneGate
+from hydra_engine.worker.vision.gate import LaneGate
+from tests.virtual_clock import VirtualClock
 
 PATIENCE_S = 60.0  # until a thread counts as stuck
 
@@ -64,8 +64,7 @@ class VisionThread:
 class Oracle:
     """What the gate promises, without threads. Whole seconds, so that sums are exact."""
 
-    def __init__(self, slicing: bool) -> None:
-        self.slicing = slicing
+    def __init__(self) -> None:
         self.allowance: float | None = None  # of the step that runs
         self.used = 0.0
         self.inside = self.waiting = False
@@ -82,7 +81,7 @@ class Oracle:
             self.used += seconds
 
     def checkpoint(self) -> None:
-        self.waiting = self.slicing and self.allowance is not None and self.used >= self.allowance
+        self.waiting = self.allowance is not None and self.used >= self.allowance
 
 
 ACTIONS = st.one_of(
@@ -94,12 +93,12 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(actions=st.lists(ACTIONS, max_size=40), slicing=st.sampled_from([True, True, True, False]))
-def test_the_gate_does_what_the_oracle_says(actions: list[tuple[str, float]], slicing: bool) -> None:
+@given(actions=st.lists(ACTIONS, max_size=40))
+def test_the_gate_does_what_the_oracle_says(actions: list[tuple[str, float]]) -> None:
     """language: begins a step, or ends the one that runs. step: begins or ends a vision step. piece: computes, then
     meets a checkpoint. idle: time in which vision computes nothing."""
     clock = VirtualClock()
-    gate, oracle = LaneGate(clock, slicing=slicing), Oracle(slicing)
+    gate, oracle = LaneGate(clock), Oracle()
     vision = VisionThread(gate)
     for action, amount in actions:
         if action == "language" and oracle.allowance is None:
@@ -270,20 +269,6 @@ def test_a_closed_gate_stays_open() -> None:
     gate.checkpoint()
     gate.leave()
     assert gate.end() == 3.0, "seconds are counted all the same"
-
-
-def test_without_slicing_nobody_waits_and_seconds_are_counted() -> None:
-    clock = VirtualClock()
-    gate = LaneGate(clock, slicing=False)
-    gate.enter()
-    clock.advance(1)
-    gate.begin(0.0)
-    clock.advance(2)
-    gate.checkpoint()
-    clock.advance(3)
-    assert gate.end() == 5.0
-    clock.advance(4)
-    gate.leave()
 
 
 def test_calls_in_the_wrong_order_are_bugs() -> None:

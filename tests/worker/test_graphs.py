@@ -16,13 +16,13 @@ import torch
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ConfigError
-from hydra_engine.models.rotary import RotaryTable
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.worker.batches import StepRows
-from hydra_engine.worker.decode_graphs import default_sizes
+from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.worker.language.batches import StepRows
+from hydra_engine.worker.language.graphs import default_sizes
 from tests.worker.fakes import Rig, make_request
 from tests.worker.late import LateDevice
 from tests.worker.test_real_model import make_rig, with_pictures
+from tools.miniatures import make_tiny
 
 SIZES = (1, 2, 4, 8)
 
@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 
 def graph_rig(model_dir: Path, device: LateDevice, **options: Any) -> Rig:
-    options = {"num_seats": 8, "cuda_graph_sizes": SIZES, **options}
+    options = {"num_seq_slots": 8, "cuda_graph_sizes": SIZES, **options}
     rig = make_rig(model_dir, "reference", asynchronous=True, device=device, **options)
     rig.worker.capture_graphs(lambda done, total: None)
     device.replays.clear()
@@ -122,7 +122,7 @@ def test_tables_may_be_wider_than_any_context(
     rig: Rig, device: LateDevice, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And hold anything behind the blocks of their row."""
-    graphs = rig.worker._graphs
+    graphs = rig.worker._language.graphs
     assert graphs is not None
     replay = graphs.replay
 
@@ -194,7 +194,7 @@ def test_faults_in_the_middle_of_decodes(rig: Rig, action: str, model_dir: Path)
     assert [o.token_id for o in outcomes] == [tokens[2] for tokens in expected(model_dir)]
 
 
-def test_a_preempted_request_goes_on_in_another_seat(rig: Rig, model_dir: Path) -> None:
+def test_a_preempted_request_goes_on_in_another_slot(rig: Rig, model_dir: Path) -> None:
     made = requests(rig, 20)
     first = made[1]
     head = rig.generate_ahead(*made, steps=3)
@@ -221,7 +221,7 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     make_tiny("qwen3_5_text", tmp_path, seed=7, text={"num_hidden_layers": 4, **heads, **sizes})
-    plain, rig = make_rig(tmp_path, "reference"), graph_rig(tmp_path, device, num_seats=6, cuda_graph_sizes=(4,))
+    plain, rig = make_rig(tmp_path, "reference"), graph_rig(tmp_path, device, num_seq_slots=6, cuda_graph_sizes=(4,))
     made = [make_request(number, prompt) for number, prompt in enumerate((range(10, 40), [9], range(50, 57)), 1)]
     answers = []
     for one, generate in ((plain, plain.generate), (rig, rig.generate_ahead)):
@@ -229,7 +229,7 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
             one.add(request)
         answers.append(generate(*made))
     assert answers[0] == answers[1] and len(device.replays) == 7
-    graphs = rig.worker._graphs
+    graphs = rig.worker._language.graphs
     assert graphs is not None and graphs._parts.states is not None
     cache = graphs._parts.states.cache
     for states in cache.conv, cache.recurrent:
@@ -244,9 +244,9 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
 
 def test_the_largest_is_captured_first_and_all_of_them_for_every_place(model_dir: Path) -> None:
     device, seen = LateDevice(num_places=2), list[tuple[int, int]]()
-    rig = make_rig(model_dir, "reference", num_seats=6, asynchronous=True, device=device)
+    rig = make_rig(model_dir, "reference", num_seq_slots=6, asynchronous=True, device=device)
     rig.worker.capture_graphs(lambda done, total: seen.append((done, total)))
-    graphs, encodes = rig.worker._graphs, rig.worker._encode_graphs
+    graphs, encodes = rig.worker._language.graphs, rig.worker._vision.graphs
     assert graphs is not None and [size for _, size in graphs.wanted] == [6, 4, 2, 1] * 2 and encodes is not None
     total = 8 + len(encodes.wanted)
     assert seen == [(done, total) for done in range(1, total + 1)] and rig.worker.graph_bytes == 1000 * total
@@ -259,7 +259,7 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_place(model_dir
 
 
 def test_capturing_leaves_nothing_behind(model_dir: Path) -> None:
-    rig = make_rig(model_dir, "reference", asynchronous=True, device=LateDevice(), num_seats=4)
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=LateDevice(), num_seq_slots=4)
     before = rig.kv_cache.data.view(torch.int32).clone()
     rig.worker.warm_up(lambda done, total: None)
     rig.worker.capture_graphs(lambda done, total: None)
@@ -278,7 +278,7 @@ def test_a_step_that_no_graph_fits_is_launched_op_by_op(model_dir: Path) -> None
     rows = [rig.row(request, request.num_prompt, [-1], 1) for request in made[:2]]
     assert [o.token_id for o in rig.language(*rows)] == [tokens[1] for tokens in expected(model_dir)[:2]]
     assert len(device.replays) == 1
-    graphs = rig.worker._graphs
+    graphs = rig.worker._language.graphs
     assert graphs is not None
     graphs._max_model_len = made[0].num_prompt + 1
     rows = [rig.row(request, request.num_prompt + 1, [-1], 2) for request in made[:2]]
@@ -288,7 +288,7 @@ def test_a_step_that_no_graph_fits_is_launched_op_by_op(model_dir: Path) -> None
 
 
 def test_ops_that_plan_from_contents_are_not_captured(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rig = make_rig(model_dir, "native", asynchronous=True, device=LateDevice(), num_seats=4)
+    rig = make_rig(model_dir, "native", asynchronous=True, device=LateDevice(), num_seq_slots=4)
     with caplog.at_level(logging.INFO):
         rig.worker.capture_graphs(lambda done, total: pytest.fail("something was captured"))
     assert "not captured" in caplog.text and rig.worker.graph_bytes == 0
@@ -302,7 +302,7 @@ def test_a_capture_that_fails_says_what_to_change(model_dir: Path) -> None:
         def capture(self, launch: Any) -> Any:
             raise torch.OutOfMemoryError("no room for a pool")
 
-    rig = make_rig(model_dir, "reference", asynchronous=True, device=Small(), num_seats=4)
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=Small(), num_seq_slots=4)
     with pytest.raises(BackendError, match="enforce_eager"):
         rig.worker.capture_graphs(lambda done, total: None)
     rig.worker.close()

@@ -205,8 +205,8 @@ def context_of(request: Request, pixels: list) -> list[float]:
 def test_image_features_reach_their_positions_whatever_the_chunks(rig: Rig, chunk: int) -> None:
     request, pixels = picture_request(1, 10, 20, 30)
     rig.add(request, pixels)
-    outcomes = rig.vision(*(rig.item(request, index) for index in (2, 0, 1)))
-    assert [(o.image_index, o.error) for o in outcomes] == [(2, None), (0, None), (1, None)]
+    errors = rig.vision(*(rig.item(request, index) for index in (2, 0, 1)))
+    assert errors == (None, None, None)
     expected = int(fake_logits(context_of(request, pixels)).argmax())
     assert rig.generate(request, chunk=chunk, steps=1) == [[expected]]
 
@@ -217,7 +217,7 @@ def test_pictures_of_all_sizes_share_an_encode(rig: Rig) -> None:
     rig.add(small, small_pixels)
     rig.add(wide, wide_pixels)
     items = [rig.item(small, 0), rig.item(wide, 0), rig.item(small, 1), rig.item(wide, 1)]
-    assert all(o.error is None for o in rig.vision(*items))
+    assert not any(rig.vision(*items))
     assert rig.model.batch_sizes == [4]
     for request, pixels in ((small, small_pixels), (wide, wide_pixels)):
         expected = int(fake_logits(context_of(request, pixels)).argmax())
@@ -231,8 +231,8 @@ def test_a_bad_picture_fails_alone(rig: Rig, fill: int, code: str) -> None:
     rig.add(request, pixels)
     rig.add(other, other_pixels)
     items = [*(rig.item(request, index) for index in range(3)), rig.item(other, 0)]
-    outcomes = rig.vision(*items)
-    assert [o.error and o.error.code for o in outcomes] == [None, code, None, None]
+    errors = rig.vision(*items)
+    assert [error and error.code for error in errors] == [None, code, None, None]
     expected = int(fake_logits(context_of(other, other_pixels)).argmax())
     assert rig.generate(other, steps=1) == [[expected]]
 
@@ -240,15 +240,15 @@ def test_a_bad_picture_fails_alone(rig: Rig, fill: int, code: str) -> None:
 def test_missing_pixels_fail_their_picture_only(rig: Rig) -> None:
     request, pixels = picture_request(1, 10, 20)
     rig.add(request, pixels[:1])
-    outcomes = rig.vision(rig.item(request, 0), rig.item(request, 1))
-    assert [o.error is None for o in outcomes] == [True, False]
+    errors = rig.vision(rig.item(request, 0), rig.item(request, 1))
+    assert [error is None for error in errors] == [True, False]
 
 
 def test_pixels_that_are_too_short_fail_their_picture_only(rig: Rig) -> None:
     request, pixels = picture_request(1, 10, 20)
     rig.add(request, [pixels[0], replace(pixels[1], data=b"short")])
-    outcomes = rig.vision(rig.item(request, 0), rig.item(request, 1))
-    assert [o.error is None for o in outcomes] == [True, False]
+    errors = rig.vision(rig.item(request, 0), rig.item(request, 1))
+    assert [error is None for error in errors] == [True, False]
 
 
 @pytest.mark.parametrize("action", ["raise", "nan"])
@@ -258,8 +258,8 @@ def test_injected_vision_faults_hit_only_matching_requests(rig: Rig, action: str
     rig.add(bad, bad_pixels)
     rig.add(good, good_pixels)
     rig.worker.faults.arm("vis.before_step", action, "request=1")
-    outcomes = rig.vision(rig.item(bad, 0), rig.item(good, 0))
-    assert [o.error is None for o in outcomes] == [False, True]
+    errors = rig.vision(rig.item(bad, 0), rig.item(good, 0))
+    assert [error is None for error in errors] == [False, True]
 
 
 # ---- two lanes
@@ -279,7 +279,7 @@ def test_language_steps_go_on_while_an_encode_runs() -> None:
     last_language_s = time.monotonic()
     gate.set()
     result = rig.wait(step)
-    assert isinstance(result, VisionResult) and result.outcomes[0].error is None
+    assert isinstance(result, VisionResult) and result.errors[0] is None
     assert result.started_s < last_language_s < result.ended_s
     assert rig.model.encode_threads == {"vision"} and rig.model.forward_threads == {"language"}
     rig.worker.close()

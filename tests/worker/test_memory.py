@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_engine.backend.shared_memory import SharedPool
+from hydra_engine.backend.cpu.shared_memory import SharedPool
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
 from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.units import GIB
 from hydra_engine.errors import ResourceError
-from hydra_engine.specs.base import DeltaShape
-from hydra_engine.worker.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
-from hydra_engine.worker.memory import GIB, CachePlan, plan_memory
+from hydra_engine.models.specs.base import DeltaShape
+from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
+from hydra_engine.worker.memory.plan import CachePlan, plan_memory
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
 
 TOKEN_BYTES = 8  # one layer, K and V, one head of one float32
@@ -38,7 +39,7 @@ def plan(
         scheduler=SchedulerConfig(max_num_seqs=settings.get("max_num_seqs", 64)),
         media=MediaConfig(max_images=settings.get("max_images", 16)),
     )
-    return plan_memory(fake_spec(max_position, vision), role, config, torch.float32, free_bytes, shares=shares)
+    return plan_memory(fake_spec(max_position, vision), role, config, 4, free_bytes, shares=shares)
 
 
 def test_defaults_hold_every_sequence_and_sixteen_pictures() -> None:
@@ -72,18 +73,21 @@ def test_memory_for_less_than_one_request_lowers_the_context_and_says_so() -> No
 
 
 def test_a_context_asked_for_by_name_is_refused_instead() -> None:
-    with pytest.raises(ResourceError, match="lower max_model_len to 48") as raised:
+    with pytest.raises(ResourceError, match="lower --max-model-len to 48") as raised:
         plan(num_kv_blocks=3, max_model_len=100)
     assert raised.value.param == "kv_cache_gib"
     assert plan(num_kv_blocks=7, max_model_len=100).max_model_len == 100
 
 
 def test_a_cache_for_no_picture_at_all_is_refused() -> None:
-    with pytest.raises(ResourceError, match="image_cache_gib"):
+    with pytest.raises(ResourceError, match="--num-image-blocks 2"):
         plan(vision=FakeVision(max_tokens_per_item=65), num_image_blocks=1)
-    with pytest.raises(ResourceError, match="kv_cache_gib"):
+    with pytest.raises(ResourceError, match="--num-kv-blocks 1"):
         plan(num_kv_blocks=0)
-    with pytest.raises(ResourceError, match="instance role EPD needs KV for 148 tokens, but its KV cache holds 128;"):
+    with pytest.raises(
+        ResourceError,
+        match=r"^KV cache 1 KiB < 1\.2 KiB \(148 tokens, .* EPD; give at least --num-kv-blocks 10$",
+    ):
         plan(vision=FakeVision(max_tokens_per_image=140), num_kv_blocks=8)
     with pytest.raises(ResourceError):
         plan(0)
@@ -95,7 +99,7 @@ def test_numbers_and_sizes_of_the_configuration_are_taken() -> None:
     made = plan(kv_cache_gib=0.5, image_cache_gib=0.25)
     assert made.num_kv_blocks == GIB // 2 // (16 * TOKEN_BYTES)
     assert made.num_image_blocks == GIB // 4 // 256
-    assert any("kv_cache_gib 0.5" in reason for reason in made.reasons)
+    assert any("--kv-cache-gib 0.5" in reason for reason in made.reasons)
 
 
 def test_pictures_of_one_request_fit_by_default_and_fewer_are_reported() -> None:
@@ -131,9 +135,9 @@ def test_instances_on_one_device_divide_what_is_free_and_take_what_they_are_give
 
 @pytest.mark.parametrize("letters", ["P", "D", "PD"])
 def test_a_refusal_names_the_role(letters: str) -> None:
-    with pytest.raises(ResourceError, match=f"^instance role {letters} needs KV for 100 tokens"):
+    with pytest.raises(ResourceError, match=f"^KV cache .*100 tokens, --max-model-len.* for instance role {letters};"):
         plan(role=Role.parse(letters), num_kv_blocks=3, max_model_len=100)
-    with pytest.raises(ResourceError, match=f"^instance role {letters} needs KV"):
+    with pytest.raises(ResourceError, match=f"^weights .* > 0 B for instance role {letters}; free memory"):
         plan(0, role=Role.parse(letters))
 
 
@@ -141,7 +145,7 @@ def test_an_encoders_cache_holds_what_others_have_not_fetched() -> None:
     made = plan(role=Role.E)
     assert made.num_image_blocks == 16 and made.max_model_len == 256
     assert any("until other instances have fetched them" in reason for reason in made.reasons)
-    with pytest.raises(ResourceError, match=r"^instance role E needs 2 image-cache blocks .*image_cache_gib"):
+    with pytest.raises(ResourceError, match=r"^image cache 256 B < 512 B .* E; give at least --num-image-blocks 2"):
         plan(role=Role.E, vision=FakeVision(max_tokens_per_item=65), num_image_blocks=1)
 
 
@@ -209,13 +213,13 @@ def test_recurrent_states_are_counted_before_the_caches() -> None:
     )
     hybrid = replace(spec, language=language)
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=5))
-    made = plan_memory(hybrid, EPD, config, torch.bfloat16, PLENTY)
+    made = plan_memory(hybrid, EPD, config, 2, PLENTY)
     per_request = 2 * (2 * 4 * 8 * 4 + 3 * 24 * 2)
     assert (made.num_state_slots, made.state_bytes) == (5, 5 * 2 * per_request)
     assert made.kv_bytes == made.num_kv_blocks * 16 * TOKEN_BYTES // 2
     states = allocate_states(hybrid, made, torch.bfloat16)
     assert states is not None and states.nbytes == made.state_bytes
     assert states.conv.shape == (10, 2, 3, 24) and states.recurrent.shape == (10, 2, 2, 4, 8)
-    with pytest.raises(ResourceError, match="lower max_num_seqs"):
-        plan_memory(hybrid, EPD, config, torch.bfloat16, language.num_parameters() * 2 + made.state_bytes - 1)
+    with pytest.raises(ResourceError, match="lower --max-num-seqs"):
+        plan_memory(hybrid, EPD, config, 2, language.num_parameters() * 2 + made.state_bytes - 1)
     assert allocate_states(spec, plan(), torch.bfloat16) is None

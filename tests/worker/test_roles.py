@@ -15,10 +15,10 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import Request
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.models.tiny.base import IMAGE_ID
 from tests.worker.fakes import BLOCK, Rig, make_request
 from tests.worker.pulling import connect, make_rig, num_descriptors, pull
+from tools.miniatures import make_tiny
+from tools.miniatures.base import IMAGE_ID
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def through_three(
     encoder: Rig, prefiller: Rig, decoder: Rig, request: Request, pixels: list[PixelPayload]
 ) -> list[int]:
     encoder.worker.add_request(request, pixels)
-    outcomes = encoder.vision(*(encoder.item(request, index) for index in range(len(request.images))))
-    assert all(outcome.error is None for outcome in outcomes)
+    errors = encoder.vision(*(encoder.item(request, index) for index in range(len(request.images))))
+    assert not any(errors)
     prefiller.add(request)
     for index in range(len(request.images)):
         prefiller.item(request, index)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.worker.sampler import (
-    NEVER_PLAIN,
-    Recipe,
+from hydra_engine.worker.language.sampler import (
+    NO_FAST_PATH,
+    SamplingState,
     TokenHistory,
     best_tokens,
     draw,
@@ -60,13 +60,13 @@ def actual_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarr
     return dense / dense.sum()
 
 
-def recipe_of(
+def sampling_state_of(
     seed: int = 0, prompt: tuple[int, ...] = (1, 3), output: tuple[int, ...] = (), **params: object
-) -> Recipe:
-    recipe = Recipe.of(make_request(1, prompt, seed=seed, **params))
-    if recipe.history is not None:
-        recipe.history.record(len(prompt), output)
-    return recipe
+) -> SamplingState:
+    sampling_state = SamplingState.of(make_request(1, prompt, seed=seed, **params))
+    if sampling_state.history is not None:
+        sampling_state.history.record(len(prompt), output)
+    return sampling_state
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_a_draw_at_either_end_is_a_token_with_mass() -> None:
 def test_a_tiny_temperature_is_greedy_and_never_overflows() -> None:
     logits = normal(1, 50) * 1e4
     for temperature in (5e-324, 1e-300, 1e-6):
-        token = sample_row(logits, recipe_of(temperature=temperature), 0).token_id
+        token = sample_row(logits, sampling_state_of(temperature=temperature), 0).token_id
         assert token == int(logits.argmax())
 
 
@@ -171,7 +171,7 @@ def test_greedy_takes_the_lowest_id_among_ties() -> None:
     logits[0, [7, 31_000]] = 5.0
     logits[1, [39_999]] = 1.0
     assert best_tokens(logits).tolist() == [7, 39_999, 0]
-    assert sample_row(logits[0], recipe_of(logprobs=0), 0).token_id == 7
+    assert sample_row(logits[0], sampling_state_of(logprobs=0), 0).token_id == 7
 
 
 def test_finite_rows_tells_nan_and_infinity_from_large_numbers() -> None:
@@ -186,7 +186,7 @@ def test_finite_rows_tells_nan_and_infinity_from_large_numbers() -> None:
 def test_penalties_follow_the_formulas() -> None:
     logits = np.float32([2.0, -1.0, 0.5, 3.0, -2.0, 1.0, 2.5])
     settings = {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.5, "top_k": 7}
-    recipe = recipe_of(prompt=(1, 3, 3), output=(0, 0, 4), temperature=1.0, **settings)
+    sampling_state = sampling_state_of(prompt=(1, 3, 3), output=(0, 0, 4), temperature=1.0, **settings)
     expected = [
         2.0 / 1.5 - 2 * 0.5 - 0.25,  # twice in the output
         -1.0 * 1.5,  # in the prompt only: repetition, nothing else
@@ -199,13 +199,13 @@ def test_penalties_follow_the_formulas() -> None:
     weights = np.exp(np.asarray(expected))
     cumulative = np.cumsum(weights / weights.sum())
     for counter in range(200):
-        token = sample_row(logits, recipe, counter).token_id
+        token = sample_row(logits, sampling_state, counter).token_id
         assert token == int(np.searchsorted(cumulative, uniform(0, counter), side="right"))
 
 
 def test_penalties_ignore_prompt_ids_beyond_the_logits() -> None:
-    recipe = recipe_of(prompt=(1, 5000), repetition_penalty=2.0)
-    assert sample_row(np.float32([1.0, 1.5, 0.0]), recipe, 0).token_id == 0
+    sampling_state = sampling_state_of(prompt=(1, 5000), repetition_penalty=2.0)
+    assert sample_row(np.float32([1.0, 1.5, 0.0]), sampling_state, 0).token_id == 0
 
 
 def test_history_counts_each_position_once() -> None:
@@ -223,29 +223,31 @@ def test_history_counts_each_position_once() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: float) -> None:
     logits = np.float32([0.0, 1.0, 9.0, 8.0, 2.0])  # 2 ends (eos), 3 is a stop token
-    recipe = recipe_of(temperature=temperature, min_tokens=3, stop_token_ids=(3, 4000))
-    early = {sample_row(logits, recipe, n).token_id for n in range(3)}
+    sampling_state = sampling_state_of(temperature=temperature, min_tokens=3, stop_token_ids=(3, 4000))
+    early = {sample_row(logits, sampling_state, n).token_id for n in range(3)}
     assert early <= {0, 1, 4} and (temperature > 0 or early == {4})
-    late = {sample_row(logits, recipe, n).token_id for n in range(3, 40)}
+    late = {sample_row(logits, sampling_state, n).token_id for n in range(3, 40)}
     assert late & {2, 3}
-    at_the_limit = recipe_of(min_tokens=3, stop_token_ids=(3,), logprobs=0)
+    at_the_limit = sampling_state_of(min_tokens=3, stop_token_ids=(3,), logprobs=0)
     assert [sample_row(logits, at_the_limit, n).token_id for n in (2, 3)] == [4, 2]
-    assert recipe.plain_from == (3 if temperature == 0 else NEVER_PLAIN)
+    assert sampling_state.fast_path_from == (3 if temperature == 0 else NO_FAST_PATH)
 
 
 def test_min_tokens_that_leave_nothing_are_the_requests_own_error() -> None:
-    recipe = recipe_of(min_tokens=1, stop_token_ids=(0, 1))
+    sampling_state = sampling_state_of(min_tokens=1, stop_token_ids=(0, 1))
     with pytest.raises(InvalidRequest, match="min_tokens"):
-        sample_row(np.zeros(3, np.float32), recipe, 0)
+        sample_row(np.zeros(3, np.float32), sampling_state, 0)
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = normal(2, 100) * 4
     expected = [float(x) - math.log(math.fsum(math.exp(x) for x in logits.astype(float))) for x in logits]
     order = sorted(range(100), key=lambda t: (-float(logits[t]), t))
-    recipe = recipe_of(temperature=1.7, top_k=3, repetition_penalty=1.3, logprobs=20, min_tokens=5, seed=4)
+    sampling_state = sampling_state_of(
+        temperature=1.7, top_k=3, repetition_penalty=1.3, logprobs=20, min_tokens=5, seed=4
+    )
     for counter in range(10):
-        result = sample_row(logits, recipe, counter).logprobs
+        result = sample_row(logits, sampling_state, counter).logprobs
         assert result is not None
         assert result.logprob == pytest.approx(float(expected[result.token_id]), abs=1e-12)
         assert result.rank == 1 + order.index(result.token_id)
@@ -255,22 +257,22 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_logprobs_zero_gives_the_token_only_and_more_than_the_vocabulary_gives_all() -> None:
     logits = np.float32([1.0, 3.0, 3.0])
-    none = sample_row(logits, recipe_of(logprobs=0), 0).logprobs
+    none = sample_row(logits, sampling_state_of(logprobs=0), 0).logprobs
     assert none is not None and none.top == () and (none.token_id, none.rank) == (1, 1)
-    every = sample_row(logits, recipe_of(logprobs=20), 0).logprobs
+    every = sample_row(logits, sampling_state_of(logprobs=20), 0).logprobs
     assert every is not None and [t for t, _ in every.top] == [1, 2, 0]
 
 
 def test_a_token_does_not_depend_on_where_its_logits_lie() -> None:
     """Row alone, in a batch, strided, or at an odd address: the same bits."""
     batch = normal(3, 9, 1037) * 2
-    recipe = recipe_of(temperature=0.9, top_p=0.95, logprobs=5, seed=77)
+    sampling_state = sampling_state_of(temperature=0.9, top_p=0.95, logprobs=5, seed=77)
     for row in range(9):
-        alone = sample_row(batch[row].copy(), recipe, row)
+        alone = sample_row(batch[row].copy(), sampling_state, row)
         strided = np.stack([batch[row], batch[row]], axis=1)[:, 0]
         shifted = np.concatenate([batch[row][:1], batch[row]])[1:]
         for other in (batch[row], strided, shifted):
-            assert sample_row(other, recipe, row) == alone
+            assert sample_row(other, sampling_state, row) == alone
 
 
 # ---- biases and sets of tokens
@@ -278,39 +280,39 @@ def test_a_token_does_not_depend_on_where_its_logits_lie() -> None:
 
 def test_biases_are_added_before_temperature_and_leave_logprobs_alone() -> None:
     logits = normal(4, 20)
-    recipe = recipe_of(temperature=0.5, logit_bias={7: 3.0, 9: -100.0, 500: 5.0}, logprobs=3)
+    sampling_state = sampling_state_of(temperature=0.5, logit_bias={7: 3.0, 9: -100.0, 500: 5.0}, logprobs=3)
     bent = logits.astype(np.float64)
     bent[7] += 3.0
     bent[9] -= 100.0
     for count in range(200):
-        sample = sample_row(logits, recipe, count)
+        sample = sample_row(logits, sampling_state, count)
         assert sample.token_id == draw(bent, SamplingParams(temperature=0.5), uniform(0, count)) != 9
         assert sample.logprobs == token_logprobs(logits.astype(np.float64), sample.token_id, 3)
-    assert sample_row(logits, recipe_of(logit_bias={7: 100.0}), 0).token_id == 7
+    assert sample_row(logits, sampling_state_of(logit_bias={7: 100.0}), 0).token_id == 7
 
 
 def test_biases_come_before_repetition_penalties() -> None:
     """As in vLLM: a bias that lifts a logit over zero makes the penalty a division."""
     logits = np.array([0.0, -1.0, 0.0, 1.5], dtype=np.float32)
-    recipe = recipe_of(prompt=(1,), logit_bias={1: 4.0}, repetition_penalty=4.0)
-    assert sample_row(logits, recipe, 0).token_id == 3  # 3 / 4, not -1 * 4 + 4 and not 3
+    sampling_state = sampling_state_of(prompt=(1,), logit_bias={1: 4.0}, repetition_penalty=4.0)
+    assert sample_row(logits, sampling_state, 0).token_id == 3  # 3 / 4, not -1 * 4 + 4 and not 3
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4, "top_p": 0.9}], ids=str)
 def test_only_allowed_tokens_come(params: dict[str, float]) -> None:
-    recipe = recipe_of(allowed_token_ids=[2, 5, 11, 700], **params)
-    found = {sample_row(normal(count, 20), recipe, count).token_id for count in range(300)}
+    sampling_state = sampling_state_of(allowed_token_ids=[2, 5, 11, 700], **params)
+    found = {sample_row(normal(count, 20), sampling_state, count).token_id for count in range(300)}
     assert found == {2, 5, 11}
-    assert recipe.plain_from == recipe_of(logit_bias={1: 0.5}).plain_from == NEVER_PLAIN
+    assert sampling_state.fast_path_from == sampling_state_of(logit_bias={1: 0.5}).fast_path_from == NO_FAST_PATH
 
 
 def test_allowed_tokens_and_min_tokens_may_leave_nothing() -> None:
-    recipe = recipe_of(allowed_token_ids=[2], min_tokens=3)
+    sampling_state = sampling_state_of(allowed_token_ids=[2], min_tokens=3)
     with pytest.raises(InvalidRequest, match="min_tokens leaves no token"):
-        sample_row(normal(0, 20), recipe, 2)
-    assert sample_row(normal(0, 20), recipe, 3).token_id == 2
+        sample_row(normal(0, 20), sampling_state, 2)
+    assert sample_row(normal(0, 20), sampling_state, 3).token_id == 2
     with pytest.raises(InvalidRequest, match="allowed_token_ids leaves no token") as caught:
-        sample_row(normal(0, 20), recipe_of(allowed_token_ids=[99]), 0)
+        sample_row(normal(0, 20), sampling_state_of(allowed_token_ids=[99]), 0)
     assert caught.value.param == "allowed_token_ids"
 
 
@@ -347,14 +349,14 @@ def test_a_grammar_goes_before_everything_else(allowed: tuple[int, ...], params:
     logits[[5, 15]] = 2.0, 9.0
     logits[2] = -5.0
     request = make_request(1, (1, 3), grammar=Grammar("json_object"), **params)
-    assert sample_row(logits, Recipe.of(request, Scripted(*allowed)), 0).token_id == token
+    assert sample_row(logits, SamplingState.of(request, Scripted(*allowed)), 0).token_id == token
 
 
 def test_a_grammar_that_nothing_is_left_of() -> None:
     request = make_request(1, (1, 3), grammar=Grammar("json_object", param="regex"), allowed_token_ids=[9])
     with pytest.raises(InvalidRequest, match="no token that the grammar allows"):
-        sample_row(normal(0, 20), Recipe.of(request, Scripted(5)), 0)
+        sample_row(normal(0, 20), SamplingState.of(request, Scripted(5)), 0)
     request = make_request(1, (1, 3), grammar=Grammar("json_object", param="regex"))
     with pytest.raises(InvalidRequest, match="no token of this model") as caught:
-        sample_row(normal(0, 20), Recipe.of(request, Scripted()), 0)
+        sample_row(normal(0, 20), SamplingState.of(request, Scripted()), 0)
     assert caught.value.param == "regex"

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import torch
 
-from hydra_engine.backend.cpu import CpuDevice
+from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, DecodeRows, LanguagePlan
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.worker.parts import Samples
+from hydra_engine.worker.language.plan_rows import Samples
+from hydra_engine.worker.language.prompt_scores import PromptScoring
+from hydra_engine.worker.language.sampler import SamplingState, token_logprobs
 from hydra_engine.worker.ports import WorkerRequest
-from hydra_engine.worker.sampler import Recipe, token_logprobs
-from hydra_engine.worker.scores import PromptScoring
 
 VOCABULARY = 8
 DECODES = DecodeRows(*(np.arange(2, dtype=np.int64) for _ in range(5)), block_tables=np.zeros((2, 1), dtype=np.int32))
@@ -23,7 +23,7 @@ DECODES = DecodeRows(*(np.arange(2, dtype=np.int64) for _ in range(5)), block_ta
 def record(number: int, prompt: tuple[int, ...], num_top: int | None) -> WorkerRequest:
     sampling = SamplingParams(prompt_logprobs=num_top)
     request = Request(RequestId(number), prompt, sampling, max_new_tokens=1, seed=0, arrival_s=0.0)
-    return WorkerRequest(request, Recipe.of(request), {}, 0)
+    return WorkerRequest(request, SamplingState.of(request), {}, 0)
 
 
 def chunk(owner: WorkerRequest, start: int, end: int, *, scored: bool = True) -> ChunkRow:

@@ -1,4 +1,4 @@
-"""Which place of a seat a row reads and writes: never the same one, and the other way round only after a whole step."""
+"""Which place of a slot a row reads and writes: never the same one, and the other way round only after a whole step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from hydra_engine.backend.base import StateCache
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, LanguagePlan
-from hydra_engine.worker.states import StateTable
+from hydra_engine.worker.language.states import StateTable
 from tests.worker.fakes import Decode, Row, plan_of
 
 BLOCKS = np.zeros(8, dtype=np.int32)
 
 
-def chunk(seat: int, start: int, count: int) -> ChunkRow:
-    return ChunkRow(RequestId(seat), seat, (1,) * count, start, BLOCKS, 8, False, 0)
+def chunk(seq_slot: int, start: int, count: int) -> ChunkRow:
+    return ChunkRow(RequestId(seq_slot), seq_slot, (1,) * count, start, BLOCKS, 8, False, 0)
 
 
-def decode(seat: int, start: int) -> Decode:
-    return Decode(RequestId(seat), seat, -1, start, 1, BLOCKS)
+def decode(seq_slot: int, start: int) -> Decode:
+    return Decode(RequestId(seq_slot), seq_slot, -1, start, 1, BLOCKS)
 
 
 def plan(*rows: Row) -> LanguagePlan:
@@ -60,7 +60,7 @@ def mixed_next() -> LanguagePlan:
     return plan(decode(1, 5), chunk(0, 3, 1))
 
 
-def test_the_next_owner_of_a_seat_begins_without_a_state() -> None:
+def test_the_next_owner_of_a_slot_begins_without_a_state() -> None:
     states = table()
     states.advance(plan(chunk(2, 0, 5)))
     (cu_q, starts, (read,), (write,)) = states.rows(plan(chunk(2, 0, 4))).lists()

@@ -17,9 +17,9 @@ from hydra_engine.backend.base import PagedCache
 from hydra_engine.core.plans import PullJob
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.errors import TransferError
-from hydra_engine.models.tiny import make_tiny
 from tests.worker.fakes import BLOCK, Rig
 from tests.worker.pulling import VALID, connect, job, make_rig, num_descriptors, num_mappings, pull
+from tools.miniatures import make_tiny
 
 
 @pytest.fixture(scope="module")

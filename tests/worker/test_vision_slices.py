@@ -15,10 +15,10 @@ from hydra_engine.core.plans import VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.gate import LaneGate
+from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.ports import WorkerRequest
-from hydra_engine.worker.sampler import Recipe
-from hydra_engine.worker.vision_lane import VisionLane
+from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.vision.lane import VisionLane
 from tests.worker.fakes import BAD_PIXEL, IMAGE_TOKENS, FakeModel, Rig, make_picture, make_request
 
 NUM_LAYERS = 4
@@ -53,7 +53,7 @@ class Setup:
         prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]
         self.request: Request = make_request(1, prompt, images=tuple(image for image, _ in pictures))
         payloads = {payload.digest: payload for _, payload in pictures}
-        self.record = WorkerRequest(self.request, Recipe.of(self.request), payloads, 0)
+        self.record = WorkerRequest(self.request, SamplingState.of(self.request), payloads, 0)
         self.results: list[VisionResult] = []
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ def test_a_vision_step_advances_a_layer_per_language_step_that_leaves_no_room() 
     thread.join(60)
     setup.gate.end()
     (result,) = setup.results
-    assert [outcome.error for outcome in result.outcomes] == [None, None]
+    assert result.errors == (None, None)
     assert result.started_s < held_s < result.ended_s, "the step's times include its waits"
     setup.close()
 
@@ -96,7 +96,7 @@ def test_a_picture_that_makes_the_tower_raise_leaves_the_gate_behind() -> None:
     """The step is repeated picture by picture inside one passage through the gate."""
     setup = Setup(10, BAD_PIXEL, 30)
     setup.run()
-    assert [outcome.error is None for outcome in setup.results[0].outcomes] == [True, False, True]
+    assert [error is None for error in setup.results[0].errors] == [True, False, True]
     assert setup.model.layers == list(range(NUM_LAYERS)) * 4
     setup.gate.enter()  # an error if the lane were still inside
     setup.gate.leave()
@@ -124,5 +124,5 @@ def test_the_size_of_pieces_reaches_the_model() -> None:
         setup = Setup(10, gated=gated, piece_rows=64)
         setup.run()
         assert setup.model.piece_rows == expected
-        assert setup.results[0].outcomes[0].error is None
+        assert setup.results[0].errors[0] is None
         setup.close()

@@ -10,11 +10,12 @@ import pytest
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
+from hydra_engine.core.messages import Delta, Finished, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
-from hydra_engine.scheduler.events import Event, FinishEvent, TokenEvent, TokensEvent
+from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.worker.fakes import BLOCK, NAN_TOKEN, POISON_TOKEN, Rig, make_request
 from tests.worker.test_ahead import expected_of
@@ -50,11 +51,11 @@ class Loop:
         kv: CacheManager[RequestId] = CacheManager(num_blocks, BLOCK)
         images: CacheManager[FeatureKey] = CacheManager(8, BLOCK)
         config = SchedulerConfig(max_num_seqs=MAX_SEQS, token_budget=13, look_ahead=True)
-        self.scheduler = StageScheduler(EPD, kv, images, config, instance="test")
+        self.scheduler = StageScheduler(EPD, kv, images, config, instance="test", observer=StepHistory())
         self.tokens: dict[int, list[int]] = {}
-        self.finished: dict[int, FinishEvent] = {}
+        self.finished: dict[int, Finished] = {}
         self.in_flight: list[StepId] = []
-        self.seats: set[int] = set()
+        self.seq_slots: set[int] = set()
         self.most_in_flight = 0
         self.now = 0.0
 
@@ -75,18 +76,18 @@ class Loop:
             self.scheduler.check()
 
     def _submit(self, plan: LanguagePlan) -> None:
-        self.seats |= {*plan.decodes.seats.tolist(), *(chunk.seat for chunk in plan.chunks)}
+        self.seq_slots |= {*plan.decodes.seq_slots.tolist(), *(chunk.seq_slot for chunk in plan.chunks)}
         self.rig.worker.submit_language(plan)
         self.in_flight.append(plan.step_id)
 
-    def _take(self, events: list[Event]) -> None:
+    def _take(self, events: list[RequestMessage]) -> None:
         for event in events:
-            if isinstance(event, TokensEvent):
+            if isinstance(event, Tokens):
                 for request_id, token_id in zip(event.request_ids, event.token_ids, strict=True):
                     self.tokens[request_id].append(token_id)
-            elif isinstance(event, TokenEvent):
-                assert event.logprobs.token_id == event.token_id
-                self.tokens[event.request_id].append(event.token_id)
+            elif isinstance(event, Delta):
+                assert event.logprobs[0].token_id == event.token_ids[0]
+                self.tokens[event.request_id] += event.token_ids
             else:
                 self.finished[event.request_id] = event
                 self.rig.worker.remove_request(event.request_id)
@@ -106,7 +107,7 @@ def test_every_request_gets_its_own_tokens_whatever_is_planned_ahead(seed: int, 
             loop.add(request)
         loop.run_to_the_end()
     rig.worker.close()
-    assert loop.most_in_flight == 2 and loop.seats <= set(range(MAX_SEQS))
+    assert loop.most_in_flight == 2 and loop.seq_slots <= set(range(MAX_SEQS))
     assert sum(event.num_preemptions for event in loop.finished.values()) > 0
     for request in requests:
         event, tokens = loop.finished[request.id], loop.tokens[request.id]

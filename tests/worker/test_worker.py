@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_engine.clock import VirtualClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import BackendError
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.worker import Worker
+from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import FakeModel, Rig, fake_spec, make_picture, make_request
 
 
@@ -55,7 +55,7 @@ def test_a_request_removed_while_its_plan_runs_does_not_disturb_the_lane() -> No
     rig.worker.submit_vision(VisionPlan(step, (rig.item(request, 0),)))
     rig.worker.remove_request(1)
     gate.set()
-    assert rig.wait(step).outcomes[0].error is None
+    assert rig.wait(step).errors[0] is None
     rig.worker.close()
 
 

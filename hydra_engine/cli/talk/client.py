@@ -1,4 +1,4 @@
-"""What `chat` asks a server: which model, and answers as streams of events. Errors come in the server's words.
+"""The HTTP client of `chat`: the server's model, and answers as streams of events. Errors have the server's messages.
 
 Does not know the terminal. Speaks to any server with OpenAI's API; timings are this engine's own.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from hydra_engine.cli.chat import DEFAULT_URL
 from hydra_engine.errors import ResourceError
 
 _MAX_EVENT_BYTES = 16 << 20
@@ -23,7 +22,7 @@ _POLL_S = 1.0
 
 
 class ServerError(Exception):
-    """What a server said instead of an answer."""
+    """The error that a server sent instead of an answer."""
 
     def __init__(self, message: str, status: int = 0, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +33,7 @@ class ServerError(Exception):
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far. `metrics` is the server's, `first_s` measured here: seconds until the first text."""
+    """The answer so far. `metrics` is the server's, `first_s` measured here: seconds until the first text."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -62,19 +61,19 @@ class Client:
         if self._session is not None:
             await self._session.close()
 
-    async def model(self, waiting: Callable[[str], None]) -> str:
-        """The first model that the server has, once it is loaded; `waiting` is told once, in the server's words.
+    async def model(self, waiting: Callable[[str], object]) -> str:
+        """The first model that the server has, once it is loaded; `waiting` is called once, with the server's message.
         Raises ResourceError when nobody answers, ServerError."""
-        told = False
+        announced = False
         while True:
             try:
                 return await self._first_model()
             except ServerError as error:
                 if error.code != "not_ready":
                     raise
-                if not told:
-                    waiting(error.message)
-                told = True
+                if not announced:
+                    waiting(f"waiting: {error.message}")
+                announced = True
                 await asyncio.sleep(_POLL_S)
 
     async def _first_model(self) -> str:
@@ -85,22 +84,24 @@ class Client:
                     raise await self._refusal(response)
                 return str((await response.json(content_type=None))["data"][0]["id"])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ResourceError(_nobody(self.url)) from error
+            raise ResourceError(
+                f"no server answers at {self.url}; start one with `hydra-engine serve`, or say where one is with --url"
+            ) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ResourceError(f"what answers at {self.url} is no server of models") from error
 
-    async def stream(self, body: dict[str, Any], answer: Answer) -> AsyncIterator[str]:
+    async def stream(self, body: dict[str, Any], answer: Answer) -> AsyncGenerator[str]:
         """Pieces of text; the rest of what comes goes into `answer`. Raises ServerError."""
         assert self._session is not None
-        asked_s = time.monotonic()
+        sent_s = time.monotonic()
         try:
             async with self._session.post(f"{self.url}/v1/chat/completions", json=body) as response:
                 if response.status != 200:
                     raise await self._refusal(response)
                 async for event in _events(response):
-                    for piece in _take(event, answer):
+                    for piece in _pieces(event, answer):
                         if answer.first_s is None:
-                            answer.first_s = time.monotonic() - asked_s
+                            answer.first_s = time.monotonic() - sent_s
                         yield piece
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerError("the connection to the server broke; /retry asks again") from error
@@ -128,7 +129,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             yield json.loads(data)
 
 
-def _take(event: dict[str, Any], answer: Answer) -> list[str]:
+def _pieces(event: dict[str, Any], answer: Answer) -> list[str]:
     if "error" in event:
         raise ServerError(str(event["error"]["message"]))
     if event.get("usage"):
@@ -143,12 +144,3 @@ def _take(event: dict[str, Any], answer: Answer) -> list[str]:
             pieces.append(piece)
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     return pieces
-
-
-def _nobody(url: str) -> str:
-    if url == DEFAULT_URL:
-        return (
-            f"no server answers at {url}; start one in another terminal with `hydra-engine serve demo` (or with a "
-            "model directory), or say where one is with --url"
-        )
-    return f"no server answers at {url}; start one with `hydra-engine serve`, or give another --url"

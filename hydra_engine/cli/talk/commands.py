@@ -6,12 +6,12 @@ Does not send anything itself: it says what `chat` has to do next.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
 from hydra_engine.cli.talk.conversation import Attachment, Conversation, Turn, attachment
-from hydra_engine.cli.talk.prompt import words
 from hydra_engine.cli.talk.screen import Screen
 from hydra_engine.errors import ConfigError
 
@@ -43,55 +43,38 @@ class Commands:
         self._screen = screen
         self._model = model
         self.timeline = timeline
-        self._table: dict[str, Callable[[str], Next | None]] = {
-            "/image": lambda rest: self.attach(words(rest), "image"),
-            "/video": lambda rest: self.attach(words(rest), "video"),
-            "/system": self._system,
-            "/set": self._set,
-            "/retry": self._retry,
-            "/new": self._new,
-            "/history": self._history,
-            "/save": self._save,
-            "/timeline": self._timeline,
-            "/help": lambda _: self._screen.say(HELP),
-            "/quit": lambda _: Next.LEAVE,
-            "/exit": lambda _: Next.LEAVE,
-        }
 
-    NAMES = (
-        *("/image", "/video", "/system", "/set", "/retry", "/new", "/history", "/save", "/timeline", "/help"),
-        *("/quit", "/exit"),
-    )
-    WITH_PATHS = frozenset({"/image", "/video", "/save"})
-
-    def take(self, line: str) -> Next:
+    def do(self, line: str) -> Next:
         """A line that is not empty. Raises ConfigError with what to say."""
         if not line.startswith("/") or line.startswith("//"):
             self._conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
             return Next.SEND
         name, _, rest = line.partition(" ")
-        command = self._table.get(name)
+        command = COMMANDS.get(name)
         if command is None:
             raise ConfigError(f"there is no command {name[:40]}; /help lists them")
-        return command(rest.strip()) or Next.READ
+        return command(self, rest.strip()) or Next.READ
 
     def attach(self, given: list[str], kind: str) -> None:
         for word in given:
-            found = attachment(word, kind)
-            self._conversation.attached.append(found)
-            self._screen.note(f"attached {_described(found)}")
+            item = attachment(word, kind)
+            self._conversation.attached.append(item)
+            self._screen.note(f"attached {_described(item)}")
         if not given:
-            shown = ", ".join(_described(found) for found in self._conversation.attached)
+            shown = ", ".join(map(_described, self._conversation.attached))
             self._screen.say(shown or f"nothing is attached; /{kind} PATH attaches something to the next question")
 
-    def _system(self, rest: str) -> None:
+    def help(self, _: str) -> None:
+        self._screen.say(HELP)
+
+    def system(self, rest: str) -> None:
         if rest:
             self._conversation.system = None if rest == "off" else rest
             self._screen.note("system prompt " + ("removed" if rest == "off" else "set"))
         else:
             self._screen.say(self._conversation.system or "there is no system prompt")
 
-    def _set(self, rest: str) -> None:
+    def set(self, rest: str) -> None:
         name, _, value = rest.replace("=", " ", 1).partition(" ")
         if value.strip():
             self._conversation.set(name, value.strip())
@@ -100,24 +83,24 @@ class Commands:
         settings = self._conversation.settings
         self._screen.note(" ".join(f"{name}={value}" for name, value in settings.items()) or "the server's defaults")
 
-    def _retry(self, _: str) -> Next:
+    def retry(self, _: str) -> Next:
         if not self._conversation.take_back():
             raise ConfigError("nothing was asked yet")
         return Next.SEND
 
-    def _new(self, _: str) -> None:
+    def new(self, _: str) -> None:
         self._conversation.clear()
         self._screen.note("a new conversation")
 
-    def _history(self, _: str) -> None:
+    def history(self, _: str) -> None:
         turns = self._conversation.turns
         if not turns:
             self._screen.say("nothing was said yet")
         for turn in turns:
-            self._screen.say(_told(turn))
+            self._screen.say(_shown(turn))
 
-    def _save(self, rest: str) -> None:
-        names = words(rest)
+    def save(self, rest: str) -> None:
+        names = _words(rest)
         if len(names) != 1:
             raise ConfigError("give one file name: /save talk.json")
         path = Path(names[0]).expanduser()
@@ -136,17 +119,41 @@ class Commands:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         self._screen.note(f"written to {path}")
 
-    def _timeline(self, rest: str) -> None:
+    def show_timeline(self, rest: str) -> None:
         if rest not in ("on", "off", ""):
             raise ConfigError("/timeline on, or /timeline off")
         self.timeline = rest == "on" if rest else not self.timeline
         self._screen.note(f"timeline {'on' if self.timeline else 'off'}")
 
 
-def _described(found: Attachment) -> str:
-    return f"{found.name} ({found.note})" if found.note else found.name
+COMMANDS: dict[str, Callable[[Commands, str], Next | None]] = {
+    "/image": lambda commands, rest: commands.attach(_words(rest), "image"),
+    "/video": lambda commands, rest: commands.attach(_words(rest), "video"),
+    "/system": Commands.system,
+    "/set": Commands.set,
+    "/retry": Commands.retry,
+    "/new": Commands.new,
+    "/history": Commands.history,
+    "/save": Commands.save,
+    "/timeline": Commands.show_timeline,
+    "/help": Commands.help,
+    "/quit": lambda *_: Next.LEAVE,
+    "/exit": lambda *_: Next.LEAVE,
+}
 
 
-def _told(turn: Turn) -> str:
-    names = "".join(f"[{found.name}] " for found in turn.attachments)
+def _words(text: str) -> list[str]:
+    """Words as a shell reads them; a quote that is never closed is part of a name."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]
+
+
+def _described(item: Attachment) -> str:
+    return f"{item.name} ({item.note})" if item.note else item.name
+
+
+def _shown(turn: Turn) -> str:
+    names = "".join(f"[{item.name}] " for item in turn.attachments)
     return f"{turn.role}: {names}{turn.text}{' (stopped)' if turn.stopped else ''}"

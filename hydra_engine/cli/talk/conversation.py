@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import base64
 import mimetypes
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from hydra_engine.cli.options import SAMPLING
+from hydra_engine.config import MediaConfig
+from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError
 
-MAX_FILE_BYTES = 64 << 20
+_LIMITS = MediaConfig()  # a server's, unless it was started with others
+MAX_BYTES = {"image": _LIMITS.max_image_bytes, "video": _LIMITS.max_video_bytes}
 _KINDS = ("image", "video")
-# What /set takes besides SAMPLING: fields of a request that have numbers.
+# What /set takes: fields of a request that have numbers.
 NUMBERS: dict[str, type] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "seed": int,
-    "max_tokens": int,
-    "min_tokens": int,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "priority": int,
-    "ttft_ms": float,
-    "tpot_ms": float,
+    **{name: kind for name, kind, _ in SAMPLING},
+    **{"min_tokens": int, "priority": int, "ttft_ms": float, "tpot_ms": float},
 }
 
 
@@ -93,13 +85,9 @@ class Conversation:
         self.turns, self.attached, self.question = [], [], None
 
     def messages(self) -> list[dict[str, Any]]:
-        return [message for _, message in self._messages()]
-
-    def _messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self.system:
-            yield "system", {"role": "system", "content": self.system}
-        for turn in (*self.turns, *([self.question] if self.question else [])):
-            yield turn.role, turn.message()
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        open_question = [self.question] if self.question else []
+        return [*system, *(turn.message() for turn in (*self.turns, *open_question))]
 
     def set(self, name: str, text: str) -> None:
         """Raises ConfigError; the server checks ranges."""
@@ -115,21 +103,20 @@ class Conversation:
         try:
             self.settings[name] = NUMBERS[name](text)
         except (ValueError, OverflowError) as error:
-            wanted = "a whole number" if NUMBERS[name] is int else "a number"
-            raise ConfigError(f"{name} takes {wanted}, or off") from error
+            kind = "a whole number" if NUMBERS[name] is int else "a number"
+            raise ConfigError(f"{name} takes {kind}, or off") from error
 
 
 def attachment(word: str, kind: str = "image") -> Attachment:
-    """From a path, a file:// or http(s):// address, or a data URI. Raises ConfigError."""
+    """An attachment from a path, a file:// or http(s):// address, or a data URI. Raises ConfigError."""
     if word.startswith(("http://", "https://")):
         return Attachment(kind, urlsplit(word).path.rsplit("/", 1)[-1] or word[:60], word, "fetched by the server")
     if word.startswith("data:"):
         return Attachment(kind, "data URI", word)
     path = Path(unquote(urlsplit(word).path)) if word.startswith("file://") else Path(word).expanduser()
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+        if path.stat().st_size > MAX_BYTES[kind]:
+            raise ConfigError(f"{path} is larger than {size(MAX_BYTES[kind])}, which servers refuse")
         data = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or "no such file"
@@ -138,7 +125,7 @@ def attachment(word: str, kind: str = "image") -> Attachment:
     if not media_type.startswith(_KINDS):
         media_type = "image/png" if kind == "image" else "video/mp4"  # the server looks at the bytes
     url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-    note = f"{_pixels(path)}{len(data) / 1024:.0f} KiB" if kind == "image" else f"{len(data) / 1048576:.1f} MiB"
+    note = f"{_pixels(path)}{size(len(data))}" if kind == "image" else size(len(data))
     return Attachment(kind, path.name, url, note)
 
 

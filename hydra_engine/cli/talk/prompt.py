@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import glob
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,11 @@ _MAX_LINES = 10_000  # of one message that goes on and on
 
 
 class Prompt:
-    """`commands` are completed at the start of a line, paths behind those named in `with_paths`."""
+    """`commands` are completed at the start of a line, paths behind them."""
 
-    def __init__(self, interactive: bool, commands: Sequence[str], with_paths: frozenset[str]) -> None:
+    def __init__(self, interactive: bool, commands: Sequence[str]) -> None:
         self._interactive = interactive
         self._commands = commands
-        self._with_paths = with_paths
         self._readline: ModuleType | None = None
         self._history: Path | None = None
         self._matches: list[str] = []
@@ -76,68 +74,20 @@ class Prompt:
             except OSError:
                 self._history = None
         readline.set_history_length(_HISTORY_LINES)
-        # The whole line is what is completed: a path may hold spaces.
-        readline.set_completer_delims("\n")
+        readline.set_completer_delims(" \t\n")
         readline.set_completer(self._complete)
-        readline.set_completion_display_matches_hook(self._show)
         readline.parse_and_bind("tab: complete")
         readline.parse_and_bind("set enable-bracketed-paste off")
 
-    def _complete(self, line: str, state: int) -> str | None:
+    def _complete(self, word: str, state: int) -> str | None:
+        assert self._readline is not None
         if state == 0:
-            self._matches = self.completions(line)
+            line = self._readline.get_line_buffer()
+            self._matches = self._completions(word, first=self._readline.get_begidx() == 0) if line[:1] == "/" else []
         return self._matches[state] if state < len(self._matches) else None
 
-    def completions(self, line: str) -> list[str]:
-        """Whole lines that begin with `line`."""
-        command, space, rest = line.partition(" ")
-        if not space:
-            return [f"{name} " for name in self._commands if name.startswith(line)] if line.startswith("/") else []
-        if command not in self._with_paths:
-            return []
-        begin = _last_word(rest)
-        head, word = rest[:begin], rest[begin:].lstrip("'\"").replace("\\", "")
-        found = sorted(glob.glob(glob.escape(os.path.expanduser(word)) + "*"))
-        return [f"{command} {head}{_shown(path, word)}" for path in found]
-
-    def _show(self, _substitution: str, matches: Sequence[str], _longest: int) -> None:
-        names = [match.rstrip("/").rsplit("/", 1)[-1] + ("/" if match.endswith("/") else "") for match in matches]
-        if all(match.strip() in self._commands for match in matches):
-            names = [match.strip() for match in matches]
-        assert self._readline is not None
-        sys.stdout.write("\n" + "  ".join(names) + "\n> " + self._readline.get_line_buffer())
-        sys.stdout.flush()
-
-
-def _last_word(text: str) -> int:
-    """Where the last word begins, which may hold escaped or quoted spaces."""
-    begin, quote, escaped = 0, "", False
-    for index, char in enumerate(text):
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char == " ":
-            begin = index + 1
-    return begin
-
-
-def _shown(path: str, word: str) -> str:
-    """`path` as it is typed: with the ~ that was typed, spaces escaped, a slash behind folders."""
-    ending = "/" if os.path.isdir(path) else ""
-    if word.startswith("~"):
-        home = os.path.expanduser(word.split("/", 1)[0])
-        path = word.split("/", 1)[0] + path.removeprefix(home)
-    return path.replace(" ", "\\ ") + ending
-
-
-def words(text: str) -> list[str]:
-    """Words as a shell reads them; a quote that is never closed is part of a name."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return [text]
+    def _completions(self, word: str, *, first: bool) -> list[str]:
+        if first:
+            return [f"{name} " for name in self._commands if name.startswith(word)]
+        paths = sorted(glob.glob(glob.escape(os.path.expanduser(word)) + "*"))
+        return [path + "/" if os.path.isdir(path) else path for path in paths]

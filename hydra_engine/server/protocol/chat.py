@@ -11,12 +11,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from hydra_engine.core.outputs import TextLogprob
+from hydra_engine.core import chat
+from hydra_engine.core.chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS
+from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import MAX_TOOLS, PixelBudget, TemplateOptions
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.common import Metrics, PromptLogprobs, Usage, finite
-from hydra_engine.server.protocol.fields import MediaUrl, SamplingFields, Text, TokenCount, sampling_of
+from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.server.http.strict_json import NO_NUL
+from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
+from hydra_engine.server.protocol.fields import MediaUrl, SamplingFields, Text, TokenCount, content_of, sampling_of
 from hydra_engine.server.protocol.tools import (
     CallDelta,
     CallId,
@@ -27,21 +31,15 @@ from hydra_engine.server.protocol.tools import (
     Tools,
     Variables,
     pixel_budget,
-    plain_call,
     plain_tool,
     template_options,
 )
-from hydra_engine.server.strict_json import NO_NUL
-from hydra_engine.server.tools import ToolUse
-
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024
-
+from hydra_engine.server.tools.tool_calls import ToolUse
 
 # ---- the request
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class TextContent(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: Text
 
 
@@ -50,7 +48,7 @@ class ImageUrl(msgspec.Struct, frozen=True):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
+class ImageContent(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
     image_url: ImageUrl | MediaUrl
 
 
@@ -58,18 +56,21 @@ class VideoUrl(msgspec.Struct, frozen=True):
     url: MediaUrl
 
 
-class VideoPart(msgspec.Struct, frozen=True, tag_field="type", tag="video_url"):
+class VideoContent(msgspec.Struct, frozen=True, tag_field="type", tag="video_url"):
     """As vLLM's server takes it; OpenAI's API has no videos."""
 
     video_url: VideoUrl | MediaUrl
 
 
+AnyPart = TextContent | ImageContent | VideoContent
+
+
 class Message(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart | ImagePart | VideoPart], Meta(max_length=MAX_PARTS)] | Text | None = None
+    content: Annotated[list[AnyPart], Meta(max_length=MAX_PARTS)] | Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
-    name: Annotated[str, Meta(max_length=128, pattern=NO_NUL)] | None = None
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=NO_NUL)] | None = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -85,6 +86,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     continue_final_message: bool | None = None
     mm_processor_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
 
@@ -97,14 +99,18 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     def template(self, use: ToolUse) -> TemplateOptions:
         return template_options(
-            use.shown, self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message
+            use.shown,
+            self.chat_template_kwargs,
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.add_special_tokens,
         )
 
     @property
     def pixels(self) -> PixelBudget:
         return pixel_budget(self.mm_processor_kwargs)
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.prompt_logprobs is not None and self.stream:
@@ -112,37 +118,44 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 "prompt_logprobs come with whole answers only; leave out stream", param="prompt_logprobs"
             )
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return sampling_of(self, max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return sampling_of(
+            self, defaults, max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the engine takes them: known keys only, developer as system, media as objects with a URL."""
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def chat_messages(messages: Sequence[Message]) -> tuple[chat.ChatMessage, ...]:
+    return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def _plain_message(message: Message, where: str) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
+def _chat_message(message: Message, where: str) -> chat.ChatMessage:
+    role = message.role
     if message.content is None and role != "assistant":
         raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
-    plain: dict[str, Any] = {"role": role, "content": message.content or ""}
-    if isinstance(message.content, list):
-        plain["content"] = [_plain_part(part) for part in message.content]
-    if message.tool_calls:
-        plain["tool_calls"] = [plain_call(call) for call in message.tool_calls]
-    if role == "tool":
-        about = {"tool_call_id": message.tool_call_id, "name": message.name}
-        plain |= {name: value for name, value in about.items() if value}
-    return plain
+    return chat.ChatMessage(
+        "system" if role == "developer" else role,
+        content_of("" if message.content is None else message.content, f"{where}.content", _chat_part),
+        where,
+        tool_calls=tuple(
+            chat.ToolCall(
+                call.function.name, call.function.arguments, call.id, f"{where}.tool_calls[{index}].function.arguments"
+            )
+            for index, call in enumerate(message.tool_calls or ())
+        ),
+        tool_call_id=message.tool_call_id if role == "tool" else None,
+        name=(message.name or None) if role == "tool" else None,
+    )
 
 
-def _plain_part(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, VideoPart):
-        url = part.video_url.url if isinstance(part.video_url, VideoUrl) else part.video_url
-        return {"type": "video_url", "video_url": {"url": url}}
-    picture = part.image_url if isinstance(part.image_url, ImageUrl) else ImageUrl(part.image_url)
-    return {"type": "image_url", "image_url": {"url": picture.url, "detail": picture.detail or "auto"}}
+def _chat_part(part: AnyPart, where: str) -> chat.TextPart | chat.MediaPart:
+    if isinstance(part, TextContent):
+        return chat.TextPart(part.text)
+    if isinstance(part, VideoContent):
+        video, param = part.video_url, f"{where}.video_url"
+        return chat.VideoPart(*((video.url, f"{param}.url") if isinstance(video, VideoUrl) else (video, param)))
+    picture, param = part.image_url, f"{where}.image_url"
+    if isinstance(picture, str):
+        return chat.ImagePart(picture, param)
+    return chat.ImagePart(picture.url, f"{param}.url", picture.detail or "auto")
 
 
 # ---- the answer
@@ -166,7 +179,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
+class AssistantMessage(msgspec.Struct, frozen=True):
     """`content` is null where all that came are calls."""
 
     content: str | None
@@ -177,18 +190,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
-    message: ChatMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatCompletion(CompletionHead, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -209,30 +217,22 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | UnsetType | None = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatChunk(CompletionHead, frozen=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: Metrics | UnsetType = UNSET
 
 
-def chat_logprobs(entries: Sequence[TextLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                token=entry.token,
-                logprob=finite(entry.logprob),
-                bytes=_utf8(entry.token),
-                top_logprobs=[TopLogprob(text, finite(logprob), _utf8(text)) for _, text, logprob in entry.top],
-            )
-            for entry in entries
-        ]
-    )
+def chat_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> ChatLogprobs:
+    return ChatLogprobs(token_logprobs(entries, slices))
 
 
-def _utf8(text: str) -> list[int]:
-    return list(text.encode("utf-8"))
+def token_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> list[TokenLogprob]:
+    """Or what stands for them."""
+    result: list[TokenLogprob] = slices.later(len(entries), lambda: map(_token_logprob, entries))
+    return result
+
+
+def _token_logprob(entry: TextLogprob) -> TokenLogprob:
+    top = [TopLogprob(other.token, finite(other.logprob), list(other.raw)) for other in entry.top]
+    return TokenLogprob(entry.token, finite(entry.logprob), list(entry.raw), top)

@@ -10,11 +10,23 @@ from msgspec import UNSET, UnsetType
 
 from hydra_engine import __version__
 from hydra_engine.core import outputs
-from hydra_engine.core.outputs import Result, TextLogprob
-from hydra_engine.observe import timeline
+from hydra_engine.core.logprobs import TextLogprob
+from hydra_engine.core.outputs import Result
+from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.telemetry import timeline
 
 FINGERPRINT = f"hydra-{__version__}"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class CompletionHead(msgspec.Struct, frozen=True):
+    """How OpenAI's completions and their chunks begin."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -29,17 +41,9 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails
 
 
-class Blame(msgspec.Struct, frozen=True):
-    """`request` is a number of this engine, by which the spans of one trace name each other."""
-
-    kind: str
-    seconds: float
-    request: int | None
-    amount: int
-
-
-class Span(msgspec.Struct, frozen=True):
-    """As `outputs.StageSpan`; `blame` is there only where a token was late."""
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """As `outputs.StageSpan`; `blame` is there only where a token was late. Its `request` is a number of this engine,
+    by which the spans of one trace name each other."""
 
     stage: str
     start_s: float
@@ -49,10 +53,10 @@ class Span(msgspec.Struct, frozen=True):
     batch: int
     tokens: int
     cause: str | None
-    blame: tuple[Blame, ...] | UnsetType = UNSET
+    blame: tuple[outputs.DelayCause, ...] = ()
 
 
-class Slo(msgspec.Struct, frozen=True):
+class SloVerdict(msgspec.Struct, frozen=True):
     """As `outputs.SloReport`, with the verdict over both limits."""
 
     ttft_limit_s: float | None
@@ -81,7 +85,7 @@ class Metrics(msgspec.Struct, frozen=True):
     decode_s: float
     num_preemptions: int
     cached_images: int
-    slo: Slo | None
+    slo: SloVerdict | None
     timeline: tuple[Span, ...]
     server_timing: str | UnsetType = UNSET
 
@@ -98,49 +102,21 @@ def usage_of(usage: outputs.Usage, completion_tokens: int | None = None) -> Usag
 
 
 def metrics_of(result: Result, *, streamed: bool = False) -> Metrics:
-    m = result.metrics
+    metrics, slo = result.metrics, result.metrics.slo
+    has_limit = slo.ttft_limit_s is not None or slo.tpot_limit_s is not None
     return Metrics(
-        ttft_s=m.ttft_s,
-        tpot_s=m.tpot_s,
-        e2e_s=m.e2e_s,
-        queue_s=m.queue_s,
-        encode_s=m.encode_s,
-        prefill_s=m.prefill_s,
-        decode_s=m.decode_s,
-        num_preemptions=m.num_preemptions,
+        ttft_s=metrics.ttft_s,
+        tpot_s=metrics.tpot_s,
+        e2e_s=metrics.e2e_s,
+        queue_s=metrics.queue_s,
+        encode_s=metrics.encode_s,
+        prefill_s=metrics.prefill_s,
+        decode_s=metrics.decode_s,
+        num_preemptions=metrics.num_preemptions,
         cached_images=result.usage.cached_images,
-        slo=_slo_of(m.slo),
-        timeline=tuple(_span_of(span) for span in result.timeline),
+        slo=msgspec.convert(slo, SloVerdict, from_attributes=True) if has_limit else None,
+        timeline=tuple(msgspec.convert(span, Span, from_attributes=True) for span in result.timeline),
         server_timing=timeline.server_timing(result) if streamed else UNSET,
-    )
-
-
-def _slo_of(slo: outputs.SloReport) -> Slo | None:
-    if slo.ttft_limit_s is None and slo.tpot_limit_s is None:
-        return None
-    return Slo(
-        ttft_limit_s=slo.ttft_limit_s,
-        tpot_limit_s=slo.tpot_limit_s,
-        ttft_met=slo.ttft_met,
-        tpot_met=slo.tpot_met,
-        met=slo.met,
-        late_gaps=slo.late_gaps,
-        num_gaps=slo.num_gaps,
-        reason=slo.reason,
-    )
-
-
-def _span_of(span: outputs.StageSpan) -> Span:
-    return Span(
-        span.stage,
-        span.start_s,
-        span.end_s,
-        span.instance,
-        span.lane,
-        span.batch,
-        span.tokens,
-        span.cause,
-        tuple(Blame(b.kind, b.seconds, b.request, b.amount) for b in span.blame) or UNSET,
     )
 
 
@@ -160,16 +136,21 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-def prompt_logprobs(entries: Sequence[TextLogprob | None] | None, num_top: int | None) -> PromptLogprobs | UnsetType:
+def prompt_logprobs(
+    entries: Sequence[TextLogprob | None] | None, num_top: int | None, slices: Slices
+) -> PromptLogprobs | UnsetType:
     """By token id, the prompt's own token first and then the best ones. None for the first token. UNSET where nobody
     asked for it."""
     if entries is None or num_top is None:
         return UNSET
-    return [None if entry is None else _by_id(entry, num_top) for entry in entries]
+    result: PromptLogprobs = slices.later(
+        len(entries), lambda: (None if entry is None else _by_id(entry, num_top) for entry in entries)
+    )
+    return result
 
 
 def _by_id(entry: TextLogprob, num_top: int) -> dict[int, PromptLogprob]:
-    found = {entry.token_id: PromptLogprob(finite(entry.logprob), entry.rank, entry.token)}
-    for rank, (token_id, text, logprob) in enumerate(entry.top[:num_top], start=1):
-        found.setdefault(token_id, PromptLogprob(finite(logprob), rank, text))
-    return found
+    result = {entry.token_id: PromptLogprob(finite(entry.logprob), entry.rank, entry.token)}
+    for rank, top in enumerate(entry.top[:num_top], start=1):
+        result.setdefault(top.token_id, PromptLogprob(finite(top.logprob), rank, top.token))
+    return result

@@ -5,21 +5,26 @@ Does not know how a request is run or when an answer is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from hydra_engine.core.outputs import TextLogprob
+from hydra_engine.core.logprobs import TextLogprob, bare
 from hydra_engine.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS_LIMIT, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.common import Metrics, PromptLogprobs, Usage, finite
+from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
 from hydra_engine.server.protocol.fields import MAX_PROMPT_TOKENS, SamplingFields, Text, TokenId, TokenIds, sampling_of
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of this endpoint
 MAX_PROMPTS = 128
 MAX_ANSWERS = 512  # of all prompts
+_MAX_FIRST_BYTES = 1024  # of a prompt, which its first token is compared with
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -39,11 +44,12 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """What each prompt is asked for. Where only the prompt is wanted, a token is drawn that nobody sees."""
         if self.best_of is not None and self.best_of != self.num_each:
             raise InvalidRequest("best_of must equal n, or be left out: all answers are sent", param="best_of")
@@ -52,12 +58,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             if not self.echo:
                 raise InvalidRequest("max_tokens 0 needs echo: true, which sends the prompt back", param="max_tokens")
             max_tokens = 1
-        elif max_tokens is None:
+        elif max_tokens is None and defaults.max_tokens is None:
             max_tokens = max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0)
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
-        return sampling_of(self, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        return sampling_of(
+            self, defaults, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
+        )
 
     @property
     def num_each(self) -> int:
@@ -68,6 +76,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     def num_choices(self) -> int:
         several = not isinstance(self.prompt, str) and not any(isinstance(item, int) for item in self.prompt)
         return self.num_each * (len(self.prompt) if several else 1)
+
+    @property
+    def num_prompt_copies(self) -> int:
+        return self.num_each
+
+    @property
+    def logprob_fields(self) -> tuple[str, ...]:
+        return "prompt", "n", "max_tokens", "prompt_logprobs", "logprobs"
 
     @property
     def only_prompt(self) -> bool:
@@ -87,8 +103,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         if len(self.prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"at most {MAX_PROMPTS} prompts are allowed in one request", param="prompt")
         if len(self.prompt) * self.num_each > MAX_ANSWERS:
-            told = f"at most {MAX_ANSWERS} answers are given to one request; send fewer prompts or lower n"
-            raise InvalidRequest(told, param="n")
+            message = f"at most {MAX_ANSWERS} answers are given to one request; send fewer prompts or lower n"
+            raise InvalidRequest(message, param="n")
         return [item for item in self.prompt if not isinstance(item, int)]
 
 
@@ -114,44 +130,82 @@ class TextChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class TextCompletion(msgspec.Struct, frozen=True):
+class TextCompletion(CompletionHead, frozen=True):
     """Whole answer and chunk of a stream alike."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: Metrics | UnsetType = UNSET
 
 
-def text_logprobs(
-    entries: Sequence[TextLogprob | None],
-    offset: int,
-    *,
-    num_top: int,
-    as_ids: bool = False,
-    first: tuple[int, str] = (0, ""),
-) -> TextLogprobs:
-    """`offset`: how many characters of the answer come before the first entry. Each entry has its `num_top` best tokens
-    and itself. None stands for a prompt's first token, `first` as (id, text); `as_ids` names tokens by their ids."""
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Of consecutive tokens. None is a prompt's first one, of which `first` has the id, the name and what it adds to
+    the text. `offset` stands where they begin, and is moved behind them while they are written."""
+
+    entries: Sequence[TextLogprob | None]
+    offset: TextOffset
+    first: tuple[int, str, bytes] = (0, "", b"")
+
+    def tokens(self) -> Iterator[tuple[int, str, bytes]]:
+        for entry in bare(self.entries):
+            yield self.first if entry is None else (entry.token_id, entry.token, entry.raw)
+
+    def offsets(self) -> Iterator[int]:
+        return (self.offset.step(raw) for _, _, raw in self.tokens())
+
+    def logprobs(self) -> Iterator[float | None]:
+        return (None if entry is None else finite(entry.logprob) for entry in bare(self.entries))
+
+
+def text_logprobs(parts: Sequence[Entries], slices: Slices, *, num_top: int, as_ids: bool = False) -> TextLogprobs:
+    """Each entry has its `num_top` best tokens and itself. `as_ids` names tokens by their ids."""
 
     def name(token_id: int, text: str) -> str:
         return f"token_id:{token_id}" if as_ids else text
 
-    told = TextLogprobs([], [], [], [])
-    for entry in entries:
-        token_id, text = first if entry is None else (entry.token_id, entry.token)
-        told.text_offset.append(offset)
-        told.tokens.append(name(token_id, text))
-        told.token_logprobs.append(None if entry is None else finite(entry.logprob))
-        best: dict[str, float] = {}
-        if entry is not None and num_top:
+    def best(entry: TextLogprob | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        logprobs: dict[str, float] = {}
+        if num_top:
             itself = (entry.token_id, entry.token, entry.logprob)
-            for other_id, other_text, logprob in (*entry.top[:num_top], itself):
-                best.setdefault(name(other_id, other_text), finite(logprob))  # of equal texts the better one
-        told.top_logprobs.append(None if entry is None else best)
-        offset += len(text)
-    return told
+            for token_id, text, logprob in (*(other[:3] for other in entry.top[:num_top]), itself):
+                logprobs.setdefault(name(token_id, text), finite(logprob))  # of equal texts the better one
+        return logprobs
+
+    count = sum(len(part.entries) for part in parts)
+    each = chain.from_iterable
+    return TextLogprobs(
+        slices.later(count, lambda: each(part.offsets() for part in parts)),
+        slices.later(count, lambda: each(part.logprobs() for part in parts)),
+        slices.later(count, lambda: (name(id, text) for id, text, _ in each(part.tokens() for part in parts))),
+        slices.later(count, lambda: map(best, each(part.entries for part in parts))),
+    )
+
+
+class TextOffset:
+    """How many characters of a text come before the next token. One that goes on with a character has the place of
+    that character."""
+
+    def __init__(self, start: int = 0, beginning: str = "") -> None:
+        """`beginning`: of the text, where that is known. A tokenizer may put something before it that is no part of
+        it, a token or a space."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = start
+        self._beginning = beginning[:_MAX_FIRST_BYTES].encode("utf-8", "replace")
+
+    def step(self, raw: bytes) -> int:
+        """The offset of a token that adds these bytes."""
+        offset = self._num_chars
+        if self._beginning and raw:
+            shown = next(
+                place
+                for place in range(len(raw) + 1)
+                if self._beginning.startswith(raw[place : place + _MAX_FIRST_BYTES])
+            )
+            raw = raw[shown:]
+            if raw:
+                self._beginning = b""
+        self._num_chars += len(self._utf8.decode(raw))
+        return offset

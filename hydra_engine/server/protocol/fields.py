@@ -1,11 +1,12 @@
 """What the requests of all generating endpoints have in common: field types with their bounds, and sampling.
 
-Does not know what an endpoint is asked for besides.
+Does not know the other fields of any endpoint.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,15 +25,8 @@ from hydra_engine.core.request import (
     Slo,
 )
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.structured import (
-    Choices,
-    GrammarText,
-    ResponseFormat,
-    StructuredOutputs,
-    grammar_of,
-    no_schema,
-)
-from hydra_engine.server.strict_json import NO_NUL
+from hydra_engine.server.http.strict_json import NO_NUL
+from hydra_engine.server.protocol.structured import StructuredFields, grammar_of
 
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SALT_CHARS = 256
@@ -57,12 +51,16 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
 
 
+P = TypeVar("P")
+C = TypeVar("C")
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationFields(StructuredFields, frozen=True, kw_only=True):
     """What the requests of all generating endpoints have in common; null means the default everywhere."""
 
     model: Name | None = None
@@ -88,19 +86,20 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = msgspec.field(default_factory=no_schema)
-    guided_regex: GrammarText | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: GrammarText | None = None
-    regex: GrammarText | None = None
-    json_schema: GrammarText | None = None
-    ebnf: GrammarText | None = None
 
     @property
     def num_choices(self) -> int:
         return 1
+
+    @property
+    def num_prompt_copies(self) -> int:
+        """How often an answer repeats what it says of a prompt."""
+        return 1
+
+    @property
+    def logprob_fields(self) -> tuple[str, ...]:
+        """What says how many log probabilities are asked for; the last one above all."""
+        return "n", "max_tokens", "prompt_logprobs", "top_logprobs"
 
     @property
     def slo(self) -> Slo:
@@ -132,8 +131,15 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def sampling_of(fields: GenerationFields, **chosen: Any) -> SamplingParams:
-    """What the request names; SamplingParams has OpenAI's defaults for the rest."""
+def content_of(content: list[P] | str, param: str, part_of: Callable[[P, str], C]) -> str | tuple[C, ...]:
+    """A message's content for the engine. `part_of` makes a part of the core from one of the dialect and its place."""
+    if isinstance(content, str):
+        return content
+    return tuple(part_of(part, f"{param}[{index}]") for index, part in enumerate(content))
+
+
+def sampling_of(fields: GenerationFields, defaults: SamplingParams, **chosen: Any) -> SamplingParams:
+    """What the request names, and `defaults` for the rest."""
     if (grammar := grammar_of(fields)) is not None:
         if chosen.get("grammar") is not None:
             raise InvalidRequest("output can have one form only; leave out one of them", param=grammar.param)
@@ -143,4 +149,4 @@ def sampling_of(fields: GenerationFields, **chosen: Any) -> SamplingParams:
     for name in SamplingParams.__dataclass_fields__.keys() & fields.__struct_fields__:
         if name not in chosen and name != "logit_bias" and (value := getattr(fields, name)) is not None:
             chosen[name] = value
-    return SamplingParams(**{name: value for name, value in chosen.items() if value is not None})
+    return defaults.asked(**{name: value for name, value in chosen.items() if value is not None})

@@ -1,15 +1,16 @@
-"""Turns of POST /v1/messages as messages for the engine: system prompt first, calls with the turn that made them, their
+"""Turns of POST /v1/messages as typed chat messages: system prompt first, calls with the turn that made them, their
 results as messages of their own. Does not know how a prompt is made of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from hydra_engine.core.chat import ChatMessage, ImagePart, MediaPart, Role, TextPart, ToolCall
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.messages import (
+from hydra_engine.server.protocol.anthropic import (
     Base64Source,
     Block,
     ImageBlock,
@@ -20,23 +21,23 @@ from hydra_engine.server.protocol.messages import (
     ToolUseBlock,
     UrlSource,
 )
+from hydra_engine.server.protocol.fields import content_of
 from hydra_engine.server.protocol.names import log_once
-from hydra_engine.server.protocol.tools import plain_function_call
-from hydra_engine.server.tools import ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
 
 
-def conversation(messages: list[InputMessage], system: System | None) -> list[dict[str, Any]]:
-    """As the engine takes it. Turns of the same role that follow each other are one."""
-    found: list[dict[str, Any]] = []
+def conversation(messages: Sequence[InputMessage], system: System | None) -> tuple[ChatMessage, ...]:
+    """Turns of the same role that follow each other are one."""
+    turns: list[ChatMessage] = []
     if system:
-        found.append({"role": "system", "content": _plain_content(system)})
+        turns.append(ChatMessage("system", content_of(system, "system", _part), "system"))
     for index, message in enumerate(messages):
-        for turn in _turns(message, f"messages[{index}].content"):
-            if found and found[-1]["role"] == turn["role"] != "tool":
-                _go_on(found[-1], turn)
+        for turn in _turns(message, f"messages[{index}]"):
+            if turns and turns[-1].role == turn.role != "tool":
+                turns[-1] = _joined(turns[-1], turn)
             else:
-                found.append(turn)
-    return found
+                turns.append(turn)
+    return tuple(turns)
 
 
 def template_of(messages: list[InputMessage], use: ToolUse) -> TemplateOptions:
@@ -50,35 +51,29 @@ def template_of(messages: list[InputMessage], use: ToolUse) -> TemplateOptions:
     return TemplateOptions(use.shown, add_generation_prompt=not goes_on, continue_final_message=goes_on)
 
 
-def _turns(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """One, or several where there are results of tools."""
+def _turns(message: InputMessage, where: str) -> Iterator[ChatMessage]:
+    """One, or one for each block."""
     if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    found: list[dict[str, Any]] = []
+        yield ChatMessage(message.role, message.content, where)
+        return
+    if not message.content:
+        yield ChatMessage(message.role, (), where)  # which is refused
     for index, block in enumerate(message.content):
-        turn = _turn(block, message.role, f"{where}[{index}]")
-        if found and found[-1]["role"] == turn["role"] != "tool":
-            _go_on(found[-1], turn)
-        else:
-            found.append(turn)
-    for turn in found:
-        if "tool_calls" in turn:
-            turn["content"] = turn["content"] or ""
-    return found or [{"role": message.role, "content": []}]
+        yield _turn(block, message.role, where, f"{where}.content[{index}]")
 
 
-def _turn(block: Block, role: str, where: str) -> dict[str, Any]:
+def _turn(block: Block, role: Role, message: str, where: str) -> ChatMessage:
     match block:
         case ToolUseBlock(id=id, name=name, input=arguments):
             _check_role(role, "assistant", "tool_use", where)
-            return {"role": role, "content": [], "tool_calls": [plain_function_call(id, name, arguments)]}
+            return ChatMessage(role, "", message, tool_calls=(ToolCall(name, arguments, id, f"{where}.input"),))
         case ToolResultBlock(tool_use_id=id, content=content, is_error=is_error):
             _check_role(role, "user", "tool_result", where)
             if is_error:  # chat templates have no place for it; the content says what went wrong
                 log_once("tool_result.is_error")
-            return {"role": "tool", "content": _plain_content(content or ""), "tool_call_id": id}
+            return ChatMessage("tool", content_of(content or "", f"{where}.content", _part), message, tool_call_id=id)
         case _:
-            return {"role": role, "content": [_plain_part(block)]}
+            return ChatMessage(role, (_part(block, where),), message)
 
 
 def _check_role(role: str, wanted: str, kind: str, where: str) -> None:
@@ -86,27 +81,22 @@ def _check_role(role: str, wanted: str, kind: str, where: str) -> None:
         raise InvalidRequest(f"{where}: {kind} blocks belong to turns of the {wanted}", param=where)
 
 
-def _go_on(turn: dict[str, Any], more: dict[str, Any]) -> None:
-    turn["content"] = _parts(turn["content"]) + _parts(more["content"])
-    if "tool_calls" in more:
-        turn["tool_calls"] = [*turn.get("tool_calls", ()), *more["tool_calls"]]
+def _joined(turn: ChatMessage, more: ChatMessage) -> ChatMessage:
+    content = _parts(turn.content) + _parts(more.content)
+    return replace(turn, content=content or "", tool_calls=turn.tool_calls + more.tool_calls)
 
 
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _parts(content: str | tuple[TextPart | MediaPart, ...]) -> tuple[TextPart | MediaPart, ...]:
     if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
+        return (TextPart(content),) if content else ()
     return content
 
 
-def _plain_content(content: Sequence[TextBlock | ImageBlock] | str) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [_plain_part(block) for block in content]
-
-
-def _plain_part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+def _part(block: TextBlock | ImageBlock, where: str) -> TextPart | ImagePart:
     if isinstance(block, TextBlock):
-        return {"type": "text", "text": block.text}
+        return TextPart(block.text)
     match block.source:
         case UrlSource(url=url):
-            return {"type": "image_url", "image_url": {"url": url}}
+            return ImagePart(url, f"{where}.source.url")
         case Base64Source(media_type=media_type, data=data):
-            return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
+            return ImagePart(f"data:{media_type};base64,{data}", f"{where}.source.data")

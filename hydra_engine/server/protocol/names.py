@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.strict_json import parse
+from hydra_engine.server.http.strict_json import parse
 
 logger = logging.getLogger(__name__)
 

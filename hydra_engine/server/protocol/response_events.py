@@ -12,6 +12,12 @@ class ResponseEvent(msgspec.Struct, frozen=True, tag_field="type", kw_only=True)
     sequence_number: int
 
 
+class ContentEvent(ResponseEvent, frozen=True, kw_only=True):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+
+
 class ResponseCreated(ResponseEvent, frozen=True, tag="response.created", kw_only=True):
     response: Response
 
@@ -25,33 +31,21 @@ class OutputItemAdded(ResponseEvent, frozen=True, tag="response.output_item.adde
     item: OutputItem
 
 
-class ContentPartAdded(ResponseEvent, frozen=True, tag="response.content_part.added", kw_only=True):
-    item_id: str
-    output_index: int
-    content_index: int = 0
+class ContentPartAdded(ContentEvent, frozen=True, tag="response.content_part.added", kw_only=True):
     part: OutputText
 
 
-class OutputTextDelta(ResponseEvent, frozen=True, tag="response.output_text.delta", kw_only=True):
-    item_id: str
-    output_index: int
-    content_index: int = 0
+class OutputTextDelta(ContentEvent, frozen=True, tag="response.output_text.delta", kw_only=True):
     delta: str
     logprobs: list[TokenLogprob] = []
 
 
-class OutputTextDone(ResponseEvent, frozen=True, tag="response.output_text.done", kw_only=True):
-    item_id: str
-    output_index: int
-    content_index: int = 0
+class OutputTextDone(ContentEvent, frozen=True, tag="response.output_text.done", kw_only=True):
     text: str
     logprobs: list[TokenLogprob] = []
 
 
-class ContentPartDone(ResponseEvent, frozen=True, tag="response.content_part.done", kw_only=True):
-    item_id: str
-    output_index: int
-    content_index: int = 0
+class ContentPartDone(ContentEvent, frozen=True, tag="response.content_part.done", kw_only=True):
     part: OutputText
 
 

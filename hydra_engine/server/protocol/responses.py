@@ -6,21 +6,30 @@ Nothing is stored, so what refers to an earlier response is refused by name, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hydra_engine.core import outputs
+from hydra_engine.core.chat import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, TextPart, ToolCall
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.outputs import FinishReason, TextLogprob
+from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.prompting import MAX_TOOLS
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, TokenLogprob, chat_logprobs
+from hydra_engine.server.protocol.chat import TokenLogprob
 from hydra_engine.server.protocol.common import Metrics
-from hydra_engine.server.protocol.fields import GenerationFields, MediaUrl, StopStrings, Text, TokenCount, sampling_of
+from hydra_engine.server.protocol.fields import (
+    GenerationFields,
+    MediaUrl,
+    StopStrings,
+    Text,
+    TokenCount,
+    content_of,
+    sampling_of,
+)
 from hydra_engine.server.protocol.names import log_once
 from hydra_engine.server.protocol.structured import schema_grammar
 from hydra_engine.server.protocol.tools import (
@@ -31,10 +40,9 @@ from hydra_engine.server.protocol.tools import (
     Schema,
     ToolName,
     plain_function,
-    plain_function_call,
     unsupported_tool,
 )
-from hydra_engine.server.tools import ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
 
 T = TypeVar("T")
 
@@ -64,7 +72,8 @@ class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_tex
     text: Text
 
 
-Parts = Annotated[list[InputText | InputImage | EarlierText], Meta(max_length=MAX_PARTS)]
+Part = InputText | InputImage | EarlierText
+Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class InputItem(msgspec.Struct, frozen=True):
@@ -153,6 +162,10 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    @property
+    def logprob_fields(self) -> tuple[str, ...]:
+        return "max_output_tokens", "top_logprobs"
+
     def tool_use(self) -> ToolUse:
         """Without tools, `auto` and `none` ask for nothing."""
         tools = tuple(_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
@@ -161,32 +174,34 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         mode = "named" if isinstance(choice, NamedFunction) else choice
         return ToolUse(tools, mode, name, parallel=self.parallel_tool_calls is not False)
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
         for name in self.include or ():
             if name != LOGPROBS:
                 log_once(f"include: {name}")
         wants_logprobs = bool(self.top_logprobs) or LOGPROBS in (self.include or ())
         return sampling_of(
             self,
+            defaults,
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
             grammar=_grammar_of(self.text) if self.text is not None else None,
         )
 
-    def messages(self) -> list[dict[str, Any]]:
-        """As the engine takes them: the instructions first, as a system message."""
-        found: list[dict[str, Any]] = []
+    def chat_messages(self) -> tuple[ChatMessage, ...]:
+        """The instructions first, as a system message."""
+        messages: list[ChatMessage] = []
         if self.instructions is not None:
-            found.append({"role": "system", "content": self.instructions})
+            messages.append(ChatMessage("system", self.instructions, "instructions"))
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
+            return (*messages, ChatMessage("user", self.input, "input"))
         for index, item in enumerate(self.input):
-            message = _plain_item(item, f"input[{index}]")
-            if item.type == "function_call" and found and found[-1]["role"] == "assistant":
-                found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # one turn, as it was written
+            message = _chat_message(item, f"input[{index}]")
+            # A call and the message before it were one turn.
+            if item.type == "function_call" and messages and messages[-1].role == "assistant":
+                messages[-1] = replace(messages[-1], tool_calls=messages[-1].tool_calls + message.tool_calls)
             else:
-                found.append(message)
-        return found
+                messages.append(message)
+        return tuple(messages)
 
 
 def _grammar_of(text: TextConfig) -> Grammar | None:
@@ -206,20 +221,19 @@ def _plain_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     return plain_function(_required(tool.name, f"{where}.name"), tool.description, tool.parameters)
 
 
-def _plain_item(item: InputItem, where: str) -> dict[str, Any]:
+def _chat_message(item: InputItem, where: str) -> ChatMessage:
     match item.type:
         case "message":
-            role = _required(item.role, f"{where}.role")
-            content = _plain_content(item.content, f"{where}.content")
-            return {"role": "system" if role == "developer" else role, "content": content}
+            role = "system" if item.role == "developer" else item.role
+            return ChatMessage(_required(role, f"{where}.role"), _content(item.content, f"{where}.content"), where)
         case "function_call":
             name = _required(item.name, f"{where}.name")
-            call = plain_function_call(_required(item.call_id, f"{where}.call_id"), name, item.arguments)
-            return {"role": "assistant", "content": "", "tool_calls": [call]}
+            call_id = _required(item.call_id, f"{where}.call_id")
+            calls = (ToolCall(name, item.arguments, call_id, f"{where}.arguments"),)
+            return ChatMessage("assistant", "", where, tool_calls=calls)
         case "function_call_output":
             call_id = _required(item.call_id, f"{where}.call_id")
-            output = _plain_content(item.output, f"{where}.output")
-            return {"role": "tool", "content": output, "tool_call_id": call_id}
+            return ChatMessage("tool", _content(item.output, f"{where}.output"), where, tool_call_id=call_id)
     raise InvalidRequest(
         f"{where}: items of type {item.type!r} are not supported by this server; send messages, function_call and "
         "function_call_output",
@@ -234,20 +248,16 @@ def _required(value: T | None, param: str) -> T:
     return value
 
 
-def _plain_content(
-    content: list[InputText | InputImage | EarlierText] | str | None, param: str
-) -> str | list[dict[str, Any]]:
-    if isinstance(content, list):
-        return [_plain_part(part) for part in content]
-    return _required(content, param)
+def _content(content: list[Part] | str | None, param: str) -> str | tuple[TextPart | ImagePart, ...]:
+    return content_of(content, param, _part) if isinstance(content, list) else _required(content, param)
 
 
-def _plain_part(part: InputText | InputImage | EarlierText) -> dict[str, Any]:
+def _part(part: Part, param: str) -> TextPart | ImagePart:
     if not isinstance(part, InputImage):
-        return {"type": "text", "text": part.text}
+        return TextPart(part.text)
     if part.detail not in (None, "auto"):  # every picture gets the model's own resolution
         log_once("input_image.detail")
-    return {"type": "image_url", "image_url": {"url": part.image_url}}
+    return ImagePart(part.image_url, f"{param}.image_url")
 
 
 # ---- the answer
@@ -370,7 +380,3 @@ def failure_code(status: int) -> FailureCode:
 
 def status_of(reason: FinishReason) -> Status:
     return "incomplete" if reason is FinishReason.LENGTH else "completed"
-
-
-def token_logprobs(entries: Sequence[TextLogprob] | None) -> list[TokenLogprob]:
-    return chat_logprobs(entries).content if entries else []

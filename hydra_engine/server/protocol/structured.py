@@ -6,7 +6,7 @@ Bounded here in size; whether a grammar can be used is the engine's business. Do
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from hydra_engine.errors import InvalidRequest
 
 MAX_CHOICES = 4096
+MAX_PATTERN_CHARS = 256
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[
@@ -55,38 +56,27 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     grammar: GrammarText | None = None
     json_object: bool | None = None
     disable_fallback: bool | None = None  # there is nothing else to fall back on
-    disable_any_whitespace: Literal[False] | None = None
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
-    whitespace_pattern: None = None
+    whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN_CHARS)] | None = None
     structural_tag: None = None
 
 
-class StructuredFields(Protocol):
-    """What a request has of these, by its fields' names."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None: ...
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None: ...
-    @property
-    def guided_json(self) -> msgspec.Raw: ...
-    @property
-    def guided_regex(self) -> str | None: ...
-    @property
-    def guided_choice(self) -> list[str] | None: ...
-    @property
-    def guided_grammar(self) -> str | None: ...
-    @property
-    def regex(self) -> str | None: ...
-    @property
-    def json_schema(self) -> str | None: ...
-    @property
-    def ebnf(self) -> str | None: ...
+class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=no_schema)
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None
+    json_schema: GrammarText | None = None
+    ebnf: GrammarText | None = None
 
 
 def grammar_of(fields: StructuredFields) -> Grammar | None:
     """None where nothing is asked for. Raises InvalidRequest for a wrong one, and for more than one."""
-    asked = [
+    grammars = [
         *_of_response_format(fields.response_format),
         *_of_structured_outputs(fields.structured_outputs),
         *_of_schema(fields.guided_json, "guided_json"),
@@ -97,33 +87,51 @@ def grammar_of(fields: StructuredFields) -> Grammar | None:
         *_of_text("json_schema", fields.json_schema, "json_schema"),
         *_of_text("ebnf", fields.ebnf, "ebnf"),
     ]
-    if len(asked) > 1:
-        names = " and ".join(grammar.param for grammar in asked[:2])
-        raise InvalidRequest(f"output can have one form only; leave out one of {names}", param=asked[1].param)
-    return asked[0] if asked else None
+    if len(grammars) > 1:
+        names = " and ".join(grammar.param for grammar in grammars[:2])
+        raise InvalidRequest(f"output can have one form only; leave out one of {names}", param=grammars[1].param)
+    return grammars[0] if grammars else None
 
 
-def _of_response_format(asked: ResponseFormat | None) -> list[Grammar]:
-    if asked is None or asked.type == "text":
+def _of_response_format(field: ResponseFormat | None) -> list[Grammar]:
+    if field is None or field.type == "text":
         return []
-    if asked.type == "json_object":
-        schema = _of_schema(asked.value, "response_format.value")
+    if field.type == "json_object":
+        schema = _of_schema(field.value, "response_format.value")
         return schema or [Grammar("json_object", param="response_format")]
-    if asked.json_schema is None:
+    if field.json_schema is None:
         raise InvalidRequest("response_format.json_schema is required", param="response_format.json_schema")
-    return [schema_grammar(asked.json_schema.schema, "response_format.json_schema.schema")]
+    return [schema_grammar(field.json_schema.schema, "response_format.json_schema.schema")]
 
 
-def _of_structured_outputs(asked: StructuredOutputs | None) -> list[Grammar]:
-    if asked is None:
+def _of_structured_outputs(field: StructuredOutputs | None) -> list[Grammar]:
+    if field is None:
         return []
-    return [
-        *_of_schema(asked.json, "structured_outputs.json"),
-        *_of_text("regex", asked.regex, "structured_outputs.regex"),
-        *_of_choices(asked.choice, "structured_outputs.choice"),
-        *_of_rules(asked.grammar, "structured_outputs.grammar"),
-        *([Grammar("json_object", param="structured_outputs.json_object")] if asked.json_object else []),
+    some_json = [
+        *_of_schema(field.json, "structured_outputs.json"),
+        *([Grammar("json_object", param="structured_outputs.json_object")] if field.json_object else []),
     ]
+    return [
+        *(_with_white_space(grammar, field) for grammar in some_json),
+        *_of_text("regex", field.regex, "structured_outputs.regex"),
+        *_of_choices(field.choice, "structured_outputs.choice"),
+        *_of_rules(field.grammar, "structured_outputs.grammar"),
+    ]
+
+
+def _with_white_space(grammar: Grammar, field: StructuredOutputs) -> Grammar:
+    """The white space that is asked for, written into the schema without reading it."""
+    if field.disable_any_whitespace:
+        options = '{"whitespace_flexible": false, "whitespace_pattern": null}'
+    elif field.whitespace_pattern is not None:
+        options = json.dumps({"whitespace_pattern": field.whitespace_pattern})
+    else:
+        return grammar
+    head, brace, rest = (grammar.source or '{"type": "object"}').partition("{")
+    if head.strip() or not brace:
+        return grammar  # no schema, as who compiles it will say
+    comma = "" if rest.lstrip().startswith("}") else ","
+    return Grammar("json_schema", f'{{"x-guidance": {options}{comma}{rest}', grammar.param)
 
 
 def _of_schema(raw: msgspec.Raw, param: str) -> list[Grammar]:
@@ -136,12 +144,12 @@ def _of_schema(raw: msgspec.Raw, param: str) -> list[Grammar]:
 
 def schema_grammar(schema: msgspec.Raw, param: str) -> Grammar:
     """Of a schema that there has to be. Raises InvalidRequest, naming `param`."""
-    found = _of_schema(schema, param)
-    if not found:
+    grammars = _of_schema(schema, param)
+    if not grammars:
         raise InvalidRequest(f"{param} is required", param=param)
-    if not found[0].source.lstrip().startswith("{"):
+    if not grammars[0].source.lstrip().startswith("{"):
         raise InvalidRequest(f"{param} must be a JSON object", param=param)
-    return found[0]
+    return grammars[0]
 
 
 def _of_text(kind: str, source: str | None, param: str) -> list[Grammar]:

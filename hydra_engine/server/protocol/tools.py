@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from hydra_engine.core.chat import MAX_CALL_ID_CHARS, MAX_NAME_CHARS
 from hydra_engine.core.prompting import (
     MAX_ARGUMENT_CHARS,
     MAX_PIXELS,
@@ -23,11 +24,9 @@ from hydra_engine.core.prompting import (
     TemplateOptions,
 )
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.strict_json import NO_NUL
+from hydra_engine.server.http.strict_json import NO_NUL
 
-MAX_CALL_ID_CHARS = 256
-
-CalledName = Annotated[str, Meta(min_length=1, max_length=128, pattern=NO_NUL)]  # of a call that was made
+CalledName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS, pattern=NO_NUL)]  # of a call that was made
 ToolName = Annotated[str, Meta(pattern=rf"^{TOOL_NAME}\Z")]
 Schema = Annotated[dict[str, Any], Meta(max_length=1024)]
 Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
@@ -122,15 +121,6 @@ def plain_function(name: str, description: str | None, parameters: dict[str, Any
     return {"type": "function", "function": {"name": name, **known}}
 
 
-def plain_call(call: PastCall) -> dict[str, Any]:
-    return plain_function_call(call.id, call.function.name, call.function.arguments)
-
-
-def plain_function_call(id: str | None, name: str, arguments: dict[str, Any] | str | None) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {**({} if id is None else {"id": id}), "type": "function", "function": function}
-
-
 def unsupported_tool(param: str, kind: str) -> InvalidRequest:
     return InvalidRequest(
         f"{param}: tools of type {kind!r} are not supported by this server; offer functions only",
@@ -144,11 +134,12 @@ def template_options(
     variables: dict[str, Any] | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
+    add_special_tokens: bool | None = None,
 ) -> TemplateOptions:
     """Unless it is said, an answer that goes on with the last message gets no generation prompt."""
     goes_on = bool(continue_final_message)
     begins = not goes_on if add_generation_prompt is None else add_generation_prompt
-    return TemplateOptions(tuple(tools), variables or {}, begins, goes_on)
+    return TemplateOptions(tuple(tools), variables or {}, begins, goes_on, add_special_tokens)
 
 
 class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,26 +2,27 @@
 
 Triton decides when a kernel's module is imported whether its decorator makes something to compile or something to
 interpret, so the two cannot share a process. The outer pytest collects the tests as usual; the first one starts an
-inner pytest on all those selected, and each takes its own result from there as it arrives. In a process that has
-TRITON_INTERPRET=1 set they run directly.
+inner pytest that has all those selected, and each has itself run there when its turn comes: of several outer processes
+nobody knows who gets which. In a process that has TRITON_INTERPRET=1 set they run directly.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-RESULTS_VARIABLE = "HYDRA_INTERPRETED_RESULTS"
+SOCKET_VARIABLE = "HYDRA_INTERPRETED_SOCKET"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -29,22 +30,25 @@ class InnerRun:
     """One inner pytest; `result` waits for the outcome of a test."""
 
     def __init__(self, nodeids: list[str], output: Path) -> None:
-        read, write = os.pipe()
-        environment = {**os.environ, "TRITON_INTERPRET": "1", RESULTS_VARIABLE: str(write)}
+        self._socket, theirs = socket.socketpair()
+        # Products are numpy's there. Some machines choose its kernels for another processor: rows get other bits.
+        known = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
+        environment = {**known, "TRITON_INTERPRET": "1", SOCKET_VARIABLE: str(theirs.fileno())}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodeids]
         self._output = output
-        with output.open("w") as sink:
+        with output.open("w") as sink, theirs:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT, pass_fds=(write,)
+                command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),)
             )
-        os.close(write)
-        self._pipe: IO[str] = os.fdopen(read)
+        self._answers: IO[str] = self._socket.makefile()
         self._results: dict[str, tuple[str, str]] = {}
 
     def result(self, nodeid: str) -> tuple[str, str]:
         """(outcome, text) of a test."""
+        with suppress(BrokenPipeError):
+            self._socket.sendall(f"{nodeid}\n".encode())
         while nodeid not in self._results:
-            line = self._pipe.readline()
+            line = self._answers.readline()
             if not line:
                 return "failed", f"the interpreting process ended without a result:\n{self._output.read_text()[-4000:]}"
             name, outcome, text = json.loads(line)
@@ -52,7 +56,8 @@ class InnerRun:
         return self._results[nodeid]
 
     def close(self) -> None:
-        self._pipe.close()
+        self._answers.close()
+        self._socket.close()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
@@ -69,6 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _RUN = pytest.StashKey[InnerRun]()
+_ANSWERS = pytest.StashKey[socket.socket]()
 
 
 @pytest.fixture(scope="session")
@@ -102,10 +108,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_runtest_logreport(report: Any) -> None:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In the inner run: what is asked for, until nobody asks."""
+    if SOCKET_VARIABLE not in os.environ or not INTERPRETING:
+        return None
+    items = {item.nodeid: item for item in session.items}
+    with socket.socket(fileno=int(os.environ[SOCKET_VARIABLE])) as answers, answers.makefile() as asked:
+        session.config.stash[_ANSWERS] = answers
+        for nodeid in asked:
+            item = items[nodeid.rstrip("\n")]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """In the inner run: one line of JSON per test, after its call or the phase that kept it from being called."""
-    if RESULTS_VARIABLE not in os.environ or not INTERPRETING:
-        return
-    if report.when == "call" or not report.passed:
-        line = json.dumps([report.nodeid, report.outcome, report.longreprtext])
-        os.write(int(os.environ[RESULTS_VARIABLE]), f"{line}\n".encode())
+    report = yield
+    answers = item.config.stash.get(_ANSWERS, None)
+    if answers is not None and (report.when == "call" or not report.passed):
+        answers.sendall(f"{json.dumps([report.nodeid, report.outcome, report.longreprtext])}\n".encode())
+    return report

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import Activation
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.activation import ACTIVATIONS, act_and_mul, sigmoid_mul
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
 

@@ -41,6 +41,7 @@ def run(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows, tile: int = 
     return causal_conv(x, weight, states[:, 1], table, *vectors, tokens=tile)
 
 
+@pytest.mark.quick("37-4-torch.float32", "300-2-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("channels", "taps"), [(37, 4), (300, 2)])
 def test_rows_of_every_kind(channels: int, taps: int, dtype: torch.dtype) -> None:

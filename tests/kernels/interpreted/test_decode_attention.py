@@ -17,6 +17,7 @@ def decode(step: Step, scale: float, num_splits: int) -> torch.Tensor:
     return decode_attention(step.q, step.k_cache, step.v_cache, tables, context, scale, num_splits=num_splits)
 
 
+@pytest.mark.quick("-3]")
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_matches_the_reference(heads: tuple[int, int, int], num_splits: int) -> None:

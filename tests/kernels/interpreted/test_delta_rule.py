@@ -73,6 +73,7 @@ def check(given: Inputs, rows: Sequence[Row], shape: Shape) -> None:
     torch.testing.assert_close(states, after, rtol=loose, atol=loose, equal_nan=True)
 
 
+@pytest.mark.quick("float32", "bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [Shape(1, 2, 32, 48), Shape(2, 2, 7, 5)], ids=str)
 def test_rows_of_every_kind(shape: Shape, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.core.request import SamplingParams
-from hydra_engine.worker.sampler import draw
+from hydra_engine.worker.language.sampler import draw
 from hydra_kernels.sampling import greedy, sample
 from tests.kernels.comparison import strided
 from tests.kernels.poison import poisoned_memory  # noqa: F401
@@ -63,6 +63,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.quick("[33]")
 @pytest.mark.parametrize("vocabulary", [1, 33, 300])
 def test_filters(vocabulary: int) -> None:
     logits = logits_of(len(FILTERS), vocabulary)

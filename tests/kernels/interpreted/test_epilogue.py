@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import Activation
-from hydra_engine.backend.reference import activation
+from hydra_engine.backend.reference.ops import activation
 from hydra_kernels.epilogue import finish
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
 
@@ -13,6 +13,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh", "quick_gelu"])
 @pytest.mark.parametrize(("with_bias", "with_residual"), [(False, False), (True, False), (False, True), (True, True)])

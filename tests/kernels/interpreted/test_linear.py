@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels._common import few_rows_launch
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.linear import MAX_SMALL_ROWS, invariant_linear, small_linear
@@ -30,6 +30,7 @@ def weight_of(num_out: int, num_in: int, dtype: torch.dtype = torch.float32) -> 
     return (random(num_out, num_in, seed=1) * num_in**-0.5).to(dtype)
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("linear", LINEARS)
@@ -68,6 +69,7 @@ def test_the_inputs_of_few_outputs_are_split() -> None:
     assert all(few_rows_launch(size, 4096, torch.bfloat16).splits == 1 for size in (3584, 4096, 22016))
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_in_every_step(dtype: torch.dtype) -> None:
     """Two tiles of rows and more tiles than programs; what the other rows hold does not matter either."""
@@ -81,6 +83,7 @@ def test_a_row_has_the_same_bits_in_every_step(dtype: torch.dtype) -> None:
         assert torch.equal(invariant_linear(x[rows], weight, None, residual[rows], "silu"), full[rows])
 
 
+@pytest.mark.quick("[3]")
 @pytest.mark.parametrize("num_sms", [1, 3, 100])
 def test_every_tile_is_computed_by_any_number_of_programs(num_sms: int) -> None:
     """Ten tiles of rows, of which eight make a group."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
 

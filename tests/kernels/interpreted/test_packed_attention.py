@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.packed_attention import packed_attention
 from tests.kernels.comparison import DTYPES, assert_attention_close
 
@@ -36,6 +36,7 @@ def test_matches_the_reference(dim: int, bounds: list[int]) -> None:
     assert_attention_close(attention(q, k, v, bounds, 0.1), reference(q, k, v, bounds, 0.1))
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("dim", [64, 72, 80])
 def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
@@ -43,6 +44,7 @@ def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
     assert_attention_close(attention(q, k, v, [0, 66, 70], 0.1), reference(q, k, v, [0, 66, 70], 0.1))
 
 
+@pytest.mark.quick("40-")
 @pytest.mark.parametrize("bounds", [SEGMENTS, [0, 0, 105], [*range(0, 106, 15)]], ids=["pictures", "one", "equal"])
 @pytest.mark.parametrize("empty", [0, 40])
 def test_segments_that_only_the_device_knows(bounds: list[int], empty: int) -> None:

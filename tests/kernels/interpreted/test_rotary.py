@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hydra_engine.backend.reference import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.rotary import rotate
 from tests.kernels.comparison import DTYPES, assert_close, strided
 

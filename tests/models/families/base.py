@@ -22,13 +22,13 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.core.media import RopeSpan
-from hydra_engine.intake.pixels import render
-from hydra_engine.intake.tokenizer import load_tokenizer
-from hydra_engine.models.tiny import make_tiny
-from hydra_engine.models.tiny.base import BOS_ID
-from hydra_engine.specs.base import ItemPlan, MediaPlan, VideoInfo
-from hydra_engine.specs.positions import place_spans
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, VideoInfo
+from hydra_engine.models.specs.positions import place_spans
+from hydra_engine.preprocess.media.pixels import render
+from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.models.driver import Driver, Request, Span
+from tools.miniatures import make_tiny
+from tools.miniatures.base import BOS_ID
 
 Size = tuple[int, int]  # width, height
 
@@ -243,8 +243,7 @@ class Pair:
             token = self.spec.image_token_id if is_image else self.spec.video_token_id
             assert token is not None
             plan = self.plan(part)[0]
-            replaced = plan.around == self.case.around  # the plan's parts bring their own
-            ids += [] if replaced else before
+            ids += before
             for piece in plan.parts_of(seen[type(part)]):
                 types += [0] * (len(ids) - len(types))
                 if isinstance(piece, str):
@@ -254,7 +253,7 @@ class Pair:
                     ids += [token] * piece.num_tokens
                     types += [1 if is_image else 2] * piece.num_tokens
             seen[type(part)] += 1
-            ids += [] if replaced else behind
+            ids += behind
         types += [0] * (len(ids) - len(types))
         media = [part for part in parts if isinstance(part, Image.Image | Clip)]
         ropes: tuple[RopeSpan, ...] = ()

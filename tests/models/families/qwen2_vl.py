@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from hydra_engine.models.tiny.qwen2_vl import VISION_END, VISION_START
 from tests.models.families.base import Clip, FamilyCase, Inputs, Media
+from tools.miniatures.qwen2_vl import VISION_END, VISION_START
 
 
 def inputs(model_dir: Path, media: Sequence[Media]) -> Inputs:

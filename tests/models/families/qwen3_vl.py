@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
 
-from hydra_engine.models.tiny.qwen3_vl import VISION_END, VISION_START
 from tests.models.families.base import Clip, FamilyCase, Inputs, Media
+from tools.miniatures.qwen3_vl import VISION_END, VISION_START
 
 # The module itself: the package offers a stand-in where torchvision is missing.
 videos = importlib.import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import cuda_cache
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.native import NativeOps
+from hydra_engine.backend.cpu.ops import NativeOps
+from hydra_engine.backend.cuda import cache as cuda_cache
 from tests.gpu import test_cache_ops as device_cases
 from tests.gpu.on_device import OnDevice
 from tests.native.host_cuda.conftest import Launch
@@ -150,22 +150,22 @@ def test_slots_beyond_4_gib_are_their_own(ops: OnDevice) -> None:
     memory = mmap.mmap(-1, 2 * torch.Size(shape).numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     cache = PagedCache(torch.frombuffer(memory, dtype=torch.bfloat16).view(shape))
     assert cache.data.nbytes > 5 << 30
-    desc = cuda_cache.make_desc(cache)
+    ops = cuda_cache.CudaCacheOps()
     far = [81_929 * 16 + 15, 65_536 * 16, 40_000 * 16 + 3, 5]
     slots = torch.tensor(far)
     q, k, v = cases.fused_rows(4, [2, 1, 1], 4, 128, torch.bfloat16)
     cos, sin = heads.angles(4, 128)
     small = cases.poisoned((1, 1, 2, 4, 4, 128), torch.bfloat16)
     NATIVE.rope_and_write(q, k, v, cos, sin, small, 0, torch.arange(4))
-    cuda_cache.rope_and_write(desc, q, k, v, cos, sin, cache, 1, slots, None, None, 0.0)
-    cuda_cache.write_cache(desc, cache, 0, [v, k], slots)
+    ops.rope_and_write(q, k, v, cos, sin, cache, 1, slots)
+    ops.write_cache(cache, 0, [v, k], slots)
     for token, slot in enumerate(far):
         row = cache.data[slot // 16, :, :, slot % 16]
         expected = torch.stack((v[token], k[token], small.data[0, 0, 0, token], small.data[0, 0, 1, token]))
         assert torch.equal(row.flatten(0, 1), expected)
-    assert torch.equal(cuda_cache.gather_cache(desc, cache, 0, 1, slots), k)
+    assert torch.equal(ops.gather_cache(cache, 0, 1, slots), k)
     pairs = torch.tensor([[81_929, 1], [65_536, 81_928]])
-    cuda_cache.copy_blocks(desc, desc, cache, cache, pairs)
+    ops.copy_blocks(cache, cache, pairs)
     for source, target in pairs.tolist():
         assert torch.equal(cache.data[target], cache.data[source])
     assert cache.data[1, 0, 1, 15].equal(k[0])
@@ -202,10 +202,9 @@ def test_nothing_to_do_is_not_launched(ops: OnDevice, launches: Launches) -> Non
 def test_pairs_go_out_in_few_launches(launches: Launches, count: int, grids: list[int]) -> None:
     source, target = (PagedCache(torch.zeros(9, 1, 1, 1, 1, 2)) for _ in range(2))
     source.data[:] = torch.arange(9).view(-1, 1, 1, 1, 1, 1)
-    descs = cuda_cache.make_desc(source), cuda_cache.make_desc(target)
     # The last pair alone goes to block 8.
     pairs = torch.tensor([[3, 0]] * (count - 1) + [[7, 8]])
-    cuda_cache.copy_blocks(*descs, source, target, pairs)
+    cuda_cache.CudaCacheOps().copy_blocks(source, target, pairs)
     assert [launch.grid for launch in launches()] == [(1, pairs, 1) for pairs in grids]
     assert target.data[8].eq(7).all() and not target.data[1:8].any()
 
@@ -215,9 +214,8 @@ def test_large_blocks_are_spread_over_the_device(launches: Launches, count: int,
     """Two multiprocessors with eight rounds each; a block here is 20 rounds and a rest."""
     source = PagedCache(torch.randn(40, 1, 1, 1, 1, 4 * 1024 * 20 + 36))
     target = cases.poisoned(tuple(source.data.shape), torch.float32)
-    descs = cuda_cache.make_desc(source), cuda_cache.make_desc(target)
     there = torch.randperm(40)[:count]
-    cuda_cache.copy_blocks(*descs, source, target, torch.stack((torch.arange(count), there), dim=1))
+    cuda_cache.CudaCacheOps().copy_blocks(source, target, torch.stack((torch.arange(count), there), dim=1))
     assert [launch.grid for launch in launches()] == [(share, count, 1)]
     assert torch.equal(target.data[there], source.data[:count])
     assert target.data.isfinite().flatten(1).all(dim=1).sum() == count
@@ -226,8 +224,8 @@ def test_large_blocks_are_spread_over_the_device(launches: Launches, count: int,
 def test_a_chain_of_copies_in_one_call_is_noticed() -> None:
     """Pairs are copied in no order: what one reads, none may write. The executor sees it in one of its two orders."""
     cache = PagedCache(torch.empty(3, 1, 1, 2, 1, 4))
-    desc = cuda_cache.make_desc(cache)
+    ops = cuda_cache.CudaCacheOps()
     with pytest.raises(RuntimeError, match=r"copy_pairs.*read through __ldg was written during the same launch"):
         for _ in range(2):
             cache.data.copy_(cases.random(3, 1, 1, 2, 1, 4, dtype=torch.float32))
-            cuda_cache.copy_blocks(desc, desc, cache, cache, torch.tensor([[0, 1], [1, 2]]))
+            ops.copy_blocks(cache, cache, torch.tensor([[0, 1], [1, 2]]))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend import cuda_cache
 from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.cuda import cache as cuda_cache
 from tests.gpu.on_device import OnDevice
 
 MODULE_VARIABLE = "HOST_CUDA_MODULE"
@@ -47,7 +47,7 @@ def host() -> Any:
 
 @pytest.fixture(autouse=True)
 def wrappers(host: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """hydra_engine.backend.cuda_cache on the host: its kernels, no torch stream. Launches are waited for, so that a
+    """hydra_engine.backend.cuda.cache on the host: its kernels, no torch stream. Launches are waited for, so that a
     call raises what its kernels met."""
     make_desc = cuda_cache.make_desc
     monkeypatch.setattr(cuda_cache, "_C", host)

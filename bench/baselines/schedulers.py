@@ -1,0 +1,132 @@
+"""Two schedules: whole requests, as engines without stages have it, and one step of either model at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from hydra_engine.core.ids import StepId
+from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
+from hydra_engine.core.state import RequestState
+from hydra_engine.scheduler.budget import Budgets
+from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep, demand_of
+from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
+from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.scheduler.vision import VisionPlanner
+
+
+class OneLaneScheduler(StageScheduler):
+    """At most one step of either model is in flight. While both have work they take turns."""
+
+    _last_was_vision = True
+
+    @property
+    def vision_first(self) -> bool:
+        return not self._last_was_vision
+
+    def plan_vision(self, now: float) -> VisionPlan | None:
+        plan = None if self._language_steps else super().plan_vision(now)
+        self._last_was_vision |= plan is not None
+        return plan
+
+    def plan_language(self, now: float) -> LanguagePlan | None:
+        plan = None if self._vision_plans or self._language_steps else super().plan_language(now)
+        self._last_was_vision &= plan is None
+        return plan
+
+
+class RequestScheduler(StageScheduler):
+    """All images of the requests that are served next are encoded, then their prompts are prefilled whole in steps of
+    their own, and decodes go on when that is done. Steps are as large as the configuration allows."""
+
+    def __init__(self, *given: Any, budgets: Budgets | None = None, **more: Any) -> None:
+        del budgets  # they divide a step between stages
+        super().__init__(*given, **more)
+        config = given[3]
+        self._language = WholePrompts(self._book, self._budgets, config)
+        self._vision = self._first_images = FirstImages(self._book, self._budgets, config)
+
+    @property
+    def vision_first(self) -> bool:
+        return True
+
+    def plan_vision(self, now: float) -> VisionPlan | None:
+        """Of requests with images that have a slot, or find one beside those that wait for nothing else."""
+        book = self._book
+        running = sum(state.waits_for_images for state in book.prefilling)
+        self._first_images.num_requests = running + max(0, book.seq_slots.num_free - len(book.waiting))
+        return super().plan_vision(now)
+
+    def plan_language(self, now: float) -> LanguagePlan | None:
+        """Not beside an encode. Images that could be encoded now are in a vision step already."""
+        if self._vision_plans or (self._language_steps and self._book.unencoded):
+            return None
+        return super().plan_language(now)
+
+
+class FirstImages(VisionPlanner):
+    """Looks only at images of the first `num_requests`."""
+
+    num_requests = 0
+
+    def _fill(self, states: Iterable[RequestState], now: float, *, may_take: bool) -> list[EncodeItem]:
+        return super()._fill(islice(states, self.num_requests), now, may_take=may_take)
+
+
+class WholePrompts(LanguagePlanner):
+    """Prompts that fit a step together, or else the first one alone; decodes only where no prompt can be computed."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        book, _, config = given
+        self._starter = WholeStarter(book, config)
+
+    def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
+        builder = WholeStepBuilder(self._book, now, ahead=ahead)
+        ready = Ready(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
+        can_start = not self._starter.is_full
+        demand = demand_of(self._book, ready, patches_in_flight, can_start=can_start, now=now)
+        budget = self._budgets.language(demand)
+        builder.left = budget.tokens
+        try:
+            self._starter.start(builder, self._continue_prefills(builder))
+            if not builder.chunks:
+                ready = self._ready_decodes(builder)
+                if not ready.num_rows:  # the decodes gave way, which may have made room for a prefill
+                    self._continue_prefills(builder)
+        except NeedsResult:
+            return None
+        if not ready.num_rows and not builder.chunks:
+            return None
+        return self._step(step_id, ready, builder, budget, ahead=ahead)
+
+
+class WholeStarter(PrefillStarter):
+    """Nobody starts before all images are encoded, but the oldest, whose images may exceed the cache together."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._early_limit = 0
+
+    def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
+        found = super()._room_for(state, insists, builder)
+        assert isinstance(builder, WholeStepBuilder)
+        if found is None or builder.takes(state.num_tokens - len(found) * self._kv.block_size):
+            return found
+        builder.left = 0  # nobody else gets what is too little for this one
+        return None
+
+
+class WholeStepBuilder(StepBuilder):
+    def chunk_of(self, state: RequestState) -> int:
+        """All that can be computed, or nothing."""
+        num_tokens = state.num_computable - state.num_planned
+        return num_tokens if self.takes(num_tokens) else 0
+
+    def takes(self, num_tokens: int) -> bool:
+        """The first prompt may exceed the budget."""
+        return not self.chunks or num_tokens <= self.left

@@ -1,0 +1,128 @@
+"""Paged caches on the native extension: writes, rotation with write, gathers, image merges, block copies.
+
+Knows tensors: checks shapes, dtypes and strides and passes addresses. Contents (slots, block ids) are checked by the
+extension, before anything is written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.cpu.linear import DTYPE_CODES
+
+_NO_ADDRESS = 0
+
+
+class CacheOps:
+    """The ops of `Ops` on caches; one `_C.CacheDesc` per cache, made at first use and forgotten with its tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], _C.CacheDesc]] = {}
+
+    def desc(self, cache: PagedCache) -> _C.CacheDesc:
+        data = cache.data
+        known = self._known.get(id(data))
+        if known is not None:
+            return known[1]
+        checks.check_new_cache(cache)
+        num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
+        desc = _C.CacheDesc(
+            data.data_ptr(),
+            num_blocks,
+            num_layers,
+            num_tensors,
+            block_size,
+            num_heads,
+            head_dim,
+            DTYPE_CODES[data.dtype],
+        )
+        key = id(data)
+        # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
+        self._known[key] = (weakref.ref(data, lambda _: self._known.pop(key, None)), desc)
+        return desc
+
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        desc = self.desc(cache)
+        tokens, strides = checks.check_write(cache, layer, rows, slots)
+        first = rows[0].data_ptr()
+        if len(rows) == 1:
+            desc.write(layer, first, strides[0], _NO_ADDRESS, 0, slots.data_ptr(), tokens)
+        else:
+            desc.write(layer, first, strides[0], rows[1].data_ptr(), strides[1], slots.data_ptr(), tokens)
+
+    def rope_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        desc = self.desc(cache)
+        strides = checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+        tokens, num_heads, dim = shape = q.shape
+        if q_norm is not None or k_norm is not None:
+            checks.check_head_norms(q_norm, k_norm, dim, q.dtype)
+        out = torch.empty(shape, dtype=q.dtype)
+        desc.rope_and_write(
+            layer,
+            q.data_ptr(),
+            strides.q,
+            num_heads,
+            k.data_ptr(),
+            strides.k,
+            v.data_ptr(),
+            strides.v,
+            cos.data_ptr(),
+            strides.cos,
+            sin.data_ptr(),
+            strides.sin,
+            slots.data_ptr(),
+            tokens,
+            out.data_ptr(),
+            _NO_ADDRESS if q_norm is None else q_norm.data_ptr(),
+            _NO_ADDRESS if k_norm is None else k_norm.data_ptr(),
+            eps,
+        )
+        return out
+
+    def merge_image_tokens(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        plane: int = 0,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        desc = self.desc(cache)
+        count = checks.check_merge(hidden, rows, cache, slots, plane)
+        desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], accumulate)
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        desc = self.desc(cache)
+        count = checks.check_indices("slots", slots)
+        shape = cache.data.shape
+        out = torch.empty((count, shape[4], shape[5]), dtype=cache.data.dtype)
+        desc.gather(layer, index, slots.data_ptr(), count, out.data_ptr())
+        return out
+
+    def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
+        source_desc, target_desc = self.desc(source), self.desc(target)
+        count = checks.check_copy(source, target, pairs)
+        source_desc.copy_to(target_desc, pairs.data_ptr(), count)

@@ -1,0 +1,126 @@
+"""Recurrent states on the native extension: the causal convolution, the gated delta rule, and the gates behind them.
+
+Knows tensors: checks shapes, dtypes and strides and passes addresses. Rows and places are checked by the extension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.cpu.linear import DTYPE_CODES
+
+_Rows = tuple[int, int, int, int, int, int, int, int, int]
+
+
+def plan_states(rows: StateRows) -> StateRows:
+    """As they are."""
+    return rows
+
+
+def plan_decode_states(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:  # noqa: ARG001
+    """As native_attention.plan_decode: no launch of these ops is captured."""
+    raise ValueError("plan_decode_states: expected ops that plan without contents; these check places before they run")
+
+
+def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    checks.check_conv(x, weight, cache, rows)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _C.causal_conv(
+        (x.data_ptr(), x.stride(0)),
+        weight.data_ptr(),
+        cache.conv.data_ptr(),
+        _rows(rows, x.shape[0], cache.conv, layer),
+        weight.shape[0],
+        weight.shape[1],
+        out.data_ptr(),
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rates: Tensor,
+    shift: Tensor,
+    cache: StateCache,
+    layer: int,
+    rows: StateRows,
+) -> Tensor:
+    checks.check_delta(q, k, v, a, b, rates, shift, cache, rows)
+    out = torch.empty(v.shape, dtype=v.dtype)
+    _C.delta_rule(
+        (q.data_ptr(), q.stride(0)),
+        (k.data_ptr(), k.stride(0)),
+        (v.data_ptr(), v.stride(0)),
+        (a.data_ptr(), a.stride(0)),
+        (b.data_ptr(), b.stride(0)),
+        rates.data_ptr(),
+        shift.data_ptr(),
+        cache.recurrent.data_ptr(),
+        _rows(rows, v.shape[0], cache.recurrent, layer),
+        (q.shape[1], v.shape[1], q.shape[2], v.shape[2]),
+        out.data_ptr(),
+        DTYPE_CODES[v.dtype],
+    )
+    return out
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    checks.check_gate(x, gate)
+    checks.check_norm_weight(weight, x, wide=False)
+    tokens, heads, dim = x.shape
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    _C.gated_rms_norm(
+        x.data_ptr(),
+        (x.stride(0), x.stride(1)),
+        weight.data_ptr(),
+        gate.data_ptr(),
+        (gate.stride(0), gate.stride(1)),
+        out.data_ptr(),
+        tokens,
+        heads,
+        dim,
+        eps,
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    checks.check_gate(x, gate)
+    tokens, heads, dim = x.shape
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    _C.sigmoid_mul(
+        x.data_ptr(),
+        (x.stride(0), x.stride(1)),
+        gate.data_ptr(),
+        (gate.stride(0), gate.stride(1)),
+        out.data_ptr(),
+        tokens,
+        heads,
+        dim,
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def _rows(rows: StateRows, tokens: int, states: Tensor, layer: int) -> _Rows:
+    return (
+        rows.cu_q.data_ptr(),
+        rows.starts.data_ptr(),
+        rows.reads.data_ptr(),
+        rows.writes.data_ptr(),
+        rows.starts.shape[0],
+        tokens,
+        states.shape[0],
+        states.shape[1],
+        layer,
+    )

@@ -1,0 +1,159 @@
+"""The host processor as a device: lanes are threads, memory is what the machine and its container leave to us.
+
+Does not know which ops run on it; `select.py` puts the two together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.cpu.lanes import ThreadLane, set_torch_threads
+from hydra_engine.backend.cpu.shared_memory import TRANSPORT, SharedPool, map_pool
+from hydra_engine.backend.device import Fetch, Graph, Lane, PeerMemory, SharedMemory
+from hydra_engine.core.pools import PoolExport
+from hydra_engine.errors import TransferError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+_LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
+
+
+# Which lane steps back when both have work and cores are few. Measured in docs/benchmarks.md.
+NICENESS: dict[str, dict[str, int]] = {
+    "throughput": {"language": 5},
+    "balanced": {},
+    "latency": {"vision": 10},
+}
+
+
+class CpuDevice:
+    """`Device` of backend/device.py. `set_threads` sets the thread counts of the thread that calls it; `lane_priority`
+    is a key of NICENESS."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(
+        self,
+        threads: int,
+        set_threads: Callable[[int], None] = set_torch_threads,
+        lane_priority: str = "balanced",
+    ) -> None:
+        self.threads = threads
+        self._set_threads = set_threads
+        self._niceness = NICENESS[lane_priority]
+
+    def lane(self, name: str) -> Lane:
+        niceness = self._niceness.get(name, 0)
+        return ThreadLane(name, self.threads, set_threads=self._set_threads, niceness=niceness)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes: the machine's, or the container's where that is less."""
+        lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+        machine = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "MemTotal:")}
+        free, total = machine["MemAvailable:"], machine["MemTotal:"]
+        limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+        if limit is not None and used is not None:
+            # The page cache counts as used there but is given up on demand.
+            free = min(free, max(limit - used + _inactive_file_bytes(), 0))
+            total = min(total, limit)
+        return free, total
+
+    def trim(self) -> None:
+        """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""
+        if _LIBC is not None:
+            _LIBC.malloc_trim(0)
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        return SharedPool(num_bytes)
+
+    def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        if export.transport != TRANSPORT:
+            raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a processor")
+        return map_pool(descriptor, export.num_bytes)
+
+    def finish(self) -> None:
+        """Nothing to wait for: an op returns when it is done."""
+
+    # ---- work that ends after the call that launched it: there is none
+
+    @property
+    def asynchronous(self) -> bool:
+        return False
+
+    def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
+        """The arrays' own memory."""
+        return tuple(torch.from_numpy(array) for array in arrays)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        return _Copies(tuple(tensor.numpy().copy() for tensor in tensors))
+
+    def capture(self, launch: Callable[[], None]) -> Graph:
+        """Nothing is captured: a replay makes the calls again."""
+        launch()
+        return _Calls(launch)
+
+    @property
+    def num_places(self) -> int:
+        return 1
+
+    def place(self) -> int:
+        return 0
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        assert place == 0, "a processor is not divided"
+        return nullcontext()
+
+    def peak_bytes(self, job: Callable[[], None]) -> int | None:
+        """Host memory is not counted."""
+        job()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    arrays: tuple[npt.NDArray[np.generic], ...]
+
+    def result(self) -> tuple[npt.NDArray[np.generic], ...]:
+        return self.arrays
+
+
+@dataclass(slots=True)
+class _Calls:
+    replay: Callable[[], None]
+    num_bytes: int = 0
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def _cgroup_number(file: str) -> int | None:
+    try:
+        return int((_CGROUP / file).read_text())
+    except (OSError, ValueError):  # no such container, or the word "max"
+        return None
+
+
+def _inactive_file_bytes() -> int:
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

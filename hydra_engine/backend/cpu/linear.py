@@ -1,0 +1,244 @@
+"""Matrix products, norms, gates and rotations of the native extension: the part of the native CPU ops that computes.
+
+Knows tensors: allocates outputs and packed weights (so memory is accounted here), checks shapes and dtypes, and passes
+addresses. Does not know instruction sets, threads or layouts; those are in csrc/cpu.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import Activation, PackedLinear
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
+
+_ALIGNMENT = 64
+
+
+class NativeLinear:
+    """A weight in the kernels' layout, about the size of the original; `PackedLinear` of backend/base.py."""
+
+    __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.num_out, self.num_in = weight.shape
+        self.dtype = weight.dtype
+        self._data = _aligned(_C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[self.dtype]))
+        self._bias = None
+        if bias is not None:
+            self._bias = torch.zeros(-(-self.num_out // 32) * 32, dtype=torch.float32)
+            self._bias[: self.num_out] = bias
+        bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self.handle = _C.PackedWeight(
+            self._data.data_ptr(), bias_address, self.num_out, self.num_in, DTYPE_CODES[self.dtype]
+        )
+        if weight.numel():
+            self.handle.pack(weight.data_ptr(), weight.stride(0))
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+    """weight [num_out, K], bias [num_out] -> packed; nothing of the originals is kept."""
+    if weight.dim() != 2 or weight.dtype not in DTYPE_CODES or not weight.is_cpu:
+        raise ValueError(f"weight: expected [num_out, K] of a float type on the CPU, got {_described(weight)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in DTYPE_CODES):
+        raise ValueError(f"bias: expected [{weight.shape[0]}] of a float type, got {_described(bias)}")
+    return NativeLinear(weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous(), bias)
+
+
+def linear(
+    x: Tensor,
+    weight: PackedLinear,
+    *,
+    act: Activation = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """act(x @ W^T + bias) + residual: x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
+    assert isinstance(weight, NativeLinear)
+    rows, stride = _check_rows("x", x, weight.num_in, weight.dtype)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    elif out_dtype is not torch.float32 and out_dtype is not x.dtype:
+        raise ValueError(f"out_dtype: expected {x.dtype} or torch.float32, got {out_dtype}")
+    address, residual_stride = 0, 0
+    if residual is not None:
+        residual_rows, residual_stride = _check_rows("residual", residual, weight.num_out, out_dtype)
+        if residual_rows != rows:
+            raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
+        address = residual.data_ptr()
+    out = torch.empty((rows, weight.num_out), dtype=out_dtype)
+    _C.linear(
+        weight.handle,
+        x.data_ptr(),
+        stride,
+        rows,
+        out.data_ptr(),
+        _activation_code(act),
+        DTYPE_CODES[out_dtype],
+        address,
+        residual_stride,
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: [T, C] or, head by head, [T, H, D]."""
+    if x.dim() == 3:
+        return _rms_norm_heads(x, weight, eps)
+    columns = x.shape[-1]
+    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
+    wide = checks.check_norm_weight(weight, x)
+    out = torch.empty((rows, columns), dtype=x.dtype)
+    dtype = DTYPE_CODES[x.dtype]
+    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, columns, eps, dtype, wide_weight=wide)
+    return out
+
+
+def _rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
+    wide = checks.check_norm_weight(weight, x)
+    tokens, heads, dim = x.shape
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    dtype = DTYPE_CODES[x.dtype]
+    addresses = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr()
+    _C.rms_norm(*addresses, tokens, dim, eps, dtype, heads, head_stride, wide)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), both [T, C]. A contiguous `residual` is overwritten with the sum."""
+    columns = x.shape[-1]
+    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
+    residual_rows, residual_stride = _check_rows("residual", residual, columns, x.dtype)
+    if residual_rows != rows:
+        raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
+    wide = checks.check_norm_weight(weight, x)
+    out = torch.empty((rows, columns), dtype=x.dtype)
+    total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
+    _C.add_rms_norm(
+        x.data_ptr(),
+        stride,
+        residual.data_ptr(),
+        residual_stride,
+        weight.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
+        rows,
+        columns,
+        eps,
+        DTYPE_CODES[x.dtype],
+        wide,
+    )
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) * rsqrt(variance + eps) * weight + bias, rounded once: [T, C]."""
+    columns = x.shape[-1]
+    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
+    _check_vector("weight", weight, x)
+    _check_vector("bias", bias, x)
+    out = torch.empty((rows, columns), dtype=x.dtype)
+    _C.layer_norm(
+        x.data_ptr(),
+        stride,
+        weight.data_ptr(),
+        bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        columns,
+        eps,
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
+    """gate_up [T, 2 * F] -> act(gate) * up [T, F], gate first; act(gate) is rounded to the dtype before the product."""
+    both = gate_up.shape[-1]
+    rows, stride = _check_rows("gate_up", gate_up, both, gate_up.dtype)
+    if both % 2 or both == 0:
+        raise ValueError(f"gate_up: expected [T, 2 * F], got {_described(gate_up)}")
+    out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
+    _C.act_and_mul(
+        gate_up.data_ptr(),
+        stride,
+        out.data_ptr(),
+        rows,
+        both // 2,
+        _activation_code(act),
+        DTYPE_CODES[gate_up.dtype],
+    )
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D], pairs (i, i + D/2) turned by cos, sin [T, D/2] float32 of their token."""
+    strides = checks.check_rotate(x, cos, sin)
+    tokens, heads, dim = x.shape
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    _C.rotate(
+        x.data_ptr(),
+        strides.x,
+        heads,
+        strides.x_head,
+        cos.data_ptr(),
+        strides.cos,
+        sin.data_ptr(),
+        strides.sin,
+        out.data_ptr(),
+        tokens,
+        dim,
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def _aligned(num_bytes: int) -> Tensor:
+    """Uninitialised bytes at a cache line's start."""
+    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    offset = -memory.data_ptr() % _ALIGNMENT
+    return memory[offset : offset + num_bytes]
+
+
+def _activation_code(act: str) -> int:
+    code = ACTIVATION_CODES.get(act)
+    if code is None:
+        raise ValueError(f"act: expected one of {', '.join(ACTIVATION_CODES)}, got {act!r}")
+    return code
+
+
+def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype) -> tuple[int, int]:
+    """x must be [T, columns] of `dtype`, rows at any stride; returns (T, elements between rows)."""
+    shape, strides = x.shape, x.stride()
+    if (
+        len(shape) != 2
+        or shape[1] != columns
+        or x.dtype is not dtype
+        or dtype not in DTYPE_CODES
+        or (strides[1] != 1 and columns > 1)
+        or not x.is_cpu
+    ):
+        wanted = dtype if dtype in DTYPE_CODES else "float32, bfloat16 or float16"
+        raise ValueError(
+            f"{name}: expected [T, {columns}] {wanted} on the CPU with a dense last dimension, got {_described(x)}"
+        )
+    return shape[0], strides[0]
+
+
+def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
+    columns = x.shape[-1]
+    if vector.shape != (columns,) or vector.dtype is not x.dtype or not vector.is_contiguous() or columns == 0:
+        raise ValueError(f"{name}: expected contiguous [{max(columns, 1)}] {x.dtype}, got {_described(vector)}")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}"

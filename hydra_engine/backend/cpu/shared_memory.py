@@ -1,0 +1,218 @@
+"""Host memory that the instances of a node share: pools that one process writes and its peers read, and control words.
+
+The memory is an unnamed file that only descriptors lead to: it is in no folder, a killed owner leaves nothing behind,
+and whoever has mapped it can read it for as long as it likes. It is sealed against every change of its size, which
+would kill its readers, and against writers that come later, where the system knows how. Memory goes with the last
+tensor on it, never under one. Does not know caches or blocks, nor how descriptors travel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.core.units import size
+from hydra_engine.errors import BackendError, ResourceError, TransferError
+
+TRANSPORT = "memfd"
+WORD_BYTES = 8
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_FINAL = fcntl.F_SEAL_SEAL  # no further seals
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for: mappings made before stay writable
+
+
+class SharedPool:
+    """`SharedMemory` of backend/device.py, full of zeros that cost nothing until they are written."""
+
+    transport = TRANSPORT
+    handle = b""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises ResourceError where the system gives no such memory."""
+        if num_bytes <= 0:
+            raise ValueError(f"num_bytes: expected a positive size, got {num_bytes}")
+        self.num_bytes = num_bytes
+        self._map: mmap.mmap | None = None
+        self._descriptor = -1
+        try:
+            self._descriptor = os.memfd_create("hydra-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._descriptor, num_bytes)
+            self._map = mmap.mmap(self._descriptor, num_bytes)
+            _ask_for_large_pages(self._map)
+            _seal(self._descriptor)
+        except OSError as error:
+            self.close()
+            raise ResourceError(
+                f"the system gives no shared memory of {size(num_bytes)} ({error.strerror}); lower --kv-cache-gib and "
+                "--image-cache-gib, or allow more open files"
+            ) from error
+
+    @property
+    def descriptor(self) -> int:
+        if self._descriptor < 0:
+            raise ValueError("descriptor: the pool is closed")
+        return self._descriptor
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        if self._map is None:
+            raise ValueError("tensor: the pool is closed")
+        return torch.frombuffer(self._map, dtype=torch.uint8)  # it keeps the mapping
+
+    def close(self) -> None:
+        """Closes the descriptor at once; the memory goes when no tensor and no peer uses it."""
+        self._map = None
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class MappedPool:
+    """`PeerMemory` of backend/device.py: writing to its tensor ends the process. Made by `map_pool`."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._map: mmap.mmap | None = mapping
+
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        if self._map is None:
+            raise ValueError("tensor: the peer's pool is closed")
+        return torch.from_numpy(np.asarray(_Window(self._map)))
+
+    def close(self) -> None:
+        """Drops the mapping; it is gone when the last tensor on it is."""
+        self._map = None
+
+
+class _Window:
+    """Bytes that can only be read, told to numpy as bytes like others: torch has no tensors that cannot be written, and
+    says so at length for every array that is marked. The array keeps this object, which keeps the mapping."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._map = mapping
+        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        self.__array_interface__ = {
+            "shape": (len(mapping),),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def map_pool(descriptor: int, num_bytes: int) -> MappedPool:
+    """A peer's pool, to be read only. The descriptor is still the caller's. Raises TransferError for anything but a
+    memfd of exactly this size that can never have another one."""
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes or num_bytes <= 0:
+            raise TransferError(f"a peer's memory has {size} bytes where {num_bytes} were announced")
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise TransferError("a peer's memory is no memfd") from error
+        if seals & (_SEALS | _FINAL) != _SEALS | _FINAL:
+            raise TransferError("a peer's memory is not sealed: it could shrink under its readers")
+        return MappedPool(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
+    except OSError as error:
+        raise TransferError(f"a peer's memory cannot be mapped: {error.strerror}") from error
+
+
+def _ask_for_large_pages(mapping: mmap.mmap) -> None:
+    """As numpy does for memory of its own; most systems have none for this kind unless their owner says otherwise."""
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _seal(descriptor: int) -> None:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL | _FUTURE_WRITE)
+    except OSError:  # a system that does not know the last one
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL)
+
+
+# ---- control words
+
+
+class ControlWords:
+    """Words of 64 bits that this process writes and its peers read, zero at first. A peer that sees one byte of what
+    this process writes after `store` sees the word too, if it loads it after that byte."""
+
+    def __init__(self, num_words: int) -> None:
+        """Raises ResourceError where the system gives no memory, BackendError where words cannot be kept in order."""
+        self._store = _accessors()[0]
+        self.num_words = num_words
+        self._memory = SharedPool(num_words * WORD_BYTES)
+        self._bytes: Tensor | None = self._memory.tensor()
+
+    @property
+    def descriptor(self) -> int:
+        return self._memory.descriptor
+
+    def store(self, slot: int, word: int) -> None:
+        self._store(_address(self._bytes, slot), word)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._bytes = None
+        self._memory.close()
+
+
+class PeerWords:
+    """The control words of a peer."""
+
+    def __init__(self, descriptor: int, num_words: int) -> None:
+        """Raises TransferError as `map_pool`, and BackendError as `ControlWords`."""
+        self._load = _accessors()[1]
+        self._memory = map_pool(descriptor, num_words * WORD_BYTES)
+        self._bytes: Tensor | None = self._memory.tensor()
+
+    def load(self, slot: int) -> int:
+        """Comes after everything that this thread has read before, and that others had read when it learned of it."""
+        return self._load(_address(self._bytes, slot))
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._bytes = None
+        self._memory.close()
+
+
+def _address(words: Tensor | None, slot: int) -> int:
+    if words is None:
+        raise ValueError("slot: the control words are closed")
+    if not 0 <= slot < len(words) // WORD_BYTES:
+        raise ValueError(f"slot: expected 0 to {len(words) // WORD_BYTES - 1}, got {slot}")
+    return words.data_ptr() + slot * WORD_BYTES
+
+
+def _accessors() -> tuple[Callable[[int, int], None], Callable[[int], int]]:
+    """(store, load) of the extension. Without it plain ones, on processors that keep to the order of a program."""
+    try:
+        from hydra_engine import _C
+    except ImportError:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise BackendError(
+                "instances that share memory need the native extension on this processor; `make build` builds it"
+            ) from None
+        return _plain_store, _plain_load
+    return _C.store_word, _C.load_word
+
+
+def _plain_store(address: int, word: int) -> None:
+    """An aligned store of 8 bytes is one store, and plain ones that follow are not seen before it. Streamed ones could
+    be, but the threads that make them are told of their work through locks, which no store passes."""
+    ctypes.c_uint64.from_address(address).value = word
+
+
+def _plain_load(address: int) -> int:
+    """Loads are done in the order of the program, and threads that copied have been waited for."""
+    return ctypes.c_uint64.from_address(address).value

@@ -1,0 +1,137 @@
+"""A CUDA device as `Device` of backend/device.py: lanes, memory, copies, graphs, pools that peers map.
+
+Touches the device at its first use, not when it is made, so that `doctor` can look at one. Does not know which ops run
+on it; `select.py` puts the two together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.cpu.lanes import set_torch_threads
+from hydra_engine.backend.cuda import ipc as cuda_ipc
+from hydra_engine.backend.cuda.copies import CudaFetch, Sender, failure
+from hydra_engine.backend.cuda.graphs import GraphPools
+from hydra_engine.backend.cuda.lanes import PRIORITIES, Places, WholeDevice
+from hydra_engine.backend.device import Fetch, Graph, Lane, PeerMemory, SharedMemory
+from hydra_engine.core.pools import PoolExport
+from hydra_engine.core.units import size
+from hydra_engine.errors import ResourceError, TransferError
+
+
+class CudaDevice:
+    """`set_threads` sets the processor threads of the thread that calls it; `lane_priority` is a key of PRIORITIES.
+    `places` None: the device is not divided."""
+
+    def __init__(
+        self,
+        index: int,
+        threads: int,
+        set_threads: Callable[[int], None] = set_torch_threads,
+        lane_priority: str = "balanced",
+        places: Places | None = None,
+    ) -> None:
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._index = index
+        self._threads = threads
+        self._set_threads = set_threads
+        self._priorities = PRIORITIES[lane_priority]
+        self._host = CpuDevice(threads, set_threads)
+        self._places = WholeDevice(self.torch_device) if places is None else places
+        self._graphs = GraphPools(self.torch_device)
+        self._of_thread = threading.local()
+
+    def lane(self, name: str) -> Lane:
+        return self._places.lane(name, self._priorities.get(name, 0), self._threads, self._set_threads)
+
+    # ---- memory
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes; what torch holds and has given to nobody counts as free."""
+        free, total = torch.cuda.mem_get_info(self._index)
+        idle = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        return free + idle, total
+
+    def trim(self) -> None:
+        """Of the device too: weights arrive in parts, and what parts leave behind is of no use to the caches."""
+        self._host.trim()
+        torch.cuda.empty_cache()
+
+    def peak_bytes(self, job: Callable[[], None]) -> int | None:
+        """Counts what the other lanes take meanwhile too."""
+        torch.cuda.synchronize(self._index)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._index)
+        allocated, reserved = torch.cuda.memory_allocated(self._index), torch.cuda.memory_reserved(self._index)
+        job()
+        self.finish()
+        # Of what is handed out, or, where pieces did not fit together, of what was taken for it.
+        return max(
+            torch.cuda.max_memory_allocated(self._index) - allocated,
+            torch.cuda.max_memory_reserved(self._index) - reserved,
+        )
+
+    # ---- peers
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        try:
+            return cuda_ipc.DevicePool(num_bytes, self._index)
+        except RuntimeError as error:
+            raise ResourceError(
+                f"{self.name} has no {size(num_bytes)} for caches that other instances read; lower "
+                "--kv-cache-gib and --image-cache-gib or free its memory",
+                param="kv_cache_gib",
+            ) from error
+
+    def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        if export.transport != cuda_ipc.TRANSPORT:
+            raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a GPU")
+        return cuda_ipc.OpenedPool(export.handle, export.num_bytes, self._index)
+
+    # ---- work that ends after the call that launched it
+
+    @property
+    def asynchronous(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Raises BackendError where the device failed."""
+        try:
+            torch.cuda.current_stream(self.torch_device).synchronize()
+        except RuntimeError as error:
+            raise failure(self.torch_device, error) from error
+
+    def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
+        sender: Sender | None = getattr(self._of_thread, "sender", None)
+        if sender is None:
+            sender = self._of_thread.sender = Sender(self.torch_device)
+        return sender.send(arrays)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        return CudaFetch(self.torch_device, tensors)
+
+    def capture(self, launch: Callable[[], None]) -> Graph:
+        """Before the lane serves: what is freed elsewhere while its stream is captured would become part of the graph.
+        Raises BackendError where `launch` cannot be captured."""
+        return self._graphs.capture(launch)
+
+    # ---- parts of the device
+
+    @property
+    def num_places(self) -> int:
+        return self._places.count
+
+    def place(self) -> int:
+        return self._places.current()
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        return self._places.at(place)

@@ -1,0 +1,258 @@
+"""Attention by FlashInfer, with the interface of attention.py.
+
+FlashInfer plans on the host, once for a step and a kind of layer, into a wrapper that all these layers then run.
+Decodes that are captured as graphs have wrappers of their own (flashinfer_graphs.py), which the host plans before each
+replay. Head dims that FlashInfer lacks take our kernels. Importing this needs Triton; the package itself is imported
+when the class is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Ints, num_leading_decodes
+from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS, Chosen
+from hydra_engine.backend.cuda.flashinfer_graphs import (
+    GraphBuffers,
+    GraphDecode,
+    GraphPlan,
+    Kind,
+    Pages,
+    cumulated,
+    pages_of,
+    workspace_bytes,
+)
+from hydra_engine.backend.device import Send
+
+NUM_STEPS = 2  # plans of steps that a lane holds: one is planned while another runs
+NUM_PACKED = 4  # lists of segments: towers alternate between whole pictures and windows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlashPlan:
+    """`AttentionPlan.native`, equal to itself alone."""
+
+    num_decodes: int
+    num_q: Ints  # [B]
+    num_context: Ints  # [B]
+    block_tables: Ints  # [B, W]
+    triton: CudaPlan
+
+
+class Wrappers:
+    """Wrappers of one kind in one lane, each with what it was last planned for. The one longest unused plans next."""
+
+    def __init__(self, make: Callable[[], Any], count: int) -> None:
+        self._make = make
+        self._count = count
+        self._held: dict[Hashable, tuple[Any, torch.cuda.Event]] = {}  # the event: its plan was copied; last used last
+
+    def planned(self, key: Hashable, plan: Callable[[Any], None]) -> Any:
+        if key in self._held:
+            self._held[key] = self._held.pop(key)
+            return self._held[key][0]
+        if len(self._held) < self._count:
+            wrapper, copied = self._make(), torch.cuda.Event()
+        else:
+            wrapper, copied = self._held.pop(next(iter(self._held)))
+            # A plan lies in pinned memory until the device has copied it.
+            copied.synchronize()
+        plan(wrapper)
+        copied.record()
+        self._held[key] = wrapper, copied
+        return wrapper
+
+
+class _OfLane:
+    """No lane shares these with another: two that ran at once would write to one workspace."""
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        self._library = library
+        self._device = device
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._of_step: dict[str, Wrappers] = {}
+        self._retired: list[dict[str, Wrappers]] = []  # what they have planned may not have been copied yet
+        self.graphs = GraphBuffers(device)
+
+    def workspace(self, num_bytes: int) -> Tensor:
+        """Of partial results, one for all wrappers of the lane, whose steps run in order; zeros at first, as the
+        library wants it."""
+        if num_bytes > self._workspace.shape[0]:
+            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+            self._retired.append(self._of_step)
+            self._of_step = {}
+        return self._workspace
+
+    def prefill(self, num_bytes: int) -> Wrappers:
+        return self._wrappers("prefill", num_bytes, NUM_STEPS, self._library.BatchPrefillWithPagedKVCacheWrapper)
+
+    def packed(self, num_bytes: int) -> Wrappers:
+        return self._wrappers("packed", num_bytes, NUM_PACKED, self._library.BatchPrefillWithRaggedKVCacheWrapper)
+
+    def decode(self, num_bytes: int, *, tensor_cores: bool) -> Wrappers:
+        make = self._library.BatchDecodeWithPagedKVCacheWrapper
+        return self._wrappers(f"decode {tensor_cores}", num_bytes, NUM_STEPS, make, use_tensor_cores=tensor_cores)
+
+    def _wrappers(self, name: str, num_bytes: int, count: int, make: Callable[..., Any], **options: Any) -> Wrappers:
+        workspace = self.workspace(num_bytes)
+        if name not in self._of_step:
+            self._of_step[name] = Wrappers(partial(make, workspace, kv_layout="NHD", backend="fa2", **options), count)
+        return self._of_step[name]
+
+
+_ELSE = "head dims other than 64, 128 and 256 take Triton"
+_ELSE_PACKED = "head dims other than 64, 128 and 256, and encodes that are captured, take Triton"
+
+
+def choices(chosen: Chosen) -> dict[str, tuple[str, str]]:
+    """Lines of `Ops.choices`."""
+    lines = {"attention_paged": ("flashinfer", f"{chosen.reason}; {_ELSE}")}
+    if not chosen.only_paged:
+        lines["attention_packed"] = ("flashinfer", f"{chosen.reason}; {_ELSE_PACKED}")
+    return lines
+
+
+class FlashInferAttention:
+    """Attention of a device with `num_sms` multiprocessors; `send` as that of its `Device`. `library`: the package."""
+
+    def __init__(
+        self, device: torch.device, num_sms: int, send: Send, by_triton: CudaAttention, library: Any = None
+    ) -> None:
+        self._device = device
+        self._num_sms = num_sms
+        self._send = send
+        self._by_triton = by_triton
+        self._library = importlib.import_module("flashinfer") if library is None else library
+        self._of_thread = threading.local()
+
+    # ---- plans
+
+    def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """Reads all three before it returns. Heads and block size are known at the first layer, which then plans."""
+        plan = self._by_triton.plan(cu_q, num_context, block_tables)
+        num_q = np.diff(cu_q.numpy()).astype(np.int32)
+        native = FlashPlan(
+            num_leading_decodes(cu_q.numpy()),
+            num_q,
+            num_context.numpy().copy(),
+            block_tables.numpy().copy(),
+            plan.native,
+        )
+        return replace(plan, native=native)
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """To be refreshed before its first use and before each replay, in the thread and on the stream of both."""
+        plan = self._by_triton.plan_decode(num_context, block_tables)
+        batch, width = block_tables.shape
+        native = GraphPlan(batch, width, plan.native)
+        return replace(plan, native=native, refresh=native.refresh)
+
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        return self._by_triton.plan_packed(cu_seqlens, max_length)
+
+    # ---- attention
+
+    def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        native = plan.native
+        assert isinstance(native, FlashPlan | GraphPlan), "a plan of other ops"
+        if not _fits(q):
+            return self._by_triton.paged(q, cache, layer, replace(plan, native=native.triton), scale)
+        checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
+        num_tokens = native.triton.num_tokens
+        if num_tokens != q.shape[0]:
+            raise ValueError(f"q: expected {num_tokens} tokens as the plan says, got {q.shape[0]}")
+        kind = Kind(q.shape[1], cache.data.shape[4], q.shape[2], cache.block_size, q.dtype, scale)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        kv = cache.data[:, layer, 0], cache.data[:, layer, 1]  # [N, S, Hkv, D] each, with the same strides
+        if isinstance(native, GraphPlan):
+            self._captured(kind, native).run(q, kv, out=out)
+            return out
+        split = native.num_decodes
+        if split:
+            self._decode(kind, native).run(q[:split], kv, out=out[:split])
+        if split < num_tokens:
+            self._prefill(kind, native).run(q[split:], kv, out=out[split:])
+        return out
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        if isinstance(cu_seqlens, PackedPlan):
+            return self._by_triton.packed(q, k, v, cu_seqlens, scale)
+        bounds = tuple(cu_seqlens)
+        if not _fits(q) or not q.shape[0]:
+            return self._by_triton.packed(q, k, v, bounds, scale)
+        checks.check_packed(q, k, v, bounds)
+        _, num_heads, head_dim = q.shape
+        kind = Kind(num_heads, num_heads, head_dim, 0, q.dtype, scale)
+
+        def plan(wrapper: Any) -> None:
+            lengths = [end - begin for begin, end in pairwise(bounds) if end > begin]
+            indptr = torch.from_numpy(cumulated(np.array(lengths, dtype=np.int32)))
+            wrapper.plan(indptr, indptr, num_heads, num_heads, head_dim, causal=False, **kind.settings)
+
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        wrappers = self._lane.packed(workspace_bytes(kind, self._num_sms))
+        wrappers.planned((bounds, kind), plan).run(q, k, v, out=out)
+        return out
+
+    # ---- wrappers
+
+    @property
+    def _lane(self) -> _OfLane:
+        found: _OfLane | None = getattr(self._of_thread, "lane", None)
+        if found is None:
+            found = self._of_thread.lane = _OfLane(self._library, self._device)
+        return found
+
+    def _captured(self, kind: Kind, native: GraphPlan) -> Any:
+        """Planned at its first use, which is not captured: `Device.capture` runs once before it captures."""
+        found = native.decodes.get(kind)
+        if found is None:
+            pages = native.pages(kind.block_size)
+            workspace = self._lane.workspace(workspace_bytes(kind, self._num_sms, native.batch))
+            found = GraphDecode(
+                self._library, workspace, self._lane.graphs, self._send, kind, native.batch, native.width
+            )
+            found.plan(pages)
+            native.decodes[kind] = found
+        return found.wrapper
+
+    def _decode(self, kind: Kind, native: FlashPlan) -> Any:
+        def plan(wrapper: Any) -> None:
+            pages = self._pages(native, slice(native.num_decodes), kind)
+            wrapper.plan(*self._tensors(pages), *kind.shape, **kind.settings)
+
+        wrappers = self._lane.decode(workspace_bytes(kind, self._num_sms), tensor_cores=kind.tensor_cores)
+        return wrappers.planned((native, kind), plan)
+
+    def _prefill(self, kind: Kind, native: FlashPlan) -> Any:
+        def plan(wrapper: Any) -> None:
+            pages = self._pages(native, slice(native.num_decodes, None), kind)
+            cu_q = torch.from_numpy(pages.cu_q)
+            wrapper.plan(cu_q, *self._tensors(pages), *kind.shape, causal=True, **kind.settings)
+
+        return self._lane.prefill(workspace_bytes(kind, self._num_sms)).planned((native, kind), plan)
+
+    def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> Pages:
+        return pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)
+
+    def _tensors(self, pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
+        """(indptr, indices, last_page_len). What plans read stays on the host, where the library asks for it; the list
+        of blocks can be long, so it is sent without waiting."""
+        (indices,) = self._send((pages.indices,))
+        return torch.from_numpy(pages.indptr), indices, torch.from_numpy(pages.last_page_len)
+
+
+def _fits(q: Tensor) -> bool:
+    return q.dtype in DTYPES and q.shape[2] in HEAD_DIMS

@@ -1,0 +1,110 @@
+"""Lanes on a CUDA device: a stream with the thread that launches on it. And the parts of the device they run on.
+
+A lane's stream does not wait for the default stream, on which the thread that builds an instance works. So a job begins
+behind what its submitter had launched. Does not know what a job does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from hydra_engine.backend.cpu.lanes import Job, ThreadLane
+
+logger = logging.getLogger(__name__)
+
+# Whose blocks the device begins first, by `lane_priority`; -1 before 0. Blocks that run are not interrupted. Tokens
+# wait for each other and pictures do not, so only where encodes are to finish early nobody goes first.
+PRIORITIES: dict[str, dict[str, int]] = {
+    "throughput": {},
+    "balanced": {"language": -1},
+    "latency": {"language": -1},
+}
+
+
+class CudaLane:
+    """`Lane` of backend/device.py."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        threads: int,
+        set_threads: Callable[[int], None],
+    ) -> None:
+        self.name = name
+        self._device = device
+        self._stream = stream
+        self._set_threads = set_threads
+        self._lane = ThreadLane(name, threads, set_threads=self._begin)
+
+    def submit(self, job: Job) -> None:
+        self._lane.submit(self._behind_caller(job))
+
+    def close(self) -> None:
+        """Waits for what the jobs have launched too."""
+        self._lane.close()
+        try:
+            self._stream.synchronize()
+        except RuntimeError:
+            logger.exception("lane %s: the device failed before the lane was closed", self.name)
+
+    def _begin(self, threads: int) -> None:
+        """In the lane's thread: from here on it works on its device and stream."""
+        self._set_threads(threads)
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(self._stream)
+
+    def _behind_caller(self, job: Job) -> Job:
+        caller = torch.cuda.current_stream(self._device)
+        if caller == self._stream or caller.query():
+            return job
+        launched = torch.cuda.Event()
+        launched.record(caller)
+
+        def run() -> None:
+            torch.cuda.current_stream(self._device).wait_event(launched)
+            job()
+
+        return run
+
+
+class Places(Protocol):
+    """The parts of a device on which lanes run, numbered from 0, all of it."""
+
+    count: int
+
+    def lane(self, name: str, priority: int, threads: int, set_threads: Callable[[int], None]) -> CudaLane: ...
+
+    def current(self) -> int:
+        """Where the calling lane's present job runs."""
+        ...
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        """Runs what the calling lane launches inside there."""
+        ...
+
+
+class WholeDevice:
+    """The places of a device that is never divided: one. `cuda_split.py` has others."""
+
+    count = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lane(self, name: str, priority: int, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
+        return CudaLane(name, self._device, torch.cuda.Stream(self._device, priority=priority), threads, set_threads)
+
+    def current(self) -> int:
+        return 0
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        if place != 0:
+            raise ValueError(f"place: expected 0, the device is not divided, got {place}")
+        return nullcontext()

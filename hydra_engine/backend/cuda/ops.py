@@ -1,0 +1,173 @@
+"""`Ops` on a CUDA device. Importing this needs the extension, torch with CUDA to compute, and Triton; `select.py` asks.
+
+Only dispatches: matrix products are in linear.py, caches in cache.py, attention in attention.py, recurrent states in
+delta_rule.py, everything else is one kernel of hydra_kernels. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import (
+    Activation,
+    AttentionPlan,
+    OpChoice,
+    PackedLinear,
+    PackedPlan,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    StateRows,
+)
+from hydra_engine.backend.cuda import delta_rule as cuda_states
+from hydra_engine.backend.cuda import linear as cuda_linear
+from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
+from hydra_engine.backend.cuda.attention_choice import TRITON, Chosen
+from hydra_engine.backend.cuda.cache import CudaCacheOps
+from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
+from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer_choices
+from hydra_engine.backend.device import Send
+from hydra_engine.backend.reference.ops import ALL_OPS
+from hydra_kernels.activation import act_and_mul, sigmoid_mul
+from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from hydra_kernels.rotary import rotate
+from hydra_kernels.sampling import sample
+
+_TRITON = ("triton", "one kernel of hydra_kernels reads and writes each element once")
+_NATIVE = ("native-cuda", "one kernel of the extension moves 16 bytes at a time")
+_HEADS = f"head dims above {MAX_HEAD_DIM} take torch's attention"
+_CHOICES = {
+    "linear": (
+        "cublas",
+        f"Triton up to {cuda_linear.SMALL_ROWS} rows; cuBLAS above, where an activation, or a residual beside a bias, "
+        "acts on the rounded product",
+    ),
+    "rms_norm": _TRITON,
+    "add_rms_norm": _TRITON,
+    "layer_norm": _TRITON,
+    "act_and_mul": _TRITON,
+    "rotate": _TRITON,
+    "gated_rms_norm": _TRITON,
+    "sigmoid_mul": _TRITON,
+    "causal_conv": ("triton", "tiles of tokens of all rows in one launch"),
+    "delta_rule": ("triton", "token by token with the state in registers, decodes and prompts alike"),
+    "write_cache": _NATIVE,
+    "rope_and_write": _NATIVE,
+    "merge_image_tokens": _NATIVE,
+    "gather_cache": _NATIVE,
+    "copy_blocks": _NATIVE,
+    "attention_paged": ("triton", f"split contexts for decodes, tiles of queries for prompts; {_HEADS}"),
+    "attention_packed": ("triton", f"tiles of queries; {_HEADS}"),
+    "sample": ("triton", "draws without a sort"),
+}
+_DETERMINISTIC = {
+    "linear": ("triton-invariant", "deterministic was asked for: one order of sums for every number of rows"),
+    "attention_paged": ("triton", f"deterministic was asked for: contexts are never split; {_HEADS}"),
+}
+
+
+class CudaOps(CudaCacheOps):
+    """`Ops` of backend/base.py for one device with `num_sms` multiprocessors. `send` as that of its `Device`;
+    FlashInfer's `attention` is not deterministic."""
+
+    name = "cuda"
+
+    plan_decode_states = staticmethod(cuda_states.plan_decode)
+    causal_conv = staticmethod(cuda_states.causal_conv)
+    delta_rule = staticmethod(cuda_states.delta_rule)
+
+    def __init__(
+        self,
+        device: torch.device,
+        num_sms: int,
+        send: Send,
+        *,
+        deterministic: bool = False,
+        attention: Chosen | None = None,
+    ) -> None:
+        self.deterministic = deterministic
+        super().__init__(device)
+        by_triton = CudaAttention(device, num_sms, send, deterministic=deterministic)
+        self._paged: CudaAttention | FlashInferAttention = by_triton
+        self._packed: CudaAttention | FlashInferAttention = by_triton
+        self._attention_choices: dict[str, tuple[str, str]] = {}
+        if attention is not None and attention.name != TRITON:
+            self._paged = FlashInferAttention(device, num_sms, send, by_triton)
+            self._packed = by_triton if attention.only_paged else self._paged
+            self._attention_choices = flashinfer_choices(attention)
+        self._send = send
+        cuda_linear.prepare()
+
+    def choices(self) -> tuple[OpChoice, ...]:
+        chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
+        return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
+
+    # ---- linear algebra
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return cuda_linear.CudaLinear(weight, bias)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        *,
+        act: Activation = "none",
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return cuda_linear.linear(
+            x, weight, act=act, residual=residual, out_dtype=out_dtype, deterministic=self.deterministic
+        )
+
+    # ---- element-wise and norms
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The sum takes the place of `residual`."""
+        return add_rms_norm(x, residual, weight, eps), residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return layer_norm(x, weight, bias, eps)
+
+    def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
+        return act_and_mul(gate_up, act)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos, sin)
+
+    def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        return gated_rms_norm(x, weight, gate, eps)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return sigmoid_mul(x, gate)
+
+    # ---- recurrent states
+
+    def plan_states(self, rows: StateRows) -> StateRows:
+        return cuda_states.plan(rows, self._send)
+
+    # ---- attention
+
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        return self._paged.plan(cu_q, num_context, block_tables)
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        return self._paged.plan_decode(num_context, block_tables)
+
+    def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        return self._paged.paged(q, cache, layer, plan, scale)
+
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        return self._packed.plan_packed(cu_seqlens, max_length)
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        return self._packed.packed(q, k, v, cu_seqlens, scale)
+
+    # ---- sampling
+
+    def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
+        return sample(logits, *sampling)

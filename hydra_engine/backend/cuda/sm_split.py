@@ -1,0 +1,239 @@
+"""A device whose multiprocessors are divided between the lanes while both have work.
+
+A place is one split: the language lane's part and the rest, which is the vision lane's. Both are green contexts, since
+ordinary streams run on every multiprocessor. Place 0 is the whole device, where lanes run on their ordinary streams.
+Only multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its stream at the
+new place waits for the one at the old. Other lanes than these two are never moved. Does not know what a job does, nor
+which split is best: a policy says that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hydra_engine import _C
+from hydra_engine.backend.cpu.lanes import Job
+from hydra_engine.backend.cuda.lanes import CudaLane
+from hydra_engine.errors import BackendError, ConfigError
+
+LANGUAGE, VISION = "language", "vision"
+
+UseStream = Callable[[torch.cuda.Stream], None]
+
+
+class Policy(Protocol):
+    def place(self) -> int:
+        """Where jobs that begin now run while both lanes have work; 0: on the whole device. From any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPlace:
+    """`Policy`."""
+
+    number: int = 1
+
+    def place(self) -> int:
+        return self.number
+
+
+class Sharing:
+    """Which lanes have work, and so where a job that begins runs. From any thread."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not ended
+        self._steps = 0  # of the language lane, begun
+        self._steps_seen = 0  # when the vision lane's last job began
+
+    def submitted(self, lane: str) -> None:
+        with self._lock:
+            self._open[lane] += 1
+
+    def ended(self, lane: str) -> None:
+        with self._lock:
+            self._open[lane] -= 1
+
+    def begin(self, lane: str) -> int:
+        """The language lane has the whole device once the vision lane has nothing to run. An encode is longer than a
+        step, and between two steps the language lane has none: so an encode shares the device too where steps began
+        since the last encode did."""
+        with self._lock:
+            if lane == LANGUAGE:
+                self._steps += 1
+                shares = self._open[VISION] > 0
+            else:
+                shares = self._open[LANGUAGE] > 0 or self._steps > self._steps_seen
+                self._steps_seen = self._steps
+        return self._policy.place() if shares else 0
+
+
+class Track:
+    """The streams of one lane, one for each place, and where it is. Moving belongs to the lane's thread."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream], use: UseStream = torch.cuda.set_stream) -> None:
+        self.streams = tuple(streams)
+        self.place = 0
+        self._use = use
+
+    def move(self, place: int) -> None:
+        if place == self.place:
+            return
+        self.streams[place].wait_stream(self.streams[self.place])
+        self.place = place
+        self._use(self.streams[place])
+
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        before = self.place
+        self.move(place)
+        try:
+            yield
+        finally:
+            self.move(before)
+
+
+class SplitLane(CudaLane):
+    """`Lane` of backend/device.py, moved to a place before each job."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        track: Track,
+        threads: int,
+        set_threads: Callable[[int], None],
+        sharing: Sharing,
+        of_thread: threading.local,
+    ) -> None:
+        self._track = track
+        self._sharing = sharing
+        self._of_thread = of_thread
+        super().__init__(name, device, track.streams[0], threads, set_threads)
+
+    def submit(self, job: Job) -> None:
+        self._sharing.submitted(self.name)
+        try:
+            super().submit(job)
+        except RuntimeError:  # the lane died or is closed
+            self._sharing.ended(self.name)
+            raise
+
+    def close(self) -> None:
+        """Moves to the ordinary stream, which then is behind the others and is waited for."""
+        with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
+            self.submit(lambda: self._track.move(0))
+        super().close()
+
+    def _begin(self, threads: int) -> None:
+        super()._begin(threads)
+        self._of_thread.track = self._track
+
+    def _behind_caller(self, job: Job) -> Job:
+        behind = super()._behind_caller(job)
+
+        def run() -> None:
+            try:
+                # First of all: what the caller has launched is waited for where the job runs.
+                self._track.move(self._sharing.begin(self.name))
+                behind()
+            finally:
+                self._sharing.ended(self.name)
+
+        return run
+
+
+class Split(NamedTuple):
+    """Streams whose kernels share no multiprocessor."""
+
+    language: torch.cuda.Stream
+    vision: torch.cuda.Stream
+    language_sms: int
+    vision_sms: int
+
+
+class SplitDevice:
+    """`Places` of cuda_lanes.py: a place for each of `counts`, multiprocessors for the language lane.
+
+    Raises BackendError where the driver cannot divide, ConfigError where the device cannot be divided so."""
+
+    def __init__(
+        self, device: torch.device, counts: Sequence[int], priorities: dict[str, int], policy: Policy | None = None
+    ) -> None:
+        self._device = device
+        self._splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
+        self._sharing = Sharing(FixedPlace() if policy is None else policy)
+        self._of_thread = threading.local()
+        self.count = 1 + len(self._splits)
+        self.note = note_of(counts, [(one.language_sms, one.vision_sms) for one in self._splits])
+
+    def lane(self, name: str, priority: int, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
+        """One of each name: both parts of a place have one stream."""
+        whole = torch.cuda.Stream(self._device, priority=priority)
+        if name not in (LANGUAGE, VISION):
+            return CudaLane(name, self._device, whole, threads, set_threads)
+        parts = [one.language if name == LANGUAGE else one.vision for one in self._splits]
+        track = Track([whole, *parts])
+        return SplitLane(name, self._device, track, threads, set_threads, self._sharing, self._of_thread)
+
+    def current(self) -> int:
+        track: Track | None = getattr(self._of_thread, "track", None)
+        return 0 if track is None else track.place
+
+    def at(self, place: int) -> AbstractContextManager[None]:
+        if not 0 <= place < self.count:
+            raise ValueError(f"place: expected 0 to {self.count - 1}, got {place}")
+        track: Track | None = getattr(self._of_thread, "track", None)
+        if track is not None:
+            return track.at(place)
+        if place != 0:
+            raise ValueError(f"place: expected 0 outside of the language and the vision lane, got {place}")
+        return nullcontext()
+
+
+def split(
+    device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int
+) -> tuple[Split, ...]:
+    """Makes them. They stay until the process ends."""
+    try:
+        found = _C.cuda_split_streams(device.index, counts, language_priority, vision_priority)
+    except ValueError as error:
+        raise ConfigError(f"sm_split: {_sentence(error)}", param="sm_split") from error
+    except RuntimeError as error:
+        raise BackendError(
+            f"sm_split: the GPU's multiprocessors cannot be divided, {_sentence(error)}; set sm_split to off, or "
+            "update the driver if it is older than CUDA 12.5",
+            param="sm_split",
+        ) from error
+    return tuple(
+        Split(
+            torch.cuda.ExternalStream(language, device=device),
+            torch.cuda.ExternalStream(vision, device=device),
+            language_sms,
+            vision_sms,
+        )
+        for language, vision, language_sms, vision_sms in found
+    )
+
+
+def note_of(counts: Sequence[int], sms: Sequence[tuple[int, int]]) -> str:
+    """For the start-up summary. `sms`: of the language and of the vision lane, for each of `counts`."""
+    places = [
+        f"{language} for tokens and {vision} for pictures"
+        + (f" ({count} asked for, the device divides by more)" if count != language else "")
+        for count, (language, vision) in zip(counts, sms, strict=True)
+    ]
+    others = f"; also made: {', '.join(places[1:])}" if len(places) > 1 else ""
+    return f"multiprocessors while both models run: {places[0]}; else all for either{others}"
+
+
+def _sentence(error: Exception) -> str:
+    """Without the place in the extension's sources, nor the name of its argument."""
+    return str(error).split(" [")[0].removeprefix("counts: ")

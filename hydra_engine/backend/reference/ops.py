@@ -1,0 +1,386 @@
+"""Every op in plain torch with float32 accumulation: the oracle of the tests, and what runs without the extension.
+
+Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end, so that
+torch's matrix product always sees the same shape and a row's result cannot depend on how many rows share the call.
+Does not know threads, memory layouts of weights or any processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import (
+    Activation,
+    AttentionPlan,
+    OpChoice,
+    PackedLinear,
+    PackedPlan,
+    PagedCache,
+    Segments,
+    StateCache,
+    StateRows,
+)
+from hydra_engine.backend.reference import delta_rule
+from hydra_engine.backend.reference.attention import causal, padded, tiles
+from hydra_engine.backend.reference.delta_rule import by_vectors
+from hydra_engine.backend.reference.sampling import sample
+
+ALL_OPS = (
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "act_and_mul",
+    "rotate",
+    "gated_rms_norm",
+    "sigmoid_mul",
+    "causal_conv",
+    "delta_rule",
+    "write_cache",
+    "rope_and_write",
+    "merge_image_tokens",
+    "gather_cache",
+    "copy_blocks",
+    "attention_paged",
+    "attention_packed",
+)
+
+_LINEAR_ROWS = 32  # rows per matrix product
+
+
+class ReferenceLinear:
+    """The weight as float32 [num_out, K], twice the size of a 16-bit original: the reference trades memory for
+    simplicity."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or weight.dtype not in checks.COMPUTE_DTYPES:
+            raise ValueError(f"weight: expected [num_out, K] of a float type, got {checks.described(weight)}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected [{weight.shape[0]}], got {checks.described(bias)}")
+        self.num_out, self.num_in = weight.shape
+        self.weight = weight.detach().float().contiguous()
+        self.bias = None if bias is None else bias.detach().float()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ReferenceOps:
+    """`Ops` of backend/base.py."""
+
+    name = "reference"
+    deterministic = True
+
+    sample = staticmethod(sample)
+
+    def __init__(self, reason: str = "plain torch in float32, for reading and for checking") -> None:
+        self._reason = reason
+
+    def choices(self) -> tuple[OpChoice, ...]:
+        return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
+
+    # ---- linear algebra
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return ReferenceLinear(weight, bias)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        *,
+        act: Activation = "none",
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """act(x @ W^T + bias) + residual, 32 rows at a time."""
+        assert isinstance(weight, ReferenceLinear)
+        _check_rows("x", x, weight.num_in)
+        out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
+        if residual is not None:
+            _check_rows("residual", residual, weight.num_out, out.dtype, rows=x.shape[0])
+        for begin, end in tiles(x.shape[0], _LINEAR_ROWS):
+            product = padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
+            if weight.bias is not None:
+                product += weight.bias
+            result = activation(product, act)[: end - begin]
+            out[begin:end] = result if residual is None else result + residual[begin:end]
+        return out
+
+    # ---- element-wise and norms
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """round(x / sqrt(mean(x^2) + eps)) * weight, the mean over the last dimension."""
+        if x.dim() == 3:
+            checks.check_strided_heads("x", x, weight.shape[0])
+            return self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
+        _check_rows("x", x, weight.shape[0])
+        wide_weight = checks.check_norm_weight(weight, x)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if wide_weight:
+            return (normed * weight).to(x.dtype)
+        return normed.to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """s = x + residual; (rms_norm(s), s)."""
+        _check_rows("residual", residual, weight.shape[0], x.dtype, rows=x.shape[0])
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once."""
+        _check_rows("x", x, weight.shape[0], weight.dtype)
+        return F.layer_norm(x.float(), (x.shape[1],), weight.float(), bias.float(), eps).to(x.dtype)
+
+    def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
+        """round(act(gate)) * up, where gate_up = [gate | up]."""
+        _check_rows("gate_up", gate_up, gate_up.shape[-1])
+        if gate_up.shape[1] % 2:
+            raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate.float(), act).to(gate_up.dtype) * up
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[x1 * cos - x2 * sin | x2 * cos + x1 * sin] with halves x = [x1 | x2], rounded once."""
+        checks.check_rotate(x, cos, sin)
+        return _rotated(x, cos, sin)
+
+    def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        """round(rms_norm(x) * silu(gate)), the norm rounded too."""
+        checks.check_gate(x, gate)
+        checks.check_norm_weight(weight, x, wide=False)
+        return (self.rms_norm(x, weight, eps).float() * activation(gate.float(), "silu")).to(x.dtype)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """round(x * sigmoid(gate))"""
+        checks.check_gate(x, gate)
+        return (x.float() * by_vectors(torch.sigmoid, gate.float())).to(x.dtype)
+
+    # ---- recurrent states
+
+    def plan_states(self, rows: StateRows) -> StateRows:
+        """As they are."""
+        return rows
+
+    def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+        """Looked at only when they are used."""
+        return StateRows(torch.arange(starts.shape[0] + 1), starts, reads, writes)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        checks.check_conv(x, weight, cache, rows)
+        _check_places(rows, x.shape[0], cache.conv, layer)
+        return delta_rule.causal_conv(x, weight, cache, layer, rows)
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: Tensor,
+        shift: Tensor,
+        cache: StateCache,
+        layer: int,
+        rows: StateRows,
+    ) -> Tensor:
+        checks.check_delta(q, k, v, a, b, rates, shift, cache, rows)
+        _check_places(rows, v.shape[0], cache.recurrent, layer)
+        return delta_rule.delta_rule(q, k, v, a, b, rates, shift, cache, layer, rows)
+
+    # ---- caches
+
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        """data[slot / S, layer, x, slot % S] = rows[x][t] for every t with slot = slots[t] >= 0."""
+        checks.check_write(cache, layer, rows, slots)
+        _check_slots("slots", slots, cache, skip=True)
+        kept = slots >= 0
+        block, offset = _split(slots[kept], cache)
+        for x, source in enumerate(rows):
+            cache.data[block, layer, x, offset] = source[kept]
+
+    def rope_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Writes rotate(rms_norm(k)) and v, returns rotate(rms_norm(q)); a norm without a weight is left out."""
+        checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+        checks.check_head_norms(q_norm, k_norm, q.shape[2], q.dtype)
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, eps)
+        self.write_cache(cache, layer, (_rotated(k, cos, sin), v), slots)
+        return _rotated(q, cos, sin)
+
+    def merge_image_tokens(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        plane: int = 0,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m], or += that."""
+        checks.check_merge(hidden, rows, cache, slots, plane)
+        _check_slots("slots", slots, cache)
+        _check_range("rows", rows, hidden.shape[0])
+        block, offset = _split(slots, cache)
+        features = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
+        hidden[rows] = hidden[rows] + features if accumulate else features
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        """data[slot / S, layer, index, slot % S] for every slot."""
+        checks.check_cache(cache, layer)
+        checks.check_indices("slots", slots)
+        _check_slots("slots", slots, cache)
+        if not 0 <= index < cache.data.shape[2]:
+            raise ValueError(f"index: expected 0 to {cache.data.shape[2] - 1}, got {index}")
+        block, offset = _split(slots, cache)
+        return cache.data[block, layer, index, offset]
+
+    def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
+        """target[pairs[i, 1]] = source[pairs[i, 0]]; no block may be both read and written."""
+        checks.check_copy(source, target, pairs)
+        _check_range("pairs[:, 0]", pairs[:, 0], source.num_blocks)
+        _check_range("pairs[:, 1]", pairs[:, 1], target.num_blocks)
+        target.data[pairs[:, 1]] = source.data[pairs[:, 0]]
+
+    # ---- attention
+
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
+        return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context)
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """Looked at only when it is used, so `max_context` says nothing here."""
+        batch, _ = checks.check_decode_plan(num_context, block_tables)
+        cu_q = torch.arange(batch + 1, dtype=torch.int32)
+        return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
+
+    def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        """softmax(scale * q K^T + causal mask) V per request, K and V read through its block table."""
+        checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
+        bounds = plan.cu_q.tolist()
+        if bounds[-1] != q.shape[0]:
+            raise ValueError(f"q: expected {bounds[-1]} tokens as cu_q says, got {q.shape[0]}")
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for row, num_context in enumerate(plan.num_context.tolist()):
+            begin, end = bounds[row], bounds[row + 1]
+            if begin == end:
+                continue
+            blocks = plan.block_tables[row, : -(-num_context // cache.block_size)].long()
+            _check_range("block_tables", blocks, cache.num_blocks)
+            keys, values = (
+                cache.data[blocks, layer, x].flatten(0, 1)[:num_context].float().transpose(0, 1) for x in (0, 1)
+            )
+            out[begin:end] = causal(q[begin:end], keys, values, num_context - (end - begin), scale)
+        return out
+
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        """Looked at only when it is used."""
+        checks.check_packed_plan(cu_seqlens, max_length)
+        return PackedPlan(cu_seqlens, max_length)
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        """softmax(scale * q K^T) V within each segment."""
+        bounds = bounds_of(cu_seqlens)
+        checks.check_packed(q, k, v, bounds)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for begin, end in pairwise(bounds):
+            wide_q, wide_k, wide_v = (x[begin:end].float().transpose(0, 1).contiguous() for x in (q, k, v))
+            for head in range(q.shape[1]):
+                weights = torch.softmax(wide_q[head] @ wide_k[head].T * scale, dim=-1)
+                out[begin:end, head] = weights @ wide_v[head]
+        return out
+
+
+def bounds_of(segments: Segments) -> Sequence[int]:
+    return segments.cu_seqlens.tolist() if isinstance(segments, PackedPlan) else segments
+
+
+def activation(x: Tensor, act: Activation) -> Tensor:
+    """Element-wise, in float32. silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation;
+    quick_gelu: x * sigmoid(1.702 x)."""
+    match act:
+        case "none":
+            return x
+        case "silu":
+            return by_vectors(F.silu, x)
+        case "gelu":
+            return by_vectors(F.gelu, x)
+        case "gelu_tanh":
+            return by_vectors(partial(F.gelu, approximate="tanh"), x)
+        case "quick_gelu":
+            return x * by_vectors(torch.sigmoid, 1.702 * x)
+        case _:
+            raise ValueError(f"act: expected none, silu, gelu, gelu_tanh or quick_gelu, got {act!r}")
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:
+    size = cache.block_size
+    return torch.div(slots, size, rounding_mode="floor"), slots % size
+
+
+def _check_slots(name: str, slots: Tensor, cache: PagedCache, *, skip: bool = False) -> None:
+    _check_range(name, slots, cache.num_blocks * cache.block_size, least=-1 if skip else 0)
+
+
+def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
+    if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
+        raise ValueError(
+            f"{name}: expected {least} to {size - 1}, got values from {int(indices.min())} to {int(indices.max())}"
+        )
+
+
+def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> None:
+    places, layers = states.shape[:2]
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
+    bounds = rows.cu_q.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {bounds[:8]}")
+    _check_range("rows", rows.reads, places)
+    _check_range("rows", rows.writes, places, least=-1)
+
+
+def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype | None = None, rows: int | None = None) -> None:
+    if (
+        x.dim() != 2
+        or x.shape[1] != columns
+        or (dtype is not None and x.dtype is not dtype)
+        or x.dtype not in checks.COMPUTE_DTYPES
+        or (rows is not None and x.shape[0] != rows)
+    ):
+        wanted = "T" if rows is None else rows
+        raise ValueError(
+            f"{name}: expected [{wanted}, {columns}] {dtype or 'of a float type'}, got {checks.described(x)}"
+        )

@@ -1,0 +1,58 @@
+"""Tokens from logits in plain torch and float64, row by row: what a device's own sampling is compared with.
+
+The rules are those of worker/language/sampler.py for temperature, top_k, top_p, min_p and the draw. Does not know
+requests, penalties, masks or where random numbers come from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import SamplingTensors
+
+
+def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """(tokens [B] int64, finite [B] bool) of logits [B, V] float32."""
+    checks.check_sample(logits, sampling)
+    finite = logits.isfinite().all(dim=1)
+    tokens = logits.argmax(dim=1)  # the first of equals; of a row that is not finite, some token
+    for row in (finite & (sampling.temperatures > 0)).nonzero().flatten().tolist():
+        temperature, top_k, top_p, min_p, number = (column[row].item() for column in sampling)
+        kept, weights = _filtered(logits[row].double(), temperature, int(top_k), top_p, min_p)
+        tokens[row] = kept[_drawn(weights, number)]
+    return tokens, finite
+
+
+def _filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+    """(token ids ascending, weights): probabilities up to a factor, the largest is 1."""
+    scaled = (logits - logits.max()) / temperature
+    kept = torch.arange(scaled.shape[0])
+    if 0 < top_k < scaled.shape[0]:
+        kept = (scaled >= scaled.topk(top_k).values[-1]).nonzero().flatten()  # ties with the k-th best stay
+    weights = scaled[kept].exp()
+    if top_p < 1.0:
+        inside = _nucleus(weights, top_p)
+        kept, weights = kept[inside], weights[inside]
+    if min_p > 0.0:
+        inside = weights >= min_p
+        kept, weights = kept[inside], weights[inside]
+    return kept, weights
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Indices, ascending, of the fewest largest weights whose sum reaches top_p of all; the lowest index on ties."""
+    ordered, order = weights.sort(descending=True, stable=True)
+    before = torch.cat((ordered.new_zeros(1), ordered.cumsum(0)[:-1]))
+    num_kept = max(1, int((before < top_p * weights.sum()).sum()))
+    return order[:num_kept].sort().values
+
+
+def _drawn(weights: Tensor, number: float) -> int:
+    """The first index whose cumulative weight exceeds `number` of the total."""
+    cumulative = weights.cumsum(0)
+    total = cumulative[-1]
+    # Rounding must not lift the mark to the total: beyond it there is no token.
+    mark = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
+    return int(torch.searchsorted(cumulative, mark, right=True))

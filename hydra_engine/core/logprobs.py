@@ -1,0 +1,172 @@
+"""Log probabilities of a request, as flat arrays until somebody looks at an entry: twelve bytes for each candidate.
+
+Entries are made anew each time they are looked at, so lists of them can be written in slices and are never there whole.
+Does not know how tokens are spelled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from hydra_engine.core.plans import TokenLogprobs
+
+
+class TopLogprob(NamedTuple):
+    """A token that could have been chosen. `token` and `raw` as those of `TextLogprob`."""
+
+    token_id: int
+    token: str
+    logprob: float
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """One token as the API shows it, with its natural log probability and those of the best ones.
+
+    `token` is its text or its name, `bytes:\\xb1` for a part of a character. `raw` is what it adds to the text, which
+    all of them together are; empty for a token that is not shown, such as the end of the sequence.
+    """
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int
+    top: tuple[TopLogprob, ...] = ()
+    raw: bytes = b""
+
+
+# Of a token's place in its text.
+FIRST = 1  # nothing was written before it
+SILENT = 2  # it ends the text and is no part of it
+
+Spell = Callable[[int, int], tuple[str, bytes]]  # (token id, FIRST and SILENT) -> its name, what it adds to the text
+E = TypeVar("E", TextLogprob, TextLogprob | None)
+
+
+class _Lazy(Sequence[E], Generic[E]):
+    """Equal to the tuple of its entries, and becomes that where it is copied or pickled."""
+
+    def _entry(self, index: int, *, with_top: bool = True) -> E:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> E: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[E, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> E | tuple[E, ...]:
+        if isinstance(index, slice):
+            return tuple(self._entry(place) for place in range(*index.indices(len(self))))
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError("there is no such entry")
+        return self._entry(place)
+
+    def __iter__(self) -> Iterator[E]:
+        return map(self._entry, range(len(self)))
+
+    def bare(self) -> Iterator[E]:
+        """The entries without their candidates."""
+        return (self._entry(index, with_top=False) for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_same, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+def _same(one: object, other: object) -> bool:
+    return one == other
+
+
+class Logprobs(_Lazy[TextLogprob]):
+    """Of consecutive tokens."""
+
+    __slots__ = ("_ends", "_ids", "_places", "_ranks", "_spell", "_values")
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+        self._ids = array("i")  # of each entry the token, then its candidates
+        self._values = array("d")
+        self._ends = array("q")  # of each entry in these
+        self._ranks = array("i")
+        self._places = bytearray()
+
+    def append(self, entry: TokenLogprobs, place: int = 0) -> None:
+        """`place`: FIRST and SILENT, as far as they hold."""
+        self._ids.append(entry.token_id)
+        self._values.append(entry.logprob)
+        for token_id, logprob in entry.top:
+            self._ids.append(token_id)
+            self._values.append(logprob)
+        self._ends.append(len(self._ids))
+        self._ranks.append(entry.rank)
+        self._places.append(place)
+
+    def extend(self, other: Logprobs) -> None:
+        num_before = len(self._ids)
+        self._ids.extend(other._ids)
+        self._values.extend(other._values)
+        self._ends.extend(num_before + end for end in other._ends)
+        self._ranks.extend(other._ranks)
+        self._places.extend(other._places)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def _entry(self, index: int, *, with_top: bool = True) -> TextLogprob:
+        start, end, place = self._ends[index - 1] if index else 0, self._ends[index], self._places[index]
+        ids, values, spell = self._ids, self._values, self._spell
+        name, raw = spell(ids[start], place)
+        top: list[TopLogprob] = []
+        for at in range(start + 1, end if with_top else start + 1):
+            other, other_raw = spell(ids[at], place & FIRST)
+            top.append(TopLogprob(ids[at], other, values[at], other_raw))
+        return TextLogprob(ids[start], name, values[start], self._ranks[index], tuple(top), raw)
+
+
+class PromptLogprobs(_Lazy[TextLogprob | None]):
+    """Of a prompt: None for its first token, and for those whose entries have not come."""
+
+    __slots__ = ("_entries", "_num_prompt")
+
+    def __init__(self, entries: Logprobs, num_prompt: int) -> None:
+        self._entries = entries
+        self._num_prompt = num_prompt
+
+    def __len__(self) -> int:
+        return self._num_prompt
+
+    def _entry(self, index: int, *, with_top: bool = True) -> TextLogprob | None:
+        return self._entries._entry(index - 1, with_top=with_top) if 0 < index <= len(self._entries) else None
+
+
+def bare(entries: Sequence[E]) -> Iterator[E]:
+    """The entries, without their candidates where those would have to be made."""
+    return entries.bare() if isinstance(entries, _Lazy) else iter(entries)
+
+
+def joined(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
+    return gathered(gathered((), first), second)
+
+
+def gathered(kept: Sequence[TextLogprob], more: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
+    """`kept`, which is the caller's own and may grow, with `more` behind it."""
+    if not isinstance(more, Logprobs):
+        return (*kept, *more) if more else kept
+    if not isinstance(kept, Logprobs):
+        assert not kept, "entries are of one kind"
+        kept = Logprobs(more._spell)
+    kept.extend(more)
+    return kept

@@ -1,0 +1,102 @@
+"""A result in a notebook: its text, what it took, and its stages as bars over time.
+
+HTML with inline SVG, no scripts and no styles but its own; everything that a model or a user wrote is escaped. Text has
+the page's colour, and bars have colours that show on light and on dark pages. Does not know how spans come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from hydra_engine.core.outputs import Result, StageSpan
+
+MAX_SPANS = 500  # the longest are drawn
+MAX_TEXT = 20_000  # characters of one answer
+
+# After Okabe and Ito; each differs from white and from black by a contrast of 3 at least.
+COLOURS = {
+    **dict.fromkeys(("fetch", "tokenize", "preprocess"), "#3f8fc4"),
+    "encode": "#c67600",
+    "prefill": "#2f7fd0",
+    "decode": "#17936f",
+    "cached": "#8f8a1c",
+    "preempted": "#d9541e",
+    **dict.fromkeys(("pull_features", "pull_kv"), "#b95a98"),
+}
+WAIT = "#7f8a96"
+_WIDTH, _LEFT, _RIGHT, _ROW = 760, 150, 90, 18
+
+
+def result_html(result: Result) -> str:
+    answers = result.choices or (result,)
+    texts = "".join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{_text(one)}</div>' for one in answers)
+    facts = escape(" · ".join(result.facts()))
+    return (
+        f'<div style="font-family:system-ui,sans-serif;font-size:14px;max-width:{_WIDTH}px">{texts}'
+        f'<div style="opacity:.7;margin:4px 0">{facts}</div>{_timeline(result.timeline)}</div>'
+    )
+
+
+def _text(result: Result) -> str:
+    if result.error is not None:
+        return escape(f"{type(result.error).__name__}: {result.error}")
+    text = result.text
+    return escape(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…")
+
+
+def _timeline(spans: Sequence[StageSpan]) -> str:
+    if not spans:
+        return ""
+    end_s = max(max(span.end_s for span in spans), 1e-9)
+    drawn = sorted(sorted(spans, key=lambda span: span.start_s - span.end_s)[:MAX_SPANS], key=lambda span: span.start_s)
+    several = len({span.instance for span in spans if span.lane != "front"}) > 1
+    rows: dict[str, list[StageSpan]] = {}
+    for span in drawn:
+        name = f"{span.stage} {span.instance}" if several and span.lane != "front" else span.stage
+        rows.setdefault(name, []).append(span)
+    height = _ROW * (len(rows) + 1)
+    body = "".join(_row(name, of_row, _ROW * index, end_s) for index, (name, of_row) in enumerate(rows.items()))
+    left_out = f", {MAX_SPANS} of {len(spans)} spans" if len(spans) > MAX_SPANS else ""
+    axis = (
+        f'<text x="{_LEFT}" y="{height - 4}" opacity=".7">0</text><text x="{_WIDTH - _RIGHT}" y="{height - 4}" '
+        f'text-anchor="end" opacity=".7">{end_s * 1e3:.0f} ms{left_out}</text>'
+    )
+    return (
+        f'<svg role="img" aria-label="stages of the request over time" viewBox="0 0 {_WIDTH} {height}" width="100%" '
+        f'style="max-width:{_WIDTH}px" font-size="12" fill="currentColor">{body}{axis}</svg>'
+    )
+
+
+def _row(name: str, spans: Sequence[StageSpan], top: int, end_s: float) -> str:
+    scale = (_WIDTH - _LEFT - _RIGHT) / end_s
+    bars = "".join(_bar(span, top, scale) for span in spans)
+    total_ms = 1e3 * sum(span.end_s - span.start_s for span in spans)
+    base = top + _ROW - 5
+    return (
+        f'<text x="0" y="{base}">{escape(name)}</text>{bars}'
+        f'<text x="{_WIDTH}" y="{base}" text-anchor="end">{total_ms:.1f} ms</text>'
+    )
+
+
+def _bar(span: StageSpan, top: int, scale: float) -> str:
+    """Thin where the request waited."""
+    colour = COLOURS.get(span.stage)
+    y, height = (top + 3, 12) if colour else (top + 7, 4)
+    x, width = _LEFT + span.start_s * scale, max((span.end_s - span.start_s) * scale, 1.0)
+    return (
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="2" fill="{colour or WAIT}">'
+        f"<title>{escape(_tip(span))}</title></rect>"
+    )
+
+
+def _tip(span: StageSpan) -> str:
+    ms = 1e3 * (span.end_s - span.start_s)
+    parts = [f"{span.stage} {ms:.1f} ms, from {1e3 * span.start_s:.1f} ms", span.instance]
+    if span.tokens:
+        parts.append(f"{span.tokens} {'patches' if span.lane == 'vision' else 'tokens'}")
+    if span.batch > 1:
+        parts.append(f"with {span.batch - 1} others in the step")
+    if span.cause:
+        parts.append(span.cause)
+    return " · ".join(parts)

@@ -1,0 +1,27 @@
+"""Numbers of the system as people read them: sizes in bytes, the ends of processes."""
+
+from __future__ import annotations
+
+import signal
+
+GIB = 1 << 30
+_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def size(num_bytes: int) -> str:
+    """`20 MiB`, `1.5 GiB`, `100 B`: one unit, in powers of 1024."""
+    for unit, one in _UNITS:
+        if num_bytes >= one:
+            return f"{num_bytes / one:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{num_bytes} B"
+
+
+def describe_exit(code: int) -> str:
+    """What follows a name in a sentence, from a return code of subprocess."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"

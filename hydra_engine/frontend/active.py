@@ -1,0 +1,243 @@
+"""One request on the front's side while it runs: tokens in, text out, and the result at the end.
+
+Does not know channels or readers; `front.py` feeds it messages and passes on what it returns.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Protocol
+
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.logprobs import FIRST, SILENT, Logprobs, PromptLogprobs, TextLogprob, gathered
+from hydra_engine.core.messages import Finished
+from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, Usage
+from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.request import Request
+from hydra_engine.errors import HydraError
+from hydra_engine.preprocess.preprocessor import Prepared
+from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, Spelling
+from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.telemetry.timeline import metrics_of, relative, slo_report
+
+MAX_LATE = 100  # gaps kept of a request; all are counted
+
+
+class Reader(Protocol):
+    """The receiver of a request's text and end: a handle, or one of several answers that share a handle."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Log probabilities that it got with pieces are left out of the result."""
+        ...
+
+    def feed(self, piece: Piece) -> None:
+        """The piece that carries a result is the last one."""
+        ...
+
+    def fail(self, error: HydraError) -> None: ...
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """Owned by the front's loop from submission to Finished."""
+
+    request: Request
+    handle: Reader
+    tokenizer: Tokenizer
+    detokenizer: IncrementalDetokenizer
+    intake_spans: tuple[StageSpan, ...]
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: Sequence[TextLogprob] = ()
+    scores: Logprobs = field(init=False)  # of prompt tokens but the first, as far as they have come
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    late_by: Counter[str] = field(default_factory=Counter)  # late tokens by what most of each gap went to
+    stop_string: str | None = None
+    cancelled: bool = False
+    stop_ids: frozenset[int] = field(init=False)
+    _late: list[tuple[float, int, StageSpan]] = field(default_factory=list)  # a heap: (seconds, tokens before, gap)
+
+    def __post_init__(self) -> None:
+        self.stop_ids = self.request.stop_ids
+        self.scores = Logprobs(Spelling(self.tokenizer))
+
+    @property
+    def closed(self) -> bool:
+        """Nothing that still arrives is shown: a stop string matched or the owner cancelled."""
+        return self.cancelled or self.stop_string is not None
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Log probabilities of the prompt are wanted, and some of them have not come."""
+        return self._is_scored and len(self.scores) < self.request.num_prompt - 1
+
+    def on_scores(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Adds log probabilities of prompt tokens from position `start` on, which may have come before."""
+        assert start <= len(self.scores) + 1, "an instance skipped a prompt token"
+        for entry in logprobs[len(self.scores) + 1 - start :]:
+            self.scores.append(entry)
+
+    def on_tokens(
+        self, position: int, token_ids: Sequence[int], time_s: float, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Piece | None:
+        """The piece to show, or None. `position` counts the tokens before. Sets `stop_string` when one is complete."""
+        if self.closed:
+            return None
+        assert position == len(self.token_ids), "an instance skipped or repeated a token"
+        if self.first_token_s is None:
+            self.first_token_s = time_s
+        self.last_token_s = time_s
+        text, shown = "", Logprobs(self.detokenizer.spelling) if logprobs else None
+        for index, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            is_silent = self._ends_silently(token_id)
+            if shown is not None:
+                shown.append(logprobs[index], FIRST * self.detokenizer.at_start | SILENT * is_silent)
+            if not is_silent:
+                text += self.detokenizer.feed_one(token_id)
+            if self.detokenizer.stop_string is not None:
+                self.stop_string = self.detokenizer.stop_string
+                break
+        self.texts.append(text)
+        piece = Piece(text, tuple(self.token_ids[position:]), shown or ())
+        if shown is not None and not self.handle.takes_pieces:
+            self.logprobs = gathered(self.logprobs, shown)
+        if position:
+            return piece
+        return replace(piece, prompt_token_ids=self.request.prompt_token_ids, prompt_logprobs=self._prompt_logprobs())
+
+    def on_next_token(self, token_id: int, time_s: float) -> Piece:
+        """`on_tokens` for one token that follows another, without a log probability, while it is not closed."""
+        self.last_token_s = time_s
+        self.token_ids.append(token_id)
+        text = ""
+        if token_id not in self.stop_ids or not self._ends_silently(token_id):
+            text = self.detokenizer.feed_one(token_id)
+            self.stop_string = self.detokenizer.stop_string
+        self.texts.append(text)
+        return Piece(text, (token_id,))
+
+    def on_late(self, gap: StageSpan) -> None:
+        """The token that comes next, if any is shown, came late."""
+        if not self.closed:
+            self.late_by[gap.blame[0].kind] += 1
+            keep = heapq.heappush if len(self._late) < MAX_LATE else heapq.heappushpop
+            keep(self._late, (gap.end_s - gap.start_s, len(self.token_ids), gap))
+
+    @property
+    def late(self) -> list[StageSpan]:
+        """The longest gaps before late tokens, in order, times absolute."""
+        return [gap for _, _, gap in sorted(self._late, key=itemgetter(1))]
+
+    def on_finished(self, finished: Finished, now: float) -> Piece:
+        """The last piece, with the result; for reasons stop and length, or after a stop string."""
+        tail = "" if self.stop_string is not None else self.detokenizer.flush()
+        stop_reason: str | int | None = finished.stop_token_id
+        if self.stop_string is None and self.detokenizer.stop_string is not None:
+            self.stop_string = self.detokenizer.stop_string
+        reason = FinishReason(finished.reason)
+        if self.stop_string is not None:
+            reason, stop_reason = FinishReason.STOP, self.stop_string
+        elif finished.stop_token_id in self.request.eos_token_ids:
+            stop_reason = None
+        self.texts.append(tail)
+        result = self._result(finished, now, reason, stop_reason)
+        return Piece(tail, result=result)
+
+    def failed_result(self, finished: Finished | None, now: float, error: HydraError) -> Result:
+        """The result of a request that was cancelled or failed, for observers."""
+        reason = FinishReason.ABORT if self.cancelled else FinishReason.ERROR
+        ended = finished or Finished(self.request.id, reason.value, len(self.token_ids))
+        return self._result(ended, now, reason, None, error)
+
+    def _result(
+        self,
+        finished: Finished,
+        now: float,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        error: HydraError | None = None,
+    ) -> Result:
+        request = self.request
+        reported = (span for span in finished.spans if not span.blame)  # gaps also of tokens that were not shown
+        timeline = relative((*self.intake_spans, *reported, *self.late), request.arrival_s)
+        metrics = metrics_of(
+            timeline,
+            arrival_s=request.arrival_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            finished_s=now,
+            num_tokens=len(self.token_ids),
+            num_preemptions=finished.num_preemptions,
+        )
+        slo = slo_report(
+            self.request.slo,
+            ttft_s=metrics.ttft_s,
+            late_by=self.late_by,
+            num_gaps=max(0, len(self.token_ids) - 1),
+            timeline=timeline,
+        )
+        return Result(
+            request_id=self.handle.id,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=reason,
+            usage=replace(
+                usage_of(request),
+                completion_tokens=len(self.token_ids),
+                cached_tokens=finished.cached_tokens,
+                cached_images=finished.cached_images,
+            ),
+            metrics=replace(metrics, slo=slo),
+            timeline=timeline,
+            logprobs=None if request.sampling.logprobs is None or self.handle.takes_pieces else self.logprobs,
+            stop_reason=stop_reason,
+            error=error,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(),
+            max_tokens=request.max_new_tokens,
+        )
+
+    @property
+    def _is_scored(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        return PromptLogprobs(self.scores, self.request.num_prompt) if self._is_scored else None
+
+    def _ends_silently(self, token_id: int) -> bool:
+        """End-of-sequence and stop tokens end the text without being part of it."""
+        sampling = self.request.sampling
+        too_early = len(self.token_ids) < sampling.min_tokens and sampling.grammar is None
+        return token_id in self.stop_ids and not sampling.include_stop_str_in_output and not too_early
+
+
+def activate(prepared: Prepared, handle: Reader, tokenizer: Tokenizer, engine: SchedulerConfig) -> ActiveRequest:
+    """The active request of a prepared one. Its number is its age on this node; its own latency limits go before the
+    engine's."""
+    slo = prepared.request.slo.with_defaults(engine.ttft_slo, engine.tpot_slo)
+    request = replace(prepared.request, age=prepared.request.id, slo=slo)
+    detokenizer = IncrementalDetokenizer(tokenizer, request.sampling)
+    return ActiveRequest(request, handle, tokenizer, detokenizer, prepared.spans)
+
+
+def usage_of(request: Request) -> Usage:
+    """The counts that are known at admission."""
+    return Usage(
+        prompt_tokens=request.num_prompt,
+        completion_tokens=0,
+        image_tokens=request.num_image_tokens,
+        num_images=request.num_media,
+    )

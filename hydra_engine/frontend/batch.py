@@ -1,0 +1,102 @@
+"""One prompt or many to their end: as many at once as keep the lanes busy, results in the order of the prompts.
+
+Does not know threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.errors import HydraError, InvalidRequest
+from hydra_engine.frontend.call import call_of, is_chat, is_token_ids, with_prompt
+from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.progress import BatchProgress
+
+
+async def run_batch(
+    front: Front,
+    prompts: Any,
+    images: Any,
+    videos: Any,
+    options: dict[str, Any],
+    defaults: SamplingParams,
+    ended: list[Result | None],
+) -> Any:
+    """Runs requests to their end for `Engine.generate` and `chat`. `options` are BatchOptions; `ended` gets each result
+    as it comes, at its place."""
+    single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts)
+    raises = options.pop("on_error", "raise") == "raise"
+    progress = options.pop("progress", None)
+    items = [prompts] if single else list(prompts)
+    pictures = [images] if single else _one_each(images, len(items), "images")
+    films = [videos] if single else _one_each(videos, len(items), "videos")
+    prompts = list(zip(items, pictures, films, strict=True))
+    results = await _run_all(front, call_of(options, defaults), prompts, ended, progress=progress, single=single)
+    for result in results if raises else ():
+        if result.error is not None:
+            if not single:
+                result.error.add_note("the other requests have ended")
+            raise result.error
+    return results[0] if single else results
+
+
+def _one_each(values: Any, num_items: int, name: str) -> list[Any]:
+    """Pictures or videos beside a list of prompts: an entry for each."""
+    if values is None:
+        return [None] * num_items
+    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not is_list or len(values) != num_items:
+        found = f"{len(values)} entries" if is_list else "one entry"
+        raise InvalidRequest(f"{num_items} prompts but {found} in {name}; give one entry for each prompt", param=name)
+    return list(values)
+
+
+async def _run_all(
+    front: Front,
+    call: GenerationCall,
+    prompts: Sequence[tuple[Any, Any, Any]],
+    ended: list[Result | None],
+    *,
+    progress: bool | None,
+    single: bool,
+) -> list[Result]:
+    """The `call` for each of `prompts`, which are (prompt, images, videos). A request that failed has a Result with
+    `error`, whose `index` is its place; unless it is a `single` one, the message says so too."""
+    limits = front.config.scheduler
+    ended.extend([None] * len(prompts))
+    # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
+    window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2) // call.sampling.n))
+    with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, front.stats) as bar:
+
+        async def run(index: int, prompt: tuple[Any, Any, Any]) -> Result:
+            async with window:
+                number, handle = front.open_handle()
+                try:
+                    await front.submit(number, handle, with_prompt(call, *prompt))
+                    result = await handle
+                except HydraError as failure:
+                    place = None if single else index
+                    error = _placed(failure, place)
+                    error.index = place
+                    result = Result(handle.id, "", (), FinishReason.ERROR, Usage(0, 0), RequestMetrics(), error=error)
+                finally:
+                    handle.cancel()
+                ended[index] = result
+                bar.add(result)
+                return result
+
+        return list(await asyncio.gather(*(run(index, prompt) for index, prompt in enumerate(prompts))))
+
+
+def _placed(error: HydraError, index: int | None) -> HydraError:
+    """The error with the picture and, of several prompts, the one that it is about, counted from one."""
+    found = re.fullmatch(r"(image|video)s\[(\d+)\]", error.param or "")
+    places = [f"{found[1]} {int(found[2]) + 1}"] if found else []
+    places += [f"prompt {index + 1}"] if index is not None else []
+    return error.saying(f"{' of '.join(places)}: {error.message}") if places else error

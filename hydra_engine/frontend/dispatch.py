@@ -1,0 +1,438 @@
+"""Requests in flight over the instances: where each goes, what is tried again when an instance is lost, how each ends.
+
+Reads no clock and knows no event loop: `now` is passed in, messages leave through `send`. Every request that is
+submitted ends exactly once. What instances say about requests is taken in by `frontend/incoming.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Condition
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import Abort, Finished, Status, Submit
+from hydra_engine.core.outputs import FinishReason, Result
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable
+from hydra_engine.frontend.active import ActiveRequest
+from hydra_engine.frontend.attempt import Attempt, Job
+from hydra_engine.frontend.attempt_index import AttemptIndex, Send
+from hydra_engine.frontend.in_flight import Phase, RequestInFlight
+from hydra_engine.frontend.poison_guard import PoisonGuard
+from hydra_engine.frontend.routing.instance_load import InstanceLoad, Missing, missing_for_good, missing_now
+from hydra_engine.frontend.routing.router import Router
+
+# Attempts without anybody's death: each has a cause that passes (a full cache, a lost lease). This many have another.
+MAX_REPLAYS = 32
+RETRY_AFTER_S = 5
+# A connection usually breaks because one of its ends has died, which is told a moment later and counts otherwise.
+PAIR_GRACE_S = 0.3
+
+Report = Callable[[ActiveRequest, Result], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broken:
+    """An attempt, and jobs of it, for which something may have been on its way between a pair that was cut off."""
+
+    in_flight: RequestInFlight
+    attempt: Attempt
+    pair: set[str]
+    jobs: set[RequestId]
+    due_s: float
+
+
+class Dispatcher:
+    """`next_id` gives numbers that are not in use; `report` gets every result."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        roles: dict[str, Role],
+        *,
+        send: Send,
+        next_id: Callable[[], RequestId],
+        report: Report,
+    ) -> None:
+        self.requests: dict[RequestId, RequestInFlight] = {}  # by the user's request
+        self.instances = {name: InstanceLoad(name, role) for name, role in roles.items()}
+        self.attempt_index = AttemptIndex(send)
+        self.poison_guard = PoisonGuard(self.requests, config.cluster.max_attempts)
+        self._cluster = config.cluster
+        self._next_id = next_id
+        self._report = report
+        self._router = Router(self.instances, config.cluster.router)
+        self._draining: set[str] = set()
+        self._broken: list[Broken] = []
+
+    # ---- instances
+
+    def on_up(self, name: str, now: float) -> None:
+        """The instance serves the role that it had, or was given meanwhile."""
+        instance = self.instances[name]
+        instance.status = None
+        instance.condition = Condition.DRAINING if name in self._draining else Condition.READY
+        self.attempt_index.up(name)
+        self.wake(now)
+
+    def on_down(self, name: str, now: float, *, restarts: bool) -> None:
+        instance = self.instances[name]
+        instance.condition = Condition.STARTING if restarts else Condition.FAILED
+        instance.status = None
+        for other in instance.pairs:
+            self.instances[other].pairs.discard(name)
+        instance.pairs.clear()
+        self.attempt_index.down(name)
+        for in_flight in self.poison_guard.left_lately(name, now):
+            self._blame(in_flight, name, now)
+        self._lose_all(name, now)
+        if not restarts:
+            self.wake(now)  # those that wait for it in vain are told
+
+    def on_silent(self, name: str, silent: bool, now: float) -> None:
+        """A silent instance may wake up: then it is told to abort all that it holds."""
+        instance = self.instances[name]
+        if not self.attempt_index.is_up(name):
+            return
+        if silent:
+            instance.condition = Condition.SILENT
+            self._lose_all(name, now)
+            return
+        instance.condition = Condition.DRAINING if name in self._draining else Condition.READY
+        self.attempt_index.repeat_aborts(name)
+        self.wake(now)
+
+    def on_pair(self, one: str, other: str, up: bool, now: float) -> None:
+        first, second = self.instances[one], self.instances[other]
+        if up:
+            first.pairs.add(other)
+            second.pairs.add(one)
+            self.wake(now)
+            return
+        first.pairs.discard(other)
+        second.pairs.discard(one)
+        for in_flight in self._by_age():
+            attempt, pair = in_flight.attempt, {one, other}
+            if attempt is not None and (attempt.moves_between(pair) or attempt.jobs_between(pair)):
+                broken = Broken(in_flight, attempt, pair, set(attempt.jobs), now + PAIR_GRACE_S)
+                self._broken.append(broken)
+
+    def on_status(self, name: str, status: Status) -> None:
+        self.instances[name].status = status
+
+    def set_role(self, name: str, role: Role) -> None:
+        """The instance holds no work."""
+        self.instances[name].role = role
+
+    def drain(self, names: Iterable[str]) -> None:
+        """The instances get no new requests until `undrain`."""
+        for name in names:
+            self._draining.add(name)
+            if self.instances[name].usable:
+                self.instances[name].condition = Condition.DRAINING
+
+    def undrain(self, names: Iterable[str], now: float) -> None:
+        for name in names:
+            self._draining.discard(name)
+            if self.instances[name].condition is Condition.DRAINING:
+                self.instances[name].condition = Condition.READY
+        self.wake(now)
+
+    def holds_work(self, name: str) -> bool:
+        return bool(self.attempt_index.num_stale(name)) or any(
+            in_flight.is_at(name) for in_flight in list(self.requests.values())
+        )
+
+    def missing(self, images: bool, without: frozenset[str] = frozenset()) -> Missing | None:
+        """The stage that no instance can serve at this moment."""
+        instances = list(self.instances.values())
+        return missing_now(
+            instances, images=images, usable=lambda instance: instance.usable and instance.name not in without
+        )
+
+    def missing_for_good(self, images: bool) -> Missing | None:
+        return missing_for_good(list(self.instances.values()), images=images)
+
+    # ---- requests
+
+    def submit(self, active: ActiveRequest, pixels: Sequence[PixelPayload], now: float, *, near: str = "") -> None:
+        """`near` an instance that has computed this prompt, if anybody has."""
+        in_flight = RequestInFlight(active, tuple(pixels), near)
+        self.requests[active.request.id] = in_flight
+        self.start(in_flight, now)
+
+    def cancel(self, number: RequestId, now: float) -> None:
+        in_flight = self.requests.get(number)
+        if in_flight is not None and not in_flight.active.closed and in_flight.phase is not Phase.CLOSING:
+            in_flight.active.cancelled = True
+            in_flight.active.handle.fail(RequestAborted("the request was cancelled"))
+            self.close(in_flight, now)
+
+    def tick(self, now: float) -> None:
+        """A few times a second: ends what has waited too long and what a broken connection has cut off, and lets the
+        next suspect begin."""
+        due = [broken for broken in self._broken if broken.due_s <= now]
+        self._broken = [broken for broken in self._broken if broken.due_s > now]
+        for broken in due:
+            self._lose_pair(broken, now)
+        for in_flight in self._by_age():
+            if in_flight.phase is Phase.WAITING and self.poison_guard.is_suspect(in_flight):
+                self.start(in_flight, now)
+            if in_flight.deadline_s is not None and in_flight.deadline_s <= now:
+                self._expire(in_flight, now)
+
+    def wake(self, now: float) -> None:
+        """An instance can be used again: requests that wait are tried, the oldest first."""
+        for in_flight in self._by_age():
+            if in_flight.deadline_s is None:
+                continue
+            if in_flight.phase is Phase.WAITING:
+                self.start(in_flight, now)
+            elif in_flight.running and in_flight.attempt is not None and in_flight.attempt.unserved:
+                self.encode(in_flight, in_flight.attempt, (), now)
+
+    def _by_age(self) -> list[RequestInFlight]:
+        return sorted(self.requests.values(), key=lambda in_flight: in_flight.age)
+
+    # ---- attempts
+
+    def start(self, in_flight: RequestInFlight, now: float) -> None:
+        """A new attempt, or it waits for an instance that can serve it, or for its turn."""
+        if self.poison_guard.must_wait(in_flight):
+            if in_flight.deadline_s is None:  # from when it stands in line, however often its turn is looked for
+                in_flight.deadline_s = now + self._cluster.recovery_s
+            return
+        route = self._router.route(in_flight.request, in_flight.near)
+        if isinstance(route, Missing):
+            self._wait(in_flight, now)
+            return
+        number = in_flight.request.id if in_flight.attempts == 0 else self._next_id()
+        attempt = in_flight.begin(number, route, now)
+        self.attempt_index.add(number, in_flight)
+        self._charge(in_flight, attempt)
+        request = in_flight.attempt_request(number)
+        if route.moves:
+            self.attempt_index.send(route.decode, [Submit(request, part="D", source=route.prefill)])
+        remote = tuple(range(len(request.images))) if route.remote_images else ()
+        pixels = () if route.remote_images else in_flight.pixels
+        target = route.decode if route.moves else ""
+        self.attempt_index.send(route.prefill, [Submit(request, pixels, route.part, remote, target)])
+
+    def _charge(self, in_flight: RequestInFlight, attempt: Attempt) -> None:
+        num_tokens, route = in_flight.request.num_prompt + in_flight.num_known, attempt.route
+        local = () if route.remote_images else in_flight.request.images
+        attempt.charge(
+            self.instances[route.prefill], prefill=num_tokens, patches=sum(image.num_patches for image in local)
+        )
+        attempt.charge(self.instances[route.decode], decode=num_tokens)
+
+    def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
+        """Has these images encoded, and those that no instance could encode before; or they wait."""
+        attempt.unserved.update(indices)
+        images = [(index, in_flight.request.images[index]) for index in sorted(attempt.unserved)]
+        chosen = self._router.encoders(attempt.route.prefill, images)
+        if isinstance(chosen, Missing):
+            self._wait(in_flight, now)
+            return
+        attempt.unserved.clear()
+        in_flight.deadline_s = None
+        for name, share in chosen.items():
+            number = self._next_id()
+            patches = sum(in_flight.request.images[index].num_patches for index in share)
+            charge = attempt.charge(self.instances[name], patches=patches)
+            attempt.jobs[number] = Job(number, name, set(share), charge)
+            self.attempt_index.add(number, in_flight)
+            self.attempt_index.send(name, [in_flight.encode_message(number, share, attempt.route.prefill)])
+
+    def _wait(self, in_flight: RequestInFlight, now: float) -> None:
+        if self.missing_for_good(bool(in_flight.request.images)) is not None:
+            self.fail(in_flight, _lost("every instance that could serve this request has failed"), now)
+        elif in_flight.deadline_s is None:
+            in_flight.deadline_s = now + self._cluster.recovery_s
+
+    def _expire(self, in_flight: RequestInFlight, now: float) -> None:
+        if in_flight.phase is Phase.CLOSING:
+            self._conclude(in_flight, now)
+        elif self._draining:
+            in_flight.deadline_s = now + self._cluster.recovery_s  # roles are being switched; that ends by itself
+        else:
+            waited = f"no instance could continue this request within {self._cluster.recovery_s:g} s"
+            self.fail(in_flight, _lost(waited), now)
+
+    def replay(self, in_flight: RequestInFlight, now: float, blame: str = "transfer") -> None:
+        """Ends this attempt everywhere and begins another, as long as there is sense in it. `blame`: the kind of it if
+        the next token comes late."""
+        died = blame == "lost"
+        if not died and in_flight.attempt is not None:
+            self.poison_guard.note_left(in_flight, in_flight.attempt.instances, now)
+        self._leave(in_flight, blame)
+        if not self._may_go_on(in_flight, now, died=died):
+            return
+        if in_flight.end_of_tokens() is not None:
+            self.close(in_flight, now)
+        else:
+            self.start(in_flight, now)
+
+    def _may_go_on(self, in_flight: RequestInFlight, now: float, *, died: bool) -> bool:
+        """Counts one more attempt, or one more encode of an image. False: the request has failed."""
+        in_flight.deaths += died
+        in_flight.replays += not died
+        if self.poison_guard.is_poison(in_flight):
+            reason = f"{in_flight.deaths} instances ended while they worked on this request; it is not tried again"
+            self.fail(in_flight, RequestFailed(reason, code="request_poisoned"), now)
+        elif in_flight.replays > MAX_REPLAYS:
+            reason = f"the request was moved between instances {MAX_REPLAYS} times and did not finish; try again later"
+            self.fail(in_flight, RequestFailed(reason), now)
+        else:
+            return True
+        return False
+
+    def encode_again(self, in_flight: RequestInFlight, jobs: Sequence[Job], now: float, *, died: bool = False) -> None:
+        """These jobs, which are not the request's any more, have ended without their images having been fetched."""
+        indices = {index for job in jobs for index in job.pending}
+        if not indices:
+            return
+        if not died:
+            self.poison_guard.note_left(in_flight, {job.name for job in jobs}, now)
+        if not self._may_go_on(in_flight, now, died=died):
+            return
+        if self.poison_guard.must_wait(in_flight):
+            self._leave(in_flight, "lost")
+            self.start(in_flight, now)
+        elif in_flight.attempt is not None:
+            self.encode(in_flight, in_flight.attempt, indices, now)
+
+    # ---- losses
+
+    def _lose_all(self, name: str, now: float) -> None:
+        for in_flight in self._by_age():
+            self._lose(in_flight, name, now)
+
+    def _blame(self, in_flight: RequestInFlight, name: str, now: float) -> None:
+        """The request has left the instance `name`, which turns out to be dead; the attempt that has begun since goes
+        on unless it has to be the only one of its kind."""
+        if in_flight.is_at(name):
+            return
+        in_flight.replays -= 1
+        if (
+            self._may_go_on(in_flight, now, died=True)
+            and in_flight.attempt is not None
+            and self.poison_guard.must_wait(in_flight)
+        ):
+            self._leave(in_flight, "lost")
+            self.start(in_flight, now)
+
+    def _lose(self, in_flight: RequestInFlight, name: str, now: float) -> None:
+        """The instance `name` does nothing more for the request."""
+        attempt = in_flight.attempt
+        if attempt is None or not in_flight.is_at(name):
+            return
+        if attempt.needs(name) and in_flight.running:
+            in_flight.lose(name)
+            self.replay(in_flight, now, "lost")
+            return
+        self.drop_part(in_flight, name)
+        lost = [job for job in attempt.jobs.values() if job.name == name]
+        for job in lost:
+            self.drop_job(in_flight, job)
+        if in_flight.phase is Phase.CLOSING:
+            self.conclude_if_idle(in_flight, now)
+        else:
+            self.encode_again(in_flight, lost, now, died=True)
+
+    def _lose_pair(self, broken: Broken, now: float) -> None:
+        """Both sides live, but what was on its way between them is gone, whether they are connected again or not."""
+        in_flight, attempt = broken.in_flight, broken.attempt
+        if not in_flight.running or in_flight.attempt is not attempt:
+            return
+        if attempt.moves_between(broken.pair):
+            self.replay(in_flight, now)
+            return
+        lost = [job for job in attempt.jobs_between(broken.pair) if job.id in broken.jobs]
+        for job in lost:
+            self.drop_job(in_flight, job)
+        self.encode_again(in_flight, lost, now)
+
+    def drop_part(self, in_flight: RequestInFlight, name: str) -> None:
+        attempt = in_flight.attempt
+        if attempt is not None and name in attempt.instances:
+            attempt.instances.discard(name)
+            self.attempt_index.abort(name, attempt.id, in_flight)
+
+    def drop_job(self, in_flight: RequestInFlight, job: Job) -> None:
+        self.end_job(in_flight, job)
+        self.attempt_index.abort(job.name, job.id, in_flight)
+
+    def end_job(self, in_flight: RequestInFlight, job: Job) -> None:
+        assert in_flight.attempt is not None
+        del in_flight.attempt.jobs[job.id]
+        job.charge.release()
+        self.attempt_index.remove(job.id)
+
+    def _leave(self, in_flight: RequestInFlight, blame: str = "") -> None:
+        """Ends the attempt and aborts what instances still hold of it. `blame`: why, if another attempt
+        is to follow."""
+        if (attempt := in_flight.attempt) is not None:
+            for job in list(attempt.jobs.values()):
+                self.drop_job(in_flight, job)
+            for name in sorted(attempt.instances):
+                self.drop_part(in_flight, name)
+            self.attempt_index.remove(attempt.id)
+        in_flight.leave(blame)
+
+    # ---- the end
+
+    def close(self, in_flight: RequestInFlight, now: float) -> None:
+        """The end is decided: work is aborted, and reports of what was done are waited for."""
+        in_flight.close(now + self._cluster.recovery_s)
+        if (attempt := in_flight.attempt) is not None:
+            for name in attempt.instances:
+                self.attempt_index.send(name, [Abort(attempt.id)])
+            for job in attempt.jobs.values():
+                self.attempt_index.send(job.name, [Abort(job.id)])
+            for name in sorted(attempt.holders()):
+                if self.instances[name].condition is Condition.SILENT:
+                    self._lose(in_flight, name, now)
+        self.conclude_if_idle(in_flight, now)
+
+    def conclude_if_idle(self, in_flight: RequestInFlight, now: float) -> None:
+        if in_flight.phase is Phase.CLOSING and (in_flight.attempt is None or in_flight.attempt.idle):
+            self._conclude(in_flight, now)
+
+    def _conclude(self, in_flight: RequestInFlight, now: float) -> None:
+        active, attempt = in_flight.active, in_flight.attempt
+        final = attempt.final if attempt is not None else in_flight.end_of_tokens()
+        final = final or Finished(in_flight.request.id, FinishReason.ABORT.value, in_flight.num_known)
+        self._end(in_flight)
+        merged = in_flight.merged(final, now)
+        if active.cancelled:
+            self._report(active, active.failed_result(merged, now, RequestAborted("the request was cancelled")))
+            return
+        piece = active.on_finished(merged, now)
+        assert piece.result is not None
+        active.handle.feed(piece)
+        self._report(active, piece.result)
+
+    def _end(self, in_flight: RequestInFlight) -> None:
+        self._leave(in_flight)
+        in_flight.phase = Phase.ENDED
+        del self.requests[in_flight.request.id]
+
+    def fail(self, in_flight: RequestInFlight, error: HydraError, now: float) -> None:
+        """The reader gets the error at once; what still runs is aborted. One that has ended meanwhile, as other answers
+        of its handle do when one of them fails, is passed over."""
+        if in_flight.phase is Phase.ENDED:
+            return
+        active = in_flight.active
+        self._end(in_flight)
+        if not active.handle.done:
+            active.handle.fail(error)
+        ended = Finished(in_flight.request.id, FinishReason.ERROR.value, in_flight.num_known)
+        self._report(active, active.failed_result(in_flight.merged(ended, now), now, error))
+
+
+def _lost(sentence: str) -> Unavailable:
+    return Unavailable(f"{sentence}; try again later", code="instance_lost", retry_after_s=RETRY_AFTER_S)

@@ -1,0 +1,447 @@
+"""The core of the front process: its life, the way of a call through intake, and what others may ask.
+
+Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the intake and
+the links to the instances; what becomes of an admitted request is decided in `dispatch.py`. Does not know HTTP and
+never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hydra_engine.clock import Clock, MonotonicClock
+from hydra_engine.cluster.listener import InstanceLink
+from hydra_engine.cluster.supervisor import Supervisor
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import InstanceState
+from hydra_engine.core.messages import (
+    Delta,
+    Finished,
+    InstanceSummary,
+    LedgerReport,
+    Loading,
+    NeedImages,
+    PromptScores,
+    QueryLedger,
+    ResetCaches,
+    SetFault,
+    Status,
+    ToFront,
+    ToInstance,
+    Tokens,
+)
+from hydra_engine.core.outputs import Result
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.roles import Topology
+from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
+from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
+from hydra_engine.frontend.choices import Choices
+from hydra_engine.frontend.dispatch import RETRY_AFTER_S, Dispatcher
+from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.incoming import Incoming
+from hydra_engine.frontend.progress import JointProgress
+from hydra_engine.frontend.queries import LedgerQueries
+from hydra_engine.frontend.reports import StatusTable
+from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
+from hydra_engine.frontend.routing.placement import Placement, check_fits
+from hydra_engine.frontend.routing.switching import RoleSwitch, plan_switches
+from hydra_engine.frontend.watch import Watch
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.media.media import MediaLoader
+from hydra_engine.preprocess.preprocessor import Intake
+from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
+from hydra_engine.preprocess.text.tokenizer import load_tokenizer
+from hydra_engine.telemetry.live import Activity, LiveRequest
+from hydra_engine.telemetry.trace import TraceRing
+
+logger = logging.getLogger(__name__)
+
+Observer = Callable[[Result], None]
+OnProgress = Callable[[Loading], None]
+
+COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
+TICK_S = 0.1  # how often the front looks for what has waited too long
+
+
+class Front:
+    """Start it on a running loop, submit, close. It is the supervisor's `ClusterListener`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        processes: bool,
+        default_max_tokens: int | None = None,
+        strict_channel: bool = False,
+        clock: Clock | None = None,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self.config = config
+        self.state = "loading"  # or ok, closed
+        self.trace = TraceRing()
+        self._default_max_tokens = default_max_tokens
+        self._clock = clock or MonotonicClock()
+        self._supervisor = supervisor or Supervisor(config, processes=processes, strict_channel=strict_channel)
+        self._links: dict[str, InstanceLink] = {}
+        self._summaries: dict[str, InstanceSummary] = {}  # of instances that are down too
+        self._on_progress: OnProgress | None = None
+        self._progress = JointProgress()
+        self._intake: Intake | None = None
+        self._placement = Placement(device=config.device)
+        self._admitting = 0
+        self._in_intake: dict[RequestId, LiveRequest] = {}
+        self._finish_times: deque[float] = deque(maxlen=32)
+        self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
+        self._ids = itertools.count(1)
+        topology = Topology.parse(config.topology)
+        roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
+        self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
+        self._stealing = DecodeStealing(config, self._dispatcher)
+        self._incoming = Incoming(self._dispatcher, self._stealing)
+        self._choices = Choices(self._dispatcher, config.scheduler, self._clock, self._next_id)
+        self._statuses = StatusTable()
+        self._watch = Watch(self._dispatcher, self._statuses)
+        self._queries = LedgerQueries()
+        self._observers: list[Observer] = []
+        self._switching = asyncio.Lock()
+        self._ticker: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    # ---- life
+
+    async def start(self, on_progress: OnProgress) -> None:
+        """Ready when this returns. While the instances read their weights the tokenizer loads and what decodes pictures
+        starts."""
+        loop = asyncio.get_running_loop()
+        spec = await loop.run_in_executor(None, load_spec, self.config.model_path, self.config.spec_options)
+        self._placement = Placement(spec.vision is not None, spec.language.has_states, self.config.device)
+        self._placement.check(self.config.topology)
+        if self._placement.keeps_states:
+            self._stealing.stop()
+        self._on_progress = on_progress
+        loader = MediaLoader(spec, self.config.media, self._clock)
+        tokenizer_class = spec.tokenizer_class
+        tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path, tokenizer_class)
+        beside = asyncio.gather(tokenizer_job, loader.warm_up())
+        try:
+            for link in await self._supervisor.start(self):
+                if link.name not in self._links:
+                    self.on_up(link)
+            check_fits(self._summaries.values())
+            tokenizer, _ = await beside
+            self._intake = Intake(
+                spec=spec,
+                tokenizer=tokenizer,
+                media=self.config.media,
+                max_model_len=self.max_model_len,
+                seed=self.config.seed,
+                default_max_tokens=self._default_max_tokens,
+                chat_template_path=self.config.chat_template,
+                clock=self._clock,
+                loader=loader,
+            )
+            if self._intake.chat_template is None:
+                logger.warning("%s; until then chat requests are refused, completions are not", NO_TEMPLATE)
+        except BaseException:
+            beside.cancel()
+            loader.close()
+            await self._supervisor.stop()
+            raise
+        finally:
+            self._on_progress = None
+        self._ticker = asyncio.create_task(self._tick())
+        self.state = "ok"
+
+    async def close(self) -> None:
+        """Fails what still runs, stops the instances. Idempotent."""
+        if self.state == "closed":
+            return
+        self.state = "closed"
+        if self._ticker is not None:
+            self._ticker.cancel()
+        error = EngineClosed("the engine was closed while this request ran")
+        for in_flight in list(self._dispatcher.requests.values()):
+            self._dispatcher.fail(in_flight, error, self._clock.now())
+        self._queries.fail(error)
+        await self._supervisor.stop()
+        if self._intake is not None:
+            await self._intake.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._dispatcher.tick(self._clock.now())
+            self._stealing.tick(self._clock.now())
+
+    def _next_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
+        self._links[name].end.send(messages)
+
+    # ---- requests
+
+    def open_handle(self, request_id: str | None = None) -> tuple[RequestId, Handle]:
+        """A handle that can be cancelled before the request exists. From any thread."""
+        number = self._next_id()
+        return number, Handle(request_id or f"req-{number}", lambda: self.cancel(number))
+
+    async def submit(self, number: RequestId, handle: Handle, call: GenerationCall) -> None:
+        """Intake, then the instances. Raises RequestError before anything is queued."""
+        num_answers = call.sampling.n
+        self._check_open(num_answers)
+        if handle.cancelled:
+            raise RequestAborted("the request was cancelled")
+        arrival_s = self._clock.now()
+        self._admitting += num_answers
+        self._in_intake[number] = LiveRequest(handle.id, arrival_s, None, 0, "preprocess", "")
+        try:
+            prepared = await self.intake.prepare(number, call, arrival_s=arrival_s)
+            self._check_running()
+        finally:
+            self._admitting -= num_answers
+            del self._in_intake[number]
+        handle.prompt_usage = usage_of(prepared.request)
+        if num_answers > 1:
+            self._choices.submit(prepared, handle, self.intake.tokenizer)
+            return
+        active = activate(prepared, handle, self.intake.tokenizer, self.config.scheduler)
+        self._dispatcher.submit(active, prepared.pixels, self._clock.now())
+
+    async def submit_detached(self, number: RequestId, handle: Handle, call: GenerationCall) -> None:
+        """`submit`, with errors given to the handle's readers."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._intake_tasks[number] = task
+        try:
+            await self.submit(number, handle, call)
+        except HydraError as error:
+            handle.fail(error)
+        except asyncio.CancelledError:
+            handle.fail(RequestAborted("the request was cancelled"))
+            raise
+        finally:
+            del self._intake_tasks[number]
+
+    def cancel(self, number: RequestId) -> None:
+        """Cancels a request; from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel, number)
+
+    def _cancel(self, number: RequestId) -> None:
+        if number in self._intake_tasks:
+            self._intake_tasks[number].cancel()
+        if not self._choices.cancel(number):
+            self._dispatcher.cancel(number, self._clock.now())
+
+    def _check_open(self, num_answers: int) -> None:
+        self._check_running()
+        limit = self.config.scheduler.max_queue
+        if num_answers > limit:
+            problem = f"n asks for {num_answers} answers, of which {limit} may run or wait here; ask for fewer"
+            raise InvalidRequest(problem, param="n")
+        if self.num_active + num_answers > limit:
+            raise Unavailable(
+                f"{limit} requests are already queued or running; try again later",
+                code="overloaded",
+                retry_after_s=retry_after_s(limit, self._finish_times),
+            )
+
+    def _check_running(self) -> None:
+        if self.state == "loading":
+            raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
+        if self.state != "ok":
+            raise EngineClosed("the engine is closed; make a new Engine")
+        if self.lost:
+            problem = "the engine processes have ended; the server must be restarted"
+            raise Unavailable(problem, code="instance_lost", retry_after_s=RETRY_AFTER_S)
+
+    def _report(self, active: ActiveRequest, result: Result) -> None:
+        self._finish_times.append(self._clock.now())
+        self.trace.add(result.request_id, active.request.arrival_s, result.timeline, result.usage)
+        for observer in self._observers:
+            observer(result)
+
+    # ---- the supervisor's listener
+
+    def on_progress(self, name: str, loading: Loading) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._progress.add(name, loading))
+
+    def on_up(self, link: InstanceLink) -> None:
+        self._links[link.name] = link
+        self._summaries[link.name] = link.summary
+        self._dispatcher.on_up(link.name, self._clock.now())
+
+    def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
+        if self.state == "closed":
+            return
+        self._links.pop(name, None)
+        self._statuses.gone(name)
+        self._watch.forget(name)
+        self._queries.gone(name)
+        self._dispatcher.on_down(name, self._clock.now(), restarts=restarts)
+
+    def on_silent(self, name: str, silent: bool) -> None:
+        self._dispatcher.on_silent(name, silent, self._clock.now())
+
+    def on_pair(self, one: str, other: str, up: bool) -> None:
+        self._dispatcher.on_pair(one, other, up, self._clock.now())
+
+    def on_messages(self, name: str, messages: list[ToFront]) -> None:
+        now = self._clock.now()
+        for message in messages:
+            match message:
+                case Tokens():
+                    self._incoming.on_tokens(name, message, now)
+                case Delta():
+                    self._incoming.on_delta(name, message, now)
+                case Finished():
+                    self._incoming.on_finished(name, message, now)
+                case PromptScores():
+                    self._incoming.on_scores(name, message)
+                case NeedImages():
+                    self._incoming.on_need(name, message, now)
+                case Status():
+                    self._statuses.put(name, message)
+                    self._watch.on_status(name, message)
+                    self._dispatcher.on_status(name, message)
+                case LedgerReport():
+                    self._queries.answer(name, message)
+                case _:
+                    logger.error("unexpected message %s of instance %s", type(message).__name__, name)
+
+    # ---- what others may ask
+
+    @property
+    def intake(self) -> Intake:
+        if self._intake is None:
+            self._check_running()
+        assert self._intake is not None
+        return self._intake
+
+    @property
+    def num_active(self) -> int:
+        """Requests, or answers of requests that ask for several, that are admitted or about to be."""
+        return len(self._dispatcher.requests) + self._choices.num_waiting + self._admitting
+
+    @property
+    def summaries(self) -> list[InstanceSummary]:
+        """Start-up summaries in the order of the topology; an instance that is down has its latest one."""
+        return [self._summaries[name] for name in self._dispatcher.instances if name in self._summaries]
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request that every instance with a decoder can hold."""
+        return min(summary.max_model_len for summary in self.summaries if set(summary.role) & {"P", "D"})
+
+    @property
+    def lost(self) -> bool:
+        """No request can be served any more: the instances of some stage have failed and are not started again."""
+        return self.state == "ok" and self._dispatcher.missing_for_good(images=False) is not None
+
+    def add_observer(self, observer: Observer) -> None:
+        self._observers.append(observer)
+
+    def stats(self) -> Status | None:
+        """The latest reports of all instances, added up; None before the first."""
+        return self._statuses.total()
+
+    def statuses(self) -> dict[str, Status]:
+        """The latest report of each instance that is up."""
+        return self._statuses.latest
+
+    def instances(self) -> tuple[InstanceState, ...]:
+        """All instances of the topology, as they are now."""
+        latest = self._statuses.latest
+        return tuple(
+            replace(
+                self._watch.seen_from_here(state),
+                status=latest.get(state.name),
+                summary=self._summaries.get(state.name),
+            )
+            for state in self._supervisor.states()
+        )
+
+    def activity(self, since: int, limit: int) -> Activity:
+        """Requests that have ended behind the first `since` ones, and those that run: at most the `limit` latest of the
+        former and the `limit` oldest of the latter."""
+        number, finished = self.trace.since(since, limit)
+        running = (in_flight.live(self._statuses.stage) for in_flight in self._dispatcher.requests.values())
+        return Activity(
+            number, finished, list(itertools.islice(itertools.chain(running, self._in_intake.values()), limit))
+        )
+
+    def health(self) -> tuple[bool, str]:
+        """(every stage can be served and makes progress, one word why not): loading, draining, hung, instance_lost or
+        closed."""
+        if self.state != "ok":
+            return False, self.state
+        reason = self._watch.problem(self._clock.now(), images=self._placement.has_vision)
+        return (True, "ok") if reason is None else (False, reason)
+
+    async def ledger(self, timeout_s: float = 5.0) -> LedgerReport:
+        """The blocks and slots that all instances hold right now."""
+        self._check_running()
+        query_id = next(self._ids)
+        answer = self._queries.open(query_id, self._links)
+        for link in list(self._links.values()):
+            link.end.send([QueryLedger(query_id)])
+        return await asyncio.wait_for(answer, timeout_s)
+
+    async def reset_caches(self, *, kv: bool, images: bool) -> None:
+        """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays. What is
+        submitted when this has returned finds nothing but that."""
+        self._check_running()
+        if images:
+            self.intake.forget_pictures()
+        for link in list(self._links.values()):
+            link.end.send([ResetCaches(kv, images)])
+        try:
+            await self.ledger()  # an instance answers in the order of what it was sent
+        except TimeoutError:
+            raise Unavailable("an instance has not answered; try again", code="not_ready") from None
+
+    async def count_tokens(self, call: GenerationCall) -> int:
+        """The length of a call's prompt, pictures included, which are opened for that. Raises RequestError as
+        `submit` does."""
+        self._check_open(1)
+        self._admitting += 1
+        try:
+            prepared = await self.intake.prepare(self._next_id(), replace(call, sampling=COUNTING))
+        finally:
+            self._admitting -= 1
+        return prepared.request.num_prompt
+
+    def trace_events(self, seconds: float) -> list[dict[str, Any]]:
+        """The last `seconds` of the requests that have ended, as trace events. From any thread."""
+        return self.trace.events(since_s=self._clock.now() - seconds)
+
+    def set_fault(self, point: str, action: str, argument: str = "", instance: str | None = None) -> None:
+        """Arms a fault point of one instance, or of all."""
+        for name, link in list(self._links.items()):
+            if instance in (None, name):
+                link.end.send([SetFault(point, action, argument)])
+
+    # ---- roles at run time
+
+    async def set_topology(self, text: str) -> None:
+        """Switches the roles of running instances to those of `text`, each after it has finished what it has. Raises
+        ConfigError, before anything has changed, where that cannot be."""
+        self._check_running()
+        async with self._switching:
+            self._placement.check(text)
+            devices = {name: link.device for name, link in self._links.items()}
+            switch = RoleSwitch(
+                self._dispatcher, self._clock, set_role=self._supervisor.set_role, check=self._check_running
+            )
+            for group in plan_switches(text, self.instances(), devices, self._placement.stages):
+                await switch.carry_out(group)

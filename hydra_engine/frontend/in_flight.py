@@ -1,0 +1,250 @@
+"""What the front keeps of one request over all attempts to serve it: its phase, and enough to start again.
+
+Decides nothing and sends nothing; `dispatch.py` does. What belongs to one attempt is in `attempt.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import msgspec
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import Encode, Finished, StageReport
+from hydra_engine.core.outputs import FinishReason, StageSpan
+from hydra_engine.core.request import Request, Resumed
+from hydra_engine.frontend.active import ActiveRequest
+from hydra_engine.frontend.attempt import Attempt
+from hydra_engine.frontend.routing.router import Route
+from hydra_engine.telemetry.live import LiveRequest
+
+# What an instance said last about one of its ids, if it has since that time.
+Reported = Callable[[str, RequestId, float], StageReport | None]
+
+
+class Phase(Enum):
+    """Where a request is in its life (docs/failures.md). The attempt is None in WAITING and ENDED only."""
+
+    WAITING = "waiting"  # for an instance that can serve it, or, as a suspect, for its turn
+    PREFILLING = "prefilling"  # the attempt has no token yet; images are encoded by it or by others
+    MOVING = "moving"  # its KV, or tokens that the decoder has overtaken, are on their way between instances
+    DECODING = "decoding"  # one token after the other from one instance
+    CLOSING = "closing"  # the end is decided, work is aborted, and reports of what was done are waited for
+    ENDED = "ended"  # the result is out
+
+
+_DECODING = Phase.DECODING
+_RUNNING = frozenset({Phase.PREFILLING, Phase.MOVING, Phase.DECODING})
+
+
+@dataclass(slots=True, eq=False)
+class RequestInFlight:
+    """One request from its admission to its result. `pixels` are kept to the end: until then an attempt may have to
+    begin again from nothing."""
+
+    active: ActiveRequest
+    pixels: tuple[PixelPayload, ...]
+    near: str = ""  # the instance that has computed the same prompt for another answer, if one has
+    phase: Phase = Phase.WAITING
+    attempt: Attempt | None = None
+    deadline_s: float | None = None  # of waiting, for an attempt or an encoder, or of closing
+    attempts: int = 0
+    replays: int = 0  # attempts that ended without a death
+    deaths: int = 0  # of instances that worked on it
+    cleared: bool = False  # of being what instances die of
+    left: frozenset[str] = frozenset()  # instances that it was taken away from lately, and when
+    left_s: float = 0.0
+    preempted: bool = False
+    moved: bool = False  # handed over while it decoded, which happens once
+    blame: str = "transfer"  # for the time between the last attempt and this one
+    lost: StageSpan | None = None  # from the last report of a lost instance, until the next attempt begins
+    lost_attempts: set[RequestId] = field(default_factory=set)  # `spans` have what their lost instances had done
+    spans: list[StageSpan] = field(default_factory=list)
+    reports: list[Finished] = field(default_factory=list)
+
+    @property
+    def request(self) -> Request:
+        """The request as the user sent it; its id and age are the front's number of it."""
+        return self.active.request
+
+    @property
+    def age(self) -> int:
+        return self.request.age
+
+    @property
+    def num_known(self) -> int:
+        return len(self.active.token_ids)
+
+    @property
+    def running(self) -> bool:
+        """There is an attempt, and it is not being ended."""
+        return self.phase in _RUNNING
+
+    @property
+    def prefilled(self) -> bool:
+        """The attempt has had a first token."""
+        return self.attempt is not None and self.num_known > self.attempt.base
+
+    def goes_on(self, name: str, number: int, position: int) -> bool:
+        """Nothing is to be decided about this token. Where a condition fails, something is:
+
+        it decodes                     a first token, or one while KV is on its way, changes the phase
+        `number` is its attempt        another number is of an attempt that was given up
+        `name` is its decoder          tokens of another instance must agree with the known ones
+        `position` comes next          early tokens are kept, repeated ones compared
+        no instance has died of it     a token clears a suspect
+        """
+        attempt = self.attempt
+        return (
+            self.phase is _DECODING
+            and attempt is not None
+            and number == attempt.id
+            and name == attempt.decoder
+            and position == len(self.active.token_ids)
+            and not self.deaths
+        )
+
+    def part(self, name: str, number: RequestId) -> Attempt | None:
+        """The attempt, if that is its number and this instance has a part of it."""
+        attempt = self.attempt
+        return attempt if attempt is not None and number == attempt.id and name in attempt.instances else None
+
+    def is_at(self, name: str) -> bool:
+        attempt = self.attempt
+        return attempt is not None and name in attempt.holders()
+
+    def may_need_images(self) -> bool:
+        return self.phase is Phase.PREFILLING and self.attempt is not None and self.attempt.route.remote_images
+
+    # ---- from one phase to the next
+
+    def begin(self, number: RequestId, route: Route, now: float) -> Attempt:
+        self.attempt = Attempt(number, route, self.num_known, now)
+        self.phase, self.deadline_s = Phase.PREFILLING, None
+        self.attempts += 1
+        self._end_lost(now)
+        return self.attempt
+
+    def advance(self) -> None:
+        """The request is in the phase that its attempt has reached."""
+        assert self.attempt is not None
+        if self.running:
+            after = Phase.DECODING if self.attempt.complete else Phase.MOVING
+            self.phase = after if self.prefilled else Phase.PREFILLING
+
+    def close(self, deadline_s: float) -> None:
+        self.phase, self.deadline_s = Phase.CLOSING, deadline_s
+
+    def leave(self, blame: str) -> None:
+        """The attempt is over. `blame`: why, if another one is to follow."""
+        if self.attempt is not None:
+            self.attempt.release()
+        self.phase, self.attempt, self.deadline_s, self.blame = Phase.WAITING, None, None, blame
+
+    def live(self, reported: Reported) -> LiveRequest:
+        """What the request waits for now, as far as the front and the latest reports of instances know."""
+        where, report = self._report(reported)
+        active = self.active
+        return LiveRequest(
+            active.handle.id,
+            self.request.arrival_s,
+            active.first_token_s,
+            self.num_known,
+            report.stage,
+            where,
+            report.done,
+            report.of,
+        )
+
+    def _report(self, reported: Reported) -> tuple[str, StageReport]:
+        number, attempt = self.request.id, self.attempt
+        if attempt is None:
+            return "", StageReport(number, "queue" if self.lost is None else "lost")
+        if self.prefilled:
+            report = reported(attempt.decoder, attempt.id, self.active.last_token_s or 0.0)
+            if report is not None and report.stage != "transfer":
+                return attempt.decoder, report
+            if attempt.decoder_ready:
+                return attempt.decoder, StageReport(number, "decode")
+            return attempt.victim or attempt.route.prefill, StageReport(number, "transfer")
+        report = reported(attempt.route.prefill, attempt.id, 0.0) or StageReport(number, "queue")
+        jobs = [(job.name, reported(job.name, job.id, 0.0)) for job in attempt.jobs.values()]
+        if report.stage != "queue" or not jobs:
+            return attempt.route.prefill, report
+        stages = [(name, job.stage) for name, job in jobs if job is not None] or [(jobs[0][0], "queue")]
+        name, stage = min(stages, key=lambda item: ("encode", "transfer", "queue").index(item[1]))
+        return name, msgspec.structs.replace(report, stage=stage)
+
+    def lose(self, name: str) -> None:
+        """An instance that the attempt needs is lost, and with it its report. Its tokens, late ones among them, are
+        known here."""
+        attempt = self.attempt
+        assert attempt is not None
+        last_s = attempt.began_s
+        if self.prefilled:
+            if name == attempt.route.prefill:
+                self.spans.append(_lost(name, attempt.began_s, attempt.prefilled_s))
+            last_s = attempt.prefilled_s
+            gaps = [gap for gap in self.active.late if gap.instance == name and gap.end_s >= attempt.began_s]
+            end_s = self.active.last_token_s or last_s
+            for gap in (*gaps, StageSpan("", end_s, end_s)):
+                if gap.start_s > last_s:
+                    self.spans.append(StageSpan("decode", last_s, gap.start_s, name, "language"))
+                last_s = max(last_s, gap.end_s)
+        self.lost = _lost(name, last_s, last_s)
+        self.lost_attempts.add(attempt.id)
+
+    def _end_lost(self, now: float) -> None:
+        if self.lost is not None:
+            self.spans.append(replace(self.lost, end_s=now))
+            self.lost = None
+
+    def attempt_request(self, number: RequestId) -> Request:
+        active, resumed = self.active, None
+        if active.first_token_s is not None and active.last_token_s is not None:
+            resumed = Resumed(active.first_token_s, active.last_token_s, active.late_by.total(), self.blame)
+        tokens = tuple(active.token_ids)
+        return replace(self.request, id=number, generated_token_ids=tokens, preempted=self.preempted, resumed=resumed)
+
+    def encode_message(self, number: RequestId, indices: Iterable[int], target: str) -> Encode:
+        assert self.attempt is not None
+        chosen = tuple(indices)
+        images = tuple(self.request.images[index] for index in chosen)
+        request = replace(self.request, id=number, prompt_token_ids=(), images=images)
+        return Encode(request, tuple(self.pixels[index] for index in chosen), target, self.attempt.id, chosen)
+
+    def end_of_tokens(self) -> Finished | None:
+        """The end that the known tokens already are: its message was lost with an instance. None: more are to come."""
+        request, tokens = self.request, self.active.token_ids
+        reason = request.finish_reason(len(tokens), tokens[-1]) if tokens else None
+        if reason is None:
+            return None
+        stop_token_id = tokens[-1] if reason is FinishReason.STOP else None
+        return Finished(request.id, reason, len(tokens), stop_token_id=stop_token_id)
+
+    # ---- the end
+
+    def report_of(self, name: str, finished: Finished) -> Finished:
+        """The report of a part as it counts: only the instance that prefills knows what was cached."""
+        if self.attempt is not None and name == self.attempt.route.prefill:
+            return finished
+        return msgspec.structs.replace(finished, cached_tokens=0, cached_images=0)
+
+    def merged(self, final: Finished, now: float) -> Finished:
+        """`final` with the spans and counts of all parts, attempts and encode jobs."""
+        self._end_lost(now)
+        request, reports = self.request, self.reports
+        return msgspec.structs.replace(
+            final,
+            spans=(*self.spans, *(span for report in reports for span in report.spans)),
+            num_preemptions=sum(report.num_preemptions for report in reports),
+            cached_tokens=min(sum(report.cached_tokens for report in reports), request.num_prompt),
+            cached_images=min(sum(report.cached_images for report in reports), request.num_media),
+        )
+
+
+def _lost(name: str, start_s: float, end_s: float) -> StageSpan:
+    return StageSpan("lost", start_s, end_s, name, "language", cause="instance lost, tried again")

@@ -1,0 +1,206 @@
+"""Which instances serve a request: where it is prefilled, where it decodes, where each of its images is encoded.
+
+Decides over the table of `frontend/routing/instance_load.py` and what it remembers of earlier choices. No I/O and
+no clock; what it decides is carried out in `frontend/dispatch.py`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from hydra_engine.core.instances import Condition
+from hydra_engine.core.media import ImageItem
+from hydra_engine.core.request import Request
+from hydra_engine.core.roles import Role
+from hydra_engine.frontend.routing.instance_load import InstanceLoad, Missing, prefillers
+
+LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"
+
+# A cache hit saves a prefill at best, so it is worth a queue twice as long and this much more, no longer one.
+BUSIER = 2
+BUSIER_TOKENS = 2048
+BUSIER_PATCHES = 4096
+# Prompts and pictures that are remembered; a cache holds fewer than that many long ones.
+REMEMBERED = 4096
+# Beginnings of a prompt by which it is known again: a longer one is tried before a shorter one.
+_DEPTHS = (32, 128, 512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`prefill` and `decode` are names of instances, the same one where a request stays. `part` are the stages that the
+    one that prefills does."""
+
+    prefill: str
+    decode: str
+    part: str
+    remote_images: bool = False
+
+    @property
+    def moves(self) -> bool:
+        return self.decode != self.prefill
+
+
+class Router:
+    """`instances` belong to the caller, who keeps their numbers up to date."""
+
+    def __init__(self, instances: Mapping[str, InstanceLoad], policy: str = LEAST_LOADED) -> None:
+        self._instances = instances
+        self._policy = policy
+        self._turn = 0
+        self._turns: dict[tuple[str, str], int] = {}  # (stage, name): when it was chosen last
+        self._prompts = _Memory()
+        self._prefilled = _Memory()  # a picture's digest: where its request was prefilled
+        self._encoded = _Memory()
+
+    def route(self, request: Request, near: str = "") -> Route | Missing:
+        """`near`: the instance that has just computed all of the prompt and more than earns a queue, if it is there."""
+        able = prefillers(self._instances.values(), images=bool(request.images))
+        if isinstance(able, Missing):
+            return able
+        able = [instance for instance in able if instance.name == near] or able
+        prefill = self._choose("P", able, _language_key, self._known_prefill(request, able), BUSIER_TOKENS)
+        self._remember_prefill(request, prefill.name)
+        remote = bool(request.images) and self._encodes_elsewhere(request, prefill)
+        decode = prefill
+        if not prefill.serves(Role.D):
+            decode = self._choose("D", self._partners(prefill, Role.D), _language_key, None, 0)
+        stages = (Role.E, not remote), (Role.P, True), (Role.D, decode is prefill)
+        part = "".join(stage.name or "" for stage, here in stages if here and prefill.serves(stage))
+        return Route(prefill.name, decode.name, part, remote)
+
+    def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Missing:
+        """Encoders with their share of these (index, image), for a request that is prefilled at `target`: spread over
+        all that can, the largest first, each to where it is done first. An instance that is being emptied encodes for
+        requests that are under way if nobody else can."""
+        instance = self._instances[target]
+        candidates = self._partners(instance, Role.E) or self._partners(instance, Role.E, Condition.DRAINING)
+        if not candidates:
+            return Missing("E")
+        added = dict.fromkeys((candidate.name for candidate in candidates), 0)
+        chosen: dict[str, list[int]] = {}
+        for index, image in sorted(images, key=lambda pair: (-pair[1].num_patches, pair[0])):
+            known = self._known(self._encoded, image.digest, candidates)
+            encoder = self._choose("E", candidates, lambda p: (p.patches + added[p.name],), known, BUSIER_PATCHES)
+            self._remember(self._encoded, image.digest, encoder.name)
+            added[encoder.name] += image.num_patches
+            chosen.setdefault(encoder.name, []).append(index)
+        return {name: sorted(indices) for name, indices in chosen.items()}
+
+    # ---- images here or elsewhere
+
+    def _encodes_elsewhere(self, request: Request, prefill: InstanceLoad) -> bool:
+        """An instance that can encode does so itself, unless an encoder that does not prefill would be done with these
+        images before their turn came here."""
+        if not prefill.serves(Role.E):
+            return True
+        others = [instance for instance in self._partners(prefill, Role.E) if not instance.serves(Role.P)]
+        if not others:
+            return False
+        margin = sum(image.num_patches for image in request.images)
+        return prefill.patches > min(instance.patches for instance in others) + margin
+
+    # ---- choosing
+
+    def _partners(
+        self, instance: InstanceLoad, stage: Role, condition: Condition = Condition.READY
+    ) -> list[InstanceLoad]:
+        """The others in that condition that do `stage` and are connected with it."""
+        others = (self._instances[name] for name in sorted(instance.pairs))
+        return [other for other in others if other.condition is condition and other.serves(stage)]
+
+    def _choose(
+        self,
+        stage: str,
+        candidates: Sequence[InstanceLoad],
+        load: Callable[[InstanceLoad], tuple[int, ...]],
+        known: InstanceLoad | None,
+        slack: int,
+    ) -> InstanceLoad:
+        """The least loaded one, among equals the one that was chosen longest ago; `known`, where something is cached,
+        unless its load exceeds the least one by far. `slack` is in units of the load."""
+
+        def turn(instance: InstanceLoad) -> int:
+            return self._turns.get((stage, instance.name), 0)
+
+        if self._policy == ROUND_ROBIN:
+            best = min(candidates, key=turn)
+        else:
+            best = min(candidates, key=lambda instance: (load(instance), turn(instance)))
+            if known is not None and known.nearly_full <= best.nearly_full:
+                best = known if load(known)[-1] <= BUSIER * load(best)[-1] + slack else best
+        self._turn += 1
+        self._turns[stage, best.name] = self._turn
+        return best
+
+    # ---- memory of earlier choices
+
+    def _known_prefill(self, request: Request, candidates: Sequence[InstanceLoad]) -> InstanceLoad | None:
+        if self._policy != AFFINITY:
+            return None
+        for key in reversed(_prompt_keys(request)):
+            if (instance := self._known(self._prompts, key, candidates)) is not None:
+                return instance
+        for image in request.images:
+            if (instance := self._known(self._prefilled, image.digest, candidates)) is not None:
+                return instance
+        return None
+
+    def _remember_prefill(self, request: Request, name: str) -> None:
+        if self._policy == AFFINITY:
+            for key in _prompt_keys(request):
+                self._prompts.put(key, name)
+            for image in request.images:
+                self._prefilled.put(image.digest, name)
+
+    def _known(self, memory: _Memory, key: bytes, candidates: Sequence[InstanceLoad]) -> InstanceLoad | None:
+        name = memory.get(key) if self._policy == AFFINITY else None
+        return next((instance for instance in candidates if instance.name == name), None)
+
+    def _remember(self, memory: _Memory, key: bytes, name: str) -> None:
+        if self._policy == AFFINITY:
+            memory.put(key, name)
+
+
+class _Memory:
+    """The latest `REMEMBERED` keys and where they were."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[bytes, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def get(self, key: bytes) -> str | None:
+        return self._names.get(key)
+
+    def put(self, key: bytes, name: str) -> None:
+        self._names[key] = name
+        self._names.move_to_end(key)
+        if len(self._names) > REMEMBERED:
+            self._names.popitem(last=False)
+
+
+def _language_key(instance: InstanceLoad) -> tuple[int, ...]:
+    return instance.nearly_full, instance.language_load
+
+
+def _prompt_keys(request: Request) -> list[bytes]:
+    """One for each beginning that the prompt has, the shortest first; equal keys mean equal tokens and pictures."""
+    tokens = array("q", request.prompt_token_ids[: _DEPTHS[-1]])
+    salt = request.cache_salt.encode("utf-8", "surrogatepass")
+    keys = []
+    for depth in _DEPTHS:
+        if depth > len(tokens):
+            break
+        digest = blake2b(salt, digest_size=16, person=b"hydra-route")
+        digest.update(tokens[:depth].tobytes())
+        for image in request.images:
+            if image.start < depth:
+                digest.update(image.digest)
+        keys.append(digest.digest())
+    return keys

@@ -1,0 +1,272 @@
+"""The computing half of one instance, assembled: model, caches and worker; and its step times, measured or saved.
+
+Turns "auto" into values, each decision with its reason in the notes. Loads in this order, so that a wrong setting is
+found before gigabytes are read: spec, dtype and backend, cache sizes, weights, on a device that can tell what its steps
+take the largest of them and cache sizes again, caches, warm-up. Does not know the scheduler, nor who the instance talks
+to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, resolve_attention
+from hydra_engine.backend.device import Device
+from hydra_engine.backend.devices import Chosen, gpu_name
+from hydra_engine.backend.select import create_backend, resolve_deterministic, resolve_device, resolve_dtype
+from hydra_engine.clock import MonotonicClock
+from hydra_engine.config import EngineConfig, fault_points_enabled
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import ConfigError, ResourceError
+from hydra_engine.instance.ports import ALONE, InstanceContext
+from hydra_engine.models.build import load_model
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.models.vlm import VisionLanguageModel
+from hydra_engine.planner.start import StepCosts, Subject, surface_for
+from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
+from hydra_engine.worker.memory.measure import measure
+from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
+from hydra_engine.worker.memory.working import image_budget
+from hydra_engine.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from hydra_engine.models.transformers_adapter.model import GenericModel
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStack:
+    """Everything that computes in an instance. `config` has no "auto" left."""
+
+    config: EngineConfig
+    context: InstanceContext
+    spec: ModelSpec
+    backend: Backend
+    model: VisionLanguageModel | GenericModel
+    plan: CachePlan
+    kv_cache: PagedCache
+    worker: Worker
+    clock: MonotonicClock
+    faults: FaultPoints
+    notes: tuple[str, ...]
+
+
+def build_worker(
+    config: EngineConfig,
+    wake: threading.Event,
+    progress: Progress,
+    context: InstanceContext = ALONE,
+    worker_class: type[Worker] = Worker,
+) -> ComputeStack:
+    """Loads and warms up. To be called in inference mode; the caller closes the worker."""
+    spec = load_spec(config.model_path, config.spec_options)
+    chosen = resolve_device(config.device, config.backend)
+    dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
+    deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
+    decided = replace(config, deterministic=deterministic)
+    backend, split_note = _backend(decided, spec, context.role, chosen, dtype)
+    resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
+    faults = FaultPoints(enabled=fault_points_enabled())
+    share = backend.device.share if context.has_peers else None
+    on = backend.device.torch_device
+    with _memory_for("the caches"):
+        kv_cache = allocate_kv_cache(
+            spec, plan, resolved.cache.block_size, dtype, device=on, share=share if Role.P in context.role else None
+        )
+        image_cache = allocate_image_cache(
+            spec,
+            plan,
+            resolved.cache.image_block_size,
+            dtype,
+            device=on,
+            share=share if context.role.needs_vision else None,
+        )
+        states = allocate_states(spec, plan, dtype, device=on)
+    clock = MonotonicClock()
+    worker = worker_class(
+        model=model,
+        backend=backend,
+        spec=spec,
+        kv_cache=kv_cache,
+        image_cache=image_cache,
+        config=resolved,
+        clock=clock,
+        wake=wake.set,
+        faults=faults,
+        states=states,
+        role=context.role,
+        shared=context.has_peers,
+    )
+    worker.warm_up(partial(progress, "warm-up"))
+    worker.capture_graphs(partial(progress, "capturing graphs"))
+    lane_notes = (*backend.notes, *worker.notes, *plan.reasons)
+    notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *lane_notes)
+    return ComputeStack(resolved, context, spec, backend, model, plan, kv_cache, worker, clock, faults, notes)
+
+
+def _load_and_size(
+    config: EngineConfig,
+    spec: ModelSpec,
+    backend: Backend,
+    context: InstanceContext,
+    progress: Callable[[int, int], None],
+) -> tuple[EngineConfig, CachePlan, VisionLanguageModel | GenericModel]:
+    """The weights, and how large caches are beside them; the configuration without "auto"."""
+    device, role = backend.device, context.role
+    free_bytes, total_bytes = device.memory()
+    fills = device.peak_bytes(_nothing) is not None
+    own_bytes, reasons = own_part(
+        spec,
+        role,
+        config,
+        backend.dtype.itemsize,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        neighbours=context.neighbours,
+    )
+    plan_of = partial(plan_memory, spec, role, config, backend.dtype.itemsize, free_bytes, shares=context.shares)
+    plan = plan_of(filling=Filling(own_bytes) if fills else None)
+    resolved = _resolve(config, spec, plan, role, device)
+    with _memory_for("the weights"):
+        model = load_model(
+            config.model_path, spec, backend, role, progress, random_weights=config.load_format == "random"
+        )
+    if config.deterministic and not model.deterministic:
+        raise ConfigError(
+            f"{spec.architecture} has matrix products of its own, whose results may depend on the batch; set "
+            "deterministic to false",
+            param="deterministic",
+        )
+    if fills:
+        with _memory_for("its largest steps"):
+            working = measure(model, backend, spec, role, resolved, plan)
+        plan = plan_of(filling=Filling(own_bytes, working, model.weights_bytes, reasons))
+        resolved = _resolve(config, spec, plan, role, device)
+    return resolved, plan, model
+
+
+def _nothing() -> None:
+    """Asks a device whether it can tell what a job takes."""
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"the device has no memory for {what}; free memory there, lower --gpu-memory-utilization or the caches' "
+            "sizes, --token-budget, --max-num-seqs or --image-budget, or put fewer instances on it",
+            param="gpu_memory_utilization",
+        ) from error
+
+
+def _backend(
+    config: EngineConfig, spec: ModelSpec, role: Role, chosen: Chosen, dtype: torch.dtype
+) -> tuple[Backend, str | None]:
+    """The backend, and a note where the device is not divided although that was asked for."""
+    language = spec.language
+    heads = Heads(language.num_heads, language.num_kv_heads, language.head_dim, config.cache.block_size)
+    attention = resolve_attention(
+        config.attention_backend,
+        on_gpu=chosen.index is not None,
+        dtype=dtype,
+        heads=heads,
+        deterministic=bool(config.deterministic),
+    )
+    if attention == AUTO and not role.needs_language:
+        attention = TRITON  # only what reads the KV cache is measured
+    both = role.needs_vision and role.needs_language and spec.vision is not None
+    backend = create_backend(
+        chosen.name,
+        dtype,
+        backend=config.backend,
+        deterministic=config.deterministic,
+        threads=config.threads,
+        lane_priority=config.lane_order,
+        sm_split=config.sm_counts if both else (),
+        attention=attention,
+        heads=heads,
+    )
+    return backend, None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
+
+
+def step_times(
+    stack: ComputeStack,
+    wake: threading.Event,
+    progress: Progress,
+    *,
+    fresh: bool = False,
+    deadline_s: float | None = None,
+) -> StepCosts:
+    """Saved or measured; before the instance serves, in inference mode. See `planner/start.py`. `deadline_s` None: the
+    planner's own."""
+    language, backend = stack.spec.language, stack.backend
+    gpu = gpu_name(backend.device.name)
+    kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
+    subject = Subject(
+        lanes=stack.worker,
+        wake=wake,
+        clock=stack.clock,
+        spec=stack.spec,
+        device=backend.device.name,
+        dtype=str(backend.dtype).removeprefix("torch."),
+        backend=backend.ops.name,
+        threads=backend.threads,
+        num_kv_blocks=stack.plan.num_kv_blocks,
+        num_image_blocks=stack.plan.num_image_blocks if stack.context.role.needs_vision else 0,
+        role=stack.context.role.letters,
+        kv_token_bytes=language.kv_bytes_per_token(backend.dtype.itemsize),
+        weights_bytes=stack.model.weights_bytes,
+        fill_cache=partial(_fill_with_noise, stack.kv_cache),
+        gpu=gpu,
+        attention=kernels["attention_paged"] if gpu else "",
+        sm_split=stack.config.sm_counts if backend.device.num_places > 1 else (),
+        graph_sizes=stack.worker.graph_sizes,
+        captured_patches=stack.worker.captured_patches,
+    )
+    return surface_for(stack.config, subject, partial(progress, "step times"), fresh=fresh, deadline_s=deadline_s)
+
+
+def profile_instance(
+    config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
+) -> StepCosts:
+    """Assembles an instance that never serves and measures it."""
+    wake = threading.Event()
+    with torch.inference_mode():
+        stack = build_worker(config, wake, progress)
+        try:
+            return step_times(stack, wake, progress, fresh=fresh, deadline_s=deadline_s)
+        finally:
+            stack.worker.close()
+
+
+def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
+    """Fills the first blocks with the same noise."""
+    if num_blocks:
+        data = cache.data[:num_blocks]
+        data[0].normal_()
+        data[1:] = data[0]
+
+
+def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role, device: Device) -> EngineConfig:
+    """The configuration with every "auto" replaced by a value."""
+    if role.needs_language and plan.num_kv_blocks * config.cache.block_size < 2:
+        raise ConfigError("the KV cache holds no token; raise --kv-cache-gib", param="kv_cache_gib")
+    scheduler = config.scheduler
+    if spec.vision is not None:
+        scheduler = replace(scheduler, image_budget=image_budget(config, spec.vision))
+    if scheduler.look_ahead is None:
+        scheduler = replace(scheduler, look_ahead=device.asynchronous)
+    return replace(config, scheduler=scheduler, max_model_len=plan.max_model_len)

@@ -1,0 +1,100 @@
+"""From a spec to a model: which parts a family has, which of them a role needs, and their weights.
+
+Every family's decoder sits at `language_model.model.` and `language_model.lm_head.` once names are canonical. Does not
+know files (`weights.py`) or arithmetic (the backend).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hydra_engine.backend.base import Backend, Ops
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import ConfigError
+from hydra_engine.models.layers.decoder import Decoder
+from hydra_engine.models.loading.parameters import Demands, Scope
+from hydra_engine.models.loading.random_weights import fill_random
+from hydra_engine.models.loading.weights import Checkpoint, Progress, fill_model
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import FAMILIES
+from hydra_engine.models.transformers_adapter.spec import GenericSpec
+from hydra_engine.models.vlm import Vision, VisionLanguageModel
+
+if TYPE_CHECKING:
+    from hydra_engine.models.transformers_adapter.model import GenericModel
+
+_CPU = torch.device("cpu")
+
+_TRIM_BYTES = 64 << 20  # of weights read between two trims: bounds what loading holds beyond the weights
+
+
+def vision_class(spec: ModelSpec) -> type[Vision]:
+    module, name = FAMILIES[spec.family].vision.rsplit(".", 1)
+    vision: type[Vision] = getattr(import_module(f"hydra_engine.models.{module}"), name)
+    return vision
+
+
+def build_model(
+    spec: ModelSpec, ops: Ops, dtype: torch.dtype, role: Role, *, device: torch.device = _CPU
+) -> VisionLanguageModel:
+    """The parts that `role` needs, with all slots still empty."""
+    demands = Demands()
+    root = Scope(ops, dtype, device, demands)
+    vision = decoder = None
+    if spec.vision is not None:
+        family = vision_class(spec)
+        if role.needs_vision:
+            vision = family(root, spec.vision)
+        else:
+            root.skip(*family.weight_names)
+    language = root if spec.vision is None else root.at("language_model")
+    root.skip("mtp.")  # layers that guess further tokens, beside some published decoders
+    if role.needs_language:
+        decoder = Decoder(language, spec.language)
+    else:
+        language.skip("model.", "lm_head.")
+    return VisionLanguageModel(ops, demands, vision=vision, decoder=decoder)
+
+
+def load_model(
+    model_dir: Path,
+    spec: ModelSpec,
+    backend: Backend,
+    role: Role,
+    progress: Progress | None = None,
+    *,
+    check_finite: bool = True,
+    random_weights: bool = False,
+) -> VisionLanguageModel | GenericModel:
+    """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit. `random_weights`:
+    reads nothing and draws them."""
+    if isinstance(spec, GenericSpec):
+        if random_weights:
+            raise ConfigError("load_format random needs a native model", param="load_format")
+        from hydra_engine.models.transformers_adapter.load import load_generic
+
+        return load_generic(spec, backend, role, progress, check_finite=check_finite)
+    device = backend.device.torch_device
+    trimmed = 0
+
+    def advance(done: int, total: int) -> None:
+        nonlocal trimmed
+        if done - trimmed >= _TRIM_BYTES or done == total:
+            trimmed = done
+            backend.device.trim()
+        if progress is not None:
+            progress(done, total)
+
+    model = build_model(spec, backend.ops, backend.dtype, role, device=device)
+    if random_weights:
+        with torch.inference_mode():
+            fill_random(model, dtype=backend.dtype, device=device, progress=advance)
+        return model
+    renames = () if spec.vision is None else vision_class(spec).renames
+    with Checkpoint(model_dir, renames) as checkpoint, torch.inference_mode():
+        fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)
+    return model

@@ -1,0 +1,124 @@
+"""Attention modules: causal over a paged cache (decoders) and bidirectional over packed segments (vision towers).
+
+Know how a fused projection is cut into heads. Do not know blocks, batches or which rows are decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hydra_engine.backend.base import PagedCache, Segments
+from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.basic import Linear, RmsNorm, Weight
+from hydra_engine.models.layers.vision_slices import Slices
+from hydra_engine.models.loading.parameters import Scope
+from hydra_engine.models.specs.base import LanguageSpec
+
+
+class PagedAttention:
+    def __init__(self, scope: Scope, spec: LanguageSpec, layer: int) -> None:
+        self._ops = scope.ops
+        self._layer = layer
+        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self._split = (-1, sum(self._heads), spec.head_dim)
+        self._width = spec.num_heads * spec.head_dim
+        self._scale = spec.head_dim**-0.5
+        query, key_value = self._width, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
+        self._qkv = Linear(scope, parts, spec.hidden_size, bias=spec.attention_bias)
+        self._out = Linear(scope, {"o_proj": spec.hidden_size}, self._width, bias=spec.output_bias)
+        self._eps = spec.rms_eps
+        self._q_norm = Weight(scope, "q_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
+        self._k_norm = Weight(scope, "k_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, C]
+        cos: Tensor,  # [T, D/2] float32
+        sin: Tensor,
+        cache: PagedCache,
+        batch: LanguageInput,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
+        q, k, v = self._qkv(x).view(self._split).split(self._heads, dim=1)
+        q = self._ops.rope_and_write(  # [T, Hq, D]
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            cache,
+            self._layer,
+            batch.slots,
+            q_norm=None if self._q_norm is None else self._q_norm.tensor,
+            k_norm=None if self._k_norm is None else self._k_norm.tensor,
+            eps=self._eps,
+        )
+        if rows is not None and not rows.shape[0]:
+            return x[:0]
+        mixed = self._ops.attention_paged(q, cache, self._layer, batch.attention, self._scale).view(-1, self._width)
+        return self._out(mixed if rows is None else mixed.index_select(0, rows))
+
+
+_QK_NORM_EPS = 1e-6  # no config names it
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [P, D/2] float32
+
+
+class PackedAttention:
+    """All heads read all rows of their own segment. `qkv` names the checkpoint's one or three input projections,
+    `out` its output projection, which has a bias; `qkv_bias` says so of the others. `qk_norm` names two RMS norms of
+    whole queries and keys, before they are cut into heads; `out_scale` a factor for each output (layer scale)."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        num_channels: int,
+        num_heads: int,
+        *,
+        qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        out: str = "out_proj",
+        qkv_bias: bool = True,
+        qk_norm: tuple[str, str] | None = None,
+        out_scale: str | None = None,
+    ) -> None:
+        self._ops = scope.ops
+        self._num_channels = num_channels
+        self._num_heads = num_heads
+        self._scale = (num_channels // num_heads) ** -0.5
+        parts = {name: 3 * num_channels // len(qkv) for name in qkv}
+        self._qkv = Linear(scope, parts, num_channels, bias=qkv_bias)
+        self._norms = tuple(RmsNorm(scope.at(name), num_channels, _QK_NORM_EPS) for name in qk_norm or ())
+        self._out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
+
+    def __call__(self, x: Tensor, residual: Tensor, cu_seqlens: Segments, rotary: Rotary | None = None) -> Tensor:
+        """attention(x) + residual, both [P, C]; with `rotary`, queries and keys are rotated."""
+        return self.out(self.mix(self.project(x), cu_seqlens, rotary), residual)
+
+    def project(self, x: Tensor) -> Tensor:
+        """[P, 3 * C]: queries, keys and values"""
+        return self._qkv(x)
+
+    def mix(
+        self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices | None = None
+    ) -> Tensor:
+        """[P, C]: what every row takes from the others."""
+        q, k, v = projected.chunk(3, dim=1)
+        if self._norms:
+            q, k = (norm(part) for norm, part in zip(self._norms, (q, k), strict=True))
+        q, k, v = (part.unflatten(1, (self._num_heads, -1)) for part in (q, k, v))  # each [P, H, D]
+        if rotary is not None:
+            q, k = self._ops.rotate(q, *rotary), self._ops.rotate(k, *rotary)
+        if slices is None:
+            mixed = self._attend(q, k, v, cu_seqlens)
+        else:
+            mixed = slices.attention(self._attend, q, k, v, cu_seqlens)
+        return mixed.view(-1, self._num_channels)
+
+    def out(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        return self._out(mixed, residual=residual)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
+        return self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)

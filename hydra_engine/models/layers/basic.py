@@ -1,0 +1,217 @@
+"""Layers that hold weights: linear (several checkpoint matrices fused into one), norms, embedding, MLPs.
+
+Each declares its slots when built and is ready once they are filled. All arithmetic is in the backend's ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.models.loading.parameters import Scope
+
+
+class Linear:
+    """act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs, stacked in order.
+
+    `scale` names a vector of the checkpoint with a factor per output, for weights and biases alike (layer scale); it is
+    multiplied into them once, when they are loaded. `arrange` stacks the parts' weights, or
+    biases, in another order."""
+
+    packed: PackedLinear
+
+    def __init__(
+        self,
+        scope: Scope,
+        parts: Mapping[str, int],
+        num_in: int,
+        *,
+        bias: bool,
+        scale: str | None = None,
+        arrange: Callable[[list[Tensor]], Tensor] | None = None,
+    ) -> None:
+        self._ops = scope.ops
+        self._weights = [f"{name}.weight" for name in parts]
+        self._biases = [f"{name}.bias" for name in parts] if bias else []
+        self._scale = scale
+        self._arrange = arrange or _stacked
+        self._arrived: dict[str, Tensor] = {}
+        for name, num_out in parts.items():
+            scope.want(f"{name}.weight", (num_out, num_in), partial(self._fill, f"{name}.weight"))
+            if bias:
+                scope.want(f"{name}.bias", (num_out,), partial(self._fill, f"{name}.bias"))
+        if scale is not None:
+            scope.want(scale, (sum(parts.values()),), partial(self._fill, scale))
+        scope.hold(self)
+
+    def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
+        return self._ops.linear(x, self.packed, act=act, residual=residual)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        """Packs when the last part has come; until then at most one layer's parts are kept twice."""
+        self._arrived[name] = tensor
+        if len(self._arrived) < len(self._weights) + len(self._biases) + (self._scale is not None):
+            return
+        bias = self._arrange([self._arrived.pop(part) for part in self._biases]) if self._biases else None
+        weight = self._arrange([self._arrived.pop(part) for part in self._weights])
+        if self._scale is not None:
+            factors = self._arrived.pop(self._scale)
+            weight = _scaled(weight, factors[:, None])
+            bias = None if bias is None else _scaled(bias, factors)
+        self.packed = self._ops.pack_linear(weight, bias)
+
+
+def _scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+    """The product in float32, rounded once."""
+    return (tensor.float() * factors.float()).to(tensor.dtype)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Weight:
+    """One tensor of the checkpoint, kept as it is, or as `transform` makes it."""
+
+    tensor: Tensor
+
+    def __init__(
+        self,
+        scope: Scope,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._transform = transform
+        scope.want(name, shape, self._fill, dtype=dtype)
+        scope.hold(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def _fill(self, tensor: Tensor) -> None:
+        self.tensor = tensor if self._transform is None else self._transform(tensor)
+
+
+class RmsNorm:
+    """`centred`: the checkpoint holds the difference from 1, which is kept in float32."""
+
+    def __init__(self, scope: Scope, num_channels: int, eps: float, *, centred: bool = False) -> None:
+        self._ops = scope.ops
+        self._weight = norm_weight(scope, "weight", num_channels, centred=centred)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, self._weight.tensor, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
+        return self._ops.add_rms_norm(x, residual, self._weight.tensor, self._eps)
+
+
+def norm_weight(scope: Scope, name: str, num_channels: int, *, centred: bool) -> Weight:
+    if centred:
+        return Weight(scope, name, (num_channels,), dtype=torch.float32, transform=lambda weight: weight + 1.0)
+    return Weight(scope, name, (num_channels,))
+
+
+class LayerNorm:
+    def __init__(self, scope: Scope, num_channels: int, eps: float) -> None:
+        self._ops = scope.ops
+        self._weight = Weight(scope, "weight", (num_channels,))
+        self._bias = Weight(scope, "bias", (num_channels,))
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.layer_norm(x, self._weight.tensor, self._bias.tensor, self._eps)
+
+
+class Head:
+    """Logits in float32. Tied heads are filled by the embedding, others have a slot of their own."""
+
+    packed: PackedLinear
+
+    def __init__(self, scope: Scope) -> None:
+        self._ops = scope.ops
+        scope.hold(self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.linear(x, self.packed, out_dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def fill(self, tensor: Tensor) -> None:
+        self.packed = self._ops.pack_linear(tensor)
+
+
+class Embedding:
+    """The token table; `tied_head` shares its tensor."""
+
+    table: Tensor
+
+    def __init__(self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None) -> None:
+        self._tied_head = tied_head
+        scope.want("weight", (num_rows, num_channels), self._fill)
+        scope.hold(self)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.table.index_select(0, token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+    def _fill(self, tensor: Tensor) -> None:
+        self.table = tensor
+        if self._tied_head is not None:
+            self._tied_head.fill(tensor)
+
+
+class GatedMlp:
+    """down(act(gate(x)) * up(x)) + residual"""
+
+    def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: str, *, bias: bool = False) -> None:
+        self._ops = scope.ops
+        self._act = cast(Activation, act)
+        self._gate_up = Linear(scope, {"gate_proj": num_inner, "up_proj": num_inner}, num_channels, bias=bias)
+        self._down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias)
+
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        return self._down(self._ops.act_and_mul(self._gate_up(x), self._act), residual=residual)
+
+
+class Mlp:
+    """second(act(first(x))) + residual; `names` of the two layers. `scale` as that of `Linear`, of the second."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        names: tuple[str, str],
+        num_in: int,
+        num_inner: int,
+        num_out: int,
+        act: str,
+        *,
+        bias: bool = True,
+        scale: str | None = None,
+    ) -> None:
+        self._first = Linear(scope, {names[0]: num_inner}, num_in, bias=bias)
+        self._second = Linear(scope, {names[1]: num_out}, num_inner, bias=bias, scale=scale)
+        self._act = cast(Activation, act)
+
+    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        return self._second(self._first(x, self._act), residual=residual)

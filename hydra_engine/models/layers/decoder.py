@@ -1,0 +1,129 @@
+"""The Llama decoder (also mistral, qwen2, qwen3) and qwen3_5's hybrid one: tokens and image features in, float32 logits
+of the wanted rows out.
+
+Features in further planes of the image cache are added behind the first layers (DeepStack, as in Qwen3-VL). Does not
+know requests, sampling or how the cache's blocks were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
+from hydra_engine.models.layers.attention import PagedAttention
+from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
+from hydra_engine.models.layers.hybrid import DeltaNet, GatedAttention
+from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.models.loading.parameters import Scope
+from hydra_engine.models.specs.base import LanguageSpec, LayerKind
+
+
+class Decoder:
+    """`scope` is the place of `model.*` and `lm_head.*`."""
+
+    def __init__(self, scope: Scope, spec: LanguageSpec) -> None:
+        self._ops = scope.ops
+        self._max_token_id = spec.vocab_size - 1
+        model = scope.at("model")
+        self._head = Head(scope)
+        tied_head = self._head if spec.tie_embeddings else None
+        self._embed = Embedding(model.at("embed_tokens"), spec.vocab_size, spec.hidden_size, tied_head=tied_head)
+        # Files that say "tied" and hold a head all the same mean that head, as transformers 5 reads them.
+        shape = spec.vocab_size, spec.hidden_size
+        scope.want("lm_head.weight", shape, self._head.fill, optional=spec.tie_embeddings)
+        self._layers = tuple(_layers(model, spec))
+        # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
+        final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
+        self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
+        self._rotary = RotaryTable(spec, scope.device)
+        model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
+
+    def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
+        """[B', V] float32"""
+        cos, sin = self._rotary(batch.positions, batch.position_end)  # each [T, D/2]
+        logit_rows = batch.logit_rows
+        if batch.scored is not None:
+            logit_rows = torch.cat((batch.scored.rows, logit_rows))
+        residual = self._embed_rows(batch, images)
+        hidden = self._layers[0].input_norm(residual)
+        last, num_deep = len(self._layers) - 1, _num_deep(batch, images)
+        for index, layer in enumerate(self._layers):
+            rows = logit_rows if index == last else None
+            hidden = layer.mix(hidden, cos, sin, cache, batch, rows)
+            if rows is not None:
+                residual = residual.index_select(0, rows)
+            hidden, residual = layer.post_norm.add(hidden, residual)
+            if index < num_deep:
+                self._merge(residual, batch, images, plane=index + 1)
+            hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
+        if batch.scored is not None:
+            num_scored = batch.scored.rows.shape[0]
+            for part in hidden[:num_scored].split(SCORED_ROWS):
+                batch.scored.take(self._head(part))
+            hidden = hidden[num_scored:]
+        return self._head(hidden)
+
+    def reserve_positions(self, end: int) -> None:
+        """As `RotaryTable.reserve`."""
+        self._rotary.reserve(end)
+
+    def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
+        if batch.image_rows is None:
+            return self._embed(batch.token_ids)
+        # Ids of image rows may lie outside the vocabulary; their embeddings are overwritten.
+        hidden = self._embed(batch.token_ids.clamp(0, self._max_token_id))
+        self._merge(hidden, batch, images, plane=0)
+        return hidden
+
+    def _merge(self, hidden: Tensor, batch: LanguageInput, images: PagedCache | None, *, plane: int) -> None:
+        """Features of plane 0 replace image rows, those of other planes are added to them."""
+        if images is None or batch.image_rows is None or batch.image_slots is None:
+            raise ValueError("image_rows: expected their slots and an image cache to read from")
+        self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane, accumulate=plane > 0)
+
+
+def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
+    """How many layers get features behind them in this step; fewer than there are layers, so that the last one may
+    drop rows."""
+    return 0 if images is None or batch.image_rows is None else images.data.shape[1] - 1
+
+
+def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
+    """Each knows its number among the layers of its kind."""
+    counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
+    for index in range(spec.num_layers):
+        kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
+        yield DecoderLayer(model.at(f"layers.{index}"), spec, kind, counts[kind])
+        counts[kind] += 1
+
+
+class DecoderLayer:
+    def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
+        size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
+        self.input_norm = RmsNorm(scope.at("input_layernorm"), size, eps, centred=centred)
+        self._attention: PagedAttention | GatedAttention | None = None
+        self._delta: DeltaNet | None = None
+        if kind == "attention":
+            build = GatedAttention if spec.output_gate else PagedAttention
+            self._attention = build(scope.at("self_attn"), spec, index)
+        else:
+            assert spec.delta is not None
+            self._delta = DeltaNet(scope.at("linear_attn"), spec.delta, size, eps, index)
+        self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), size, eps, centred=centred)
+        self.mlp = GatedMlp(scope.at("mlp"), spec.hidden_size, spec.intermediate_size, spec.hidden_act)
+
+    def mix(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, batch: LanguageInput, rows: Tensor | None
+    ) -> Tensor:
+        """[T, C], or only the given rows of it: what all rows leave in the caches is written in any case."""
+        if self._attention is not None:
+            return self._attention(x, cos, sin, cache, batch, rows)
+        assert self._delta is not None
+        if batch.states is None:
+            raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
+        mixed = self._delta(x, batch.states)
+        return mixed if rows is None else mixed.index_select(0, rows)

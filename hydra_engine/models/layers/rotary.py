@@ -1,0 +1,133 @@
+"""Rotary positions: cosines and sines by position, for the rope types `default`, `linear`, `llama3` and `yarn`.
+
+They lie in a table, because a row's bits must not depend on its batch. Does not rotate anything: that is the backend's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hydra_engine.models.specs.base import LanguageSpec
+
+_PIECE = 4096
+
+
+class GrowingTable:
+    """Rows by position. `piece(begin)` makes those from there on, always as many: their bits must not depend on how the
+    table grew. For one lane."""
+
+    def __init__(self, piece: Callable[[int], Tensor]) -> None:
+        self._piece = piece
+        self._rows = piece(0)
+        # The first one stays: it was made outside of the lane that reads it, so a device could give its memory away
+        # while the lane still does.
+        self._reserved = [self._rows]
+
+    def up_to(self, end: int) -> Tensor:
+        """Rows 0 to at least `end` - 1."""
+        while end > self._rows.shape[0]:
+            self._rows = torch.cat((self._rows, self._piece(self._rows.shape[0])))
+        return self._rows
+
+    def reserve(self, end: int) -> None:
+        """What reads no row from `end` on finds them at one address from now on, also what was captured and is replayed
+        when the table has grown beyond it."""
+        rows = self.up_to(end)
+        if not any(kept is rows for kept in self._reserved):
+            self._reserved.append(rows)
+
+
+class RotaryTable:
+    """One per decoder, used by one lane."""
+
+    def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
+        self._frequencies = frequencies(spec)
+        self._factor = _number(spec, "attention_factor") if "attention_factor" in spec.rope_parameters else 1.0
+        self._device = device
+        self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
+        self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that do not turn
+        self._table = GrowingTable(self._piece)  # [multiple of _PIECE, D]: cosines, then sines
+
+    def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """cos, sin, each [T, D/2] float32; positions [T], or [3, T] where pairs turn by different axes; `end` is more
+        than the largest of them."""
+        table = self._table.up_to(end)
+        if self._axes is None:
+            cos, sin = table.index_select(0, positions).chunk(2, dim=1)
+            return cos, sin
+        places = positions.index_select(0, self._axes).t()  # [T, D/2]
+        cos_table, sin_table = table.chunk(2, dim=1)
+        return cos_table.gather(0, places), sin_table.gather(0, places)
+
+    def reserve(self, end: int) -> None:
+        """As `GrowingTable.reserve`."""
+        self._table.reserve(end)
+
+    def _piece(self, begin: int) -> Tensor:
+        angles = torch.arange(begin, begin + _PIECE, dtype=torch.float32)[:, None] * self._frequencies
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        still = cos.new_zeros(_PIECE, self._still)
+        return torch.cat((cos, still + 1, sin, still), dim=1).to(self._device)
+
+
+def _axes(spec: LanguageSpec) -> Tensor:
+    """[D/2] int64: 0 time, 1 row, 2 column. In runs (Qwen2-VL), or in turns with time taking what the sections of rows
+    and columns leave (Qwen3-VL)."""
+    assert spec.rope_sections is not None
+    if not spec.rope_interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(spec.rope_sections))
+    axes = torch.zeros(sum(spec.rope_sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * spec.rope_sections[axis] : 3] = axis
+    return axes
+
+
+def frequencies(spec: LanguageSpec) -> Tensor:
+    """[D/2] float32, of the pairs that turn, with the arithmetic of transformers."""
+    dim = spec.rotary_dim or spec.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain = 1.0 / (spec.rope_theta**exponents)
+    match spec.rope_parameters.get("rope_type", "default"):
+        case "default":
+            return plain
+        case "linear":
+            return plain / _number(spec, "factor")
+        case "llama3":
+            low, high = _number(spec, "low_freq_factor"), _number(spec, "high_freq_factor")
+            turns = _number(spec, "original_max_position_embeddings") * plain / (2 * math.pi)
+            # 0: less than `low` turns in the original context, slowed down by the factor; 1: more than `high`, kept.
+            share = ((turns - low) / (high - low)).clamp(0, 1)
+            return (1 - share) * plain / _number(spec, "factor") + share * plain
+        case "yarn":
+            kept = 1 - _yarn_ramp(spec)
+            slowed = 1.0 / (_number(spec, "factor") * spec.rope_theta**exponents)
+            return slowed * (1 - kept) + plain * kept
+        case kind:
+            raise ValueError(f"rope_type: expected default, linear, llama3 or yarn, got {kind!r}")
+
+
+def _yarn_ramp(spec: LanguageSpec) -> Tensor:
+    """[D/2] float32: 0 for pairs that turn more than beta_fast times in the original context, 1 for those that turn
+    less than beta_slow times."""
+    length, base = _number(spec, "original_max_position_embeddings"), spec.rope_theta
+    dim = spec.rotary_dim or spec.head_dim
+
+    def pair(turns: float) -> float:
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair(_number(spec, "beta_fast")), pair(_number(spec, "beta_slow"))
+    if spec.rope_parameters["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    return ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+
+
+def _number(spec: LanguageSpec, name: str) -> float:
+    value = spec.rope_parameters[name]
+    assert isinstance(value, int | float), name
+    return value

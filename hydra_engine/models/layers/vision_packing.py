@@ -1,0 +1,94 @@
+"""How the pictures of a batch stand in a tower: integers that the host works out, as many as the batch needs or as
+many as a given room has, so that a tower's launches can be captured for that room and replayed for other pictures.
+
+What fills a room up are pictures of padding behind the real ones: they attend to themselves alone, and nobody reads
+their features. Does not know layers, pixels' values or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Segments
+from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers.vision_slices import Slices
+
+Ints = npt.NDArray[np.int64]
+Grid = tuple[int, int, int]  # (time, rows, columns) in patches; time is 1 for every item
+
+_MAX_SPANS = 64  # of pictures in a room, padding not counted
+_FILLERS = 2  # pictures of padding at most
+
+
+class Packing(NamedTuple):
+    """A batch in a room. Of two batches in rooms of one size all arrays have the same lengths."""
+
+    num_patches: int
+    num_features: int  # rows that the tower gives; those of padding come last
+    indices: tuple[Ints, ...]  # in an order that the tower knows
+    bounds: tuple[Ints, ...]  # cu_seqlens of each kind of attention; empty segments behind the last in a room
+    longest: tuple[int, ...]  # no segment of each kind is longer
+    end: int = 0  # more than the largest row or column of a patch in its picture
+
+
+@dataclass(frozen=True, slots=True)
+class TowerInput:
+    """What a tower computes features from. Everything that depends on the pictures is in the tensors."""
+
+    patches: Tensor  # [P, values] uint8
+    indices: tuple[Tensor, ...]  # int64, as `Packing.indices`
+    segments: tuple[Segments, ...]
+    end: int
+    slices: Slices
+
+
+def tower_input(packing: Packing, batch: VisionInput, cut: Callable[[Sequence[Tensor]], list[Tensor]]) -> TowerInput:
+    """Of a batch that is computed at once: segments stay on the host. `cut` as that of the tower."""
+    if batch.send is not None:
+        indices = batch.send(packing.indices)
+    else:
+        indices = tuple(torch.from_numpy(index).to(batch.slots.device) for index in packing.indices)
+    patches = cut(batch.pixels)
+    return TowerInput(
+        patches[0] if len(patches) == 1 else torch.cat(patches),
+        indices,
+        tuple(bounds.tolist() for bounds in packing.bounds),
+        packing.end,
+        Slices(batch.checkpoint, batch.piece_rows),
+    )
+
+
+def spans_in(room: int, granule: int) -> int:
+    """Segments that a list of whole pictures has in a room of so many patches, if pictures have `granule` or more."""
+    return min(room // granule, _MAX_SPANS) + _FILLERS
+
+
+def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
+    """With padding behind them that is as square as it is simple to make it. `room` is a multiple of merge * merge, as
+    the patches of every grid are. None where they do not fit."""
+    left = room - sum(rows * columns for _, rows, columns in grids)
+    if left < 0 or len(grids) > min(room // merge**2, _MAX_SPANS):
+        return None
+    height = 4 * merge
+    wide = left // (height * merge) * merge
+    rest = left - height * wide
+    fillers: list[Grid] = [(1, height, wide), (1, merge, rest // merge)]
+    return [*grids, *(filler for filler in fillers if filler[2])]
+
+
+def bounds_of(lengths: Sequence[int] | Ints, room: int = 0) -> Ints | None:
+    """cu_seqlens of segments of these lengths, with empty ones up to `room` of them. None where there are more."""
+    count = len(lengths)
+    if room and count > room:
+        return None
+    bounds = np.zeros(max(count, room) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1 : count + 1])
+    bounds[count + 1 :] = bounds[count]
+    return bounds

@@ -1,0 +1,103 @@
+"""How an encode is cut into pieces, so that a vision step can wait between them: at layers, and inside large ones.
+
+Where a step waits never changes a result, and what is computed in pieces is row-wise (or head by head), so that with
+deterministic ops the cut changes none either. Does not know why anyone waits.
+
+What a piece can cost. Between layers a piece is a layer of the whole batch. With `piece_rows` it is that many rows of a
+layer's products, or the attention of a few segments or heads with about as many (query, key) pairs as those products
+have multiplications; one head of one picture is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import PackedPlan, Segments
+
+T = TypeVar("T")
+Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+
+
+class Piece(NamedTuple):
+    """Segments [first, last) of a packed batch, heads [head, head_end)."""
+
+    first: int
+    last: int
+    head: int
+    head_end: int
+
+
+class Slices:
+    """`checkpoint` is called between pieces. `piece_rows`: most rows of a layer in one piece, 0: layers stay whole."""
+
+    def __init__(self, checkpoint: Callable[[], None], piece_rows: int = 0) -> None:
+        self.checkpoint = checkpoint
+        self._piece_rows = piece_rows
+
+    def between(self, parts: Iterable[T]) -> Iterator[T]:
+        """The parts of a tower, with a checkpoint before each and one behind the last: n parts make n + 1 pieces of
+        what is computed from before the first until behind the last."""
+        for part in parts:
+            self.checkpoint()
+            yield part
+        self.checkpoint()
+
+    def rows(self, compute: Callable[..., Tensor], *tensors: Tensor, group: int = 1) -> Tensor:
+        """compute(*tensors), where rows of the result follow from the same rows of the tensors, or from `group` rows
+        that lie together. Pieces are as equal as they can be."""
+        count = tensors[0].shape[0]
+        num_pieces = -(-count // self._piece_rows) if self._piece_rows else 1
+        num_pieces = min(num_pieces, count // group)
+        if num_pieces <= 1:
+            return compute(*tensors)
+        ends = [count // group * i // num_pieces * group for i in range(num_pieces + 1)]
+        results = []
+        for begin, end in pairwise(ends):
+            if begin:
+                self.checkpoint()
+            results.append(compute(*(tensor[begin:end] for tensor in tensors)))
+        return torch.cat(results)
+
+    def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
+        """mix(q, k, v, cu_seqlens) [P, H, D] for `Ops.attention_packed`, whose segments and heads do not mix.
+        Those of a plan are never cut."""
+        num_rows, num_heads, head_dim = q.shape
+        # Of products with the 9 C * C weights behind attention: R * 9 C * C = pairs * heads * 2 D, with C = H * D.
+        most = self._piece_rows * 9 * num_heads * num_heads * head_dim // 2
+        if not most or num_rows <= self._piece_rows or isinstance(cu_seqlens, PackedPlan):
+            return mix(q, k, v, cu_seqlens)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for piece in attention_pieces(cu_seqlens, num_heads, most):
+            self.checkpoint()
+            rows = slice(cu_seqlens[piece.first], cu_seqlens[piece.last])
+            heads = slice(piece.head, piece.head_end)
+            own = [end - rows.start for end in cu_seqlens[piece.first : piece.last + 1]]
+            out[rows, heads] = mix(q[rows, heads], k[rows, heads], v[rows, heads], own)
+        self.checkpoint()
+        return out
+
+
+def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> Iterator[Piece]:
+    """Each with at most `most` (query, key) pairs, counted once per head, where one head of a segment has no more."""
+    first = pairs = 0
+    for segment, (begin, end) in enumerate(pairwise(cu_seqlens)):
+        own = (end - begin) ** 2
+        if first < segment and (pairs + own) * num_heads > most:
+            yield from _by_heads(first, segment, pairs, num_heads, most)
+            first, pairs = segment, 0
+        pairs += own
+    if first < len(cu_seqlens) - 1:
+        yield from _by_heads(first, len(cu_seqlens) - 1, pairs, num_heads, most)
+
+
+def _by_heads(first: int, last: int, pairs: int, num_heads: int, most: int) -> Iterator[Piece]:
+    """As equal as they can be."""
+    num_pieces = -(-num_heads // max(most // max(pairs, 1), 1))
+    ends = [num_heads * i // num_pieces for i in range(num_pieces + 1)]
+    for head, head_end in pairwise(ends):
+        yield Piece(first, last, head, head_end)

@@ -1,0 +1,67 @@
+"""LLaVA-NeXT: tower and projector of LLaVA-1.5 over a square and its tiles, laid out as rows that end with newlines."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers.basic import Weight
+from hydra_engine.models.layers.vision_packing import Grid, Ints, Packing, TowerInput
+from hydra_engine.models.llava.model import LLAVA_RENAMES, LlavaVision
+from hydra_engine.models.llava_next.spec import LlavaNextVisionSpec, unpadded
+from hydra_engine.models.loading.parameters import Scope
+
+_NEWLINE = -1  # instead of a row of the tower
+
+
+class LlavaNextVision(LlavaVision):
+    """A span is a square and the tiles of its canvas. Its features: those of the square row by row, then those of the
+    canvas without its borders, with a newline after each row."""
+
+    weight_names = ("vision_tower.", "multi_modal_projector.", "image_newline")
+    renames = (("model.image_newline", "image_newline"), *LLAVA_RENAMES)
+
+    def __init__(self, scope: Scope, spec: LlavaNextVisionSpec) -> None:
+        super().__init__(scope, spec)
+        self._side = spec.tower.grid_side
+        self._newline = Weight(scope, "image_newline", (spec.feature_size,))
+
+    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
+        packing = super().pack(batch, room)
+        if packing is None:
+            return None
+        side, spans, begin = self._side, [], 0
+        for pixels, source, grid in zip(batch.pixels, batch.sources, batch.grids, strict=True):
+            rows = span_rows(grid, source, side)
+            spans.append(np.where(rows == _NEWLINE, _NEWLINE, rows + begin))
+            begin += pixels.shape[0] * side**2
+        if room:
+            # Each of a tile's rows of features may end with a newline, so this is room for all of them.
+            most = packing.num_patches // side * (side + 1)
+            spans.append(np.zeros(most - sum(map(len, spans)), dtype=np.int64))
+        rows = np.concatenate(spans)
+        return packing._replace(num_features=len(rows), indices=(rows,))
+
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        (rows,) = inputs.indices
+        states = self._tower(inputs).flatten(0, 1)
+        # What a newline's place takes from the tower does not matter; dropped rows are never projected.
+        features = inputs.slices.rows(self._project, states.index_select(0, rows.clamp(min=0)))
+        return (torch.where((rows == _NEWLINE)[:, None], self._newline.tensor, features),)
+
+
+@lru_cache(maxsize=64)
+def span_rows(grid: Grid, source: tuple[int, int], side: int) -> Ints:
+    """[num_tokens]: which of the tower's rows of its span each feature is made of."""
+    _, rows, columns = grid
+    row, column = np.arange(rows)[:, None], np.arange(columns)
+    tile = 1 + row // side * (columns // side) + column // side  # the square is picture 0
+    canvas = tile * side**2 + row % side * side + column % side
+    kept = unpadded(rows, columns, *source)
+    part = canvas[kept.top : kept.top + kept.rows, kept.left : kept.left + kept.columns]
+    tiles = np.pad(part, ((0, 0), (0, 1)), constant_values=_NEWLINE)
+    return np.concatenate((np.arange(side**2), tiles.reshape(-1)))

@@ -1,0 +1,169 @@
+"""LLaVA-NeXT (LLaVA-1.6): a picture is seen twice, squeezed into one square and cut into tiles at the best of several
+resolutions; the borders that the tiles' canvas added are dropped from the features, and every row of them ends with a
+newline. Tower, projector and decoders are those of LLaVA-1.5.
+
+Sizes are computed in double precision with the operations in transformers' order, because a product that should be
+whole may come out just below or above it and then counts as one pixel less or more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.llava.clip_spec import ClipVisionSpec, clip_tower, picture_sizes
+from hydra_engine.models.llava.spec import build_clip_model
+from hydra_engine.models.specs.assemble import ModelFiles
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
+from hydra_engine.models.specs.decoder import activation
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.geometry import check_picture, within_budget
+from hydra_engine.models.specs.vision import normalisation
+
+Size = tuple[int, int]  # width, height
+PINPOINTS: tuple[Size, ...] = ((672, 336), (336, 672), (672, 672), (336, 1008), (1008, 336))  # transformers' default
+MAX_SIDE = 1 << 16  # pixels of a canvas
+
+
+class Region(NamedTuple):
+    """What is left of a grid of features: rows [top, top + rows) and columns [left, left + columns)."""
+
+    top: int
+    left: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaNextVisionSpec(ClipVisionSpec):
+    """`resolutions` are the canvases to choose from, multiples of the tower's picture size.
+
+    A picture is one span: its square first, then the tiles of its canvas row by row. The span's grid is that of the
+    canvas.
+    """
+
+    resolutions: tuple[Size, ...]
+
+    @property
+    def max_patches_per_image(self) -> int:
+        return max(self._num_pictures(size) for size in self.resolutions) * self.tower.num_patches
+
+    @property
+    def max_tokens_per_image(self) -> int:
+        """Of a picture with the aspect of its canvas: nothing is dropped."""
+        canvases = [self._grid(size) for size in self.resolutions]
+        return self.tower.num_patches + max(rows * (columns + 1) for rows, columns in canvases)
+
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        check_picture(width, height)
+        side = self.tower.image_size
+        canvas = best_resolution(width, height, within_budget(self.resolutions, budget))
+        resized = size_within(width, height, canvas)
+        corner = ((canvas[0] - resized[0]) // 2, (canvas[1] - resized[1]) // 2)
+        views = (View.whole(side, side), View(resized, canvas, corner, (side, side)))
+        rows, columns = self._grid(canvas)
+        kept = unpadded(rows, columns, width, height)
+        num_pictures = self._num_pictures(canvas)
+        item = ItemPlan(
+            side,
+            side,
+            num_pictures,
+            num_pictures * self.tower.num_patches,
+            self.tower.num_patches + kept.rows * (kept.columns + 1),
+            (1, rows, columns),
+        )
+        return MediaPlan(views, (item,))
+
+    def num_parameters(self) -> int:
+        """With the newline."""
+        return ClipVisionSpec.num_parameters(self) + self.feature_size
+
+    def _num_pictures(self, canvas: Size) -> int:
+        side = self.tower.image_size
+        return 1 + (canvas[0] // side) * (canvas[1] // side)
+
+    def _grid(self, canvas: Size) -> tuple[int, int]:
+        """Rows and columns of features; pixels beyond a tile's last whole patch have none."""
+        side = self.tower.image_size
+        return canvas[1] // side * self.tower.grid_side, canvas[0] // side * self.tower.grid_side
+
+
+def best_resolution(width: int, height: int, resolutions: Sequence[Size]) -> Size:
+    """The canvas on which most pixels of the picture survive, of those the one that wastes least, of those the first
+    (LLaVA-NeXT, "dynamic high resolution")."""
+
+    def merit(canvas: Size) -> tuple[int, int]:
+        scale = min(canvas[0] / width, canvas[1] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - canvas[0] * canvas[1]
+
+    return max(resolutions, key=merit)
+
+
+def size_within(width: int, height: int, canvas: Size) -> Size:
+    """The picture as large as the canvas allows, with its aspect; the shorter side is rounded up."""
+    scale_x, scale_y = canvas[0] / width, canvas[1] / height
+    if scale_x < scale_y:
+        return canvas[0], min(math.ceil(height * scale_x), canvas[1])
+    return min(math.ceil(width * scale_y), canvas[0]), canvas[1]
+
+
+def unpadded(rows: int, columns: int, width: int, height: int) -> Region:
+    """The part of a canvas's grid that a picture of that size covers: both borders lose equally many, so where the
+    exact number is odd one row or column of border stays. Nothing may be left of a very thin picture."""
+    if width / height > columns / rows:
+        border = (rows - int(round(height * (columns / width), 7))) // 2
+        return Region(border, 0, rows - 2 * border, columns)
+    border = (columns - int(round(width * (rows / height), 7))) // 2
+    return Region(0, border, rows, columns - 2 * border)
+
+
+def build_llava_next(files: ModelFiles) -> ModelSpec:
+    return build_clip_model(files, "llava_next", _vision)
+
+
+def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaNextVisionSpec:
+    tower = clip_tower(config)
+    if tower.keep_cls:
+        raise config.wrong("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
+    _check_sizes(settings, tower.image_size)
+    resolutions = _resolutions(config, tower.image_size, PINPOINTS)
+    if _resolutions(settings, tower.image_size, resolutions) != resolutions:
+        raise CheckpointError(f"image_grid_pinpoints of {config.where} and of {settings.where} differ")
+    return LlavaNextVisionSpec(
+        tower=tower,
+        projector_act=activation(config, "projector_hidden_act", "gelu"),
+        projector_bias=config.flag("multimodal_projector_bias", True),
+        feature_size=feature_size,
+        resolutions=resolutions,
+        preprocess=normalisation(settings, f"llava_next/{tower.image_size}"),
+    )
+
+
+def _check_sizes(settings: Fields, side: int) -> None:
+    """Tiles come out of the canvas at the tower's size and must stay as they are."""
+    if not settings.flag("do_center_crop", True):
+        raise CheckpointError(f"do_center_crop false in {settings.where} is not supported")
+    shortest_edge, (height, width) = picture_sizes(settings, side)
+    if (height, width) != (side, side) or shortest_edge not in (0, side):
+        raise CheckpointError(f"size and crop_size in {settings.where} must be {side}, as the tower's image_size")
+
+
+def _resolutions(fields: Fields, side: int, default: tuple[Size, ...]) -> tuple[Size, ...]:
+    """From a list of [height, width]."""
+    pinpoints = fields.get("image_grid_pinpoints")
+    if pinpoints is None:
+        pinpoints = [[height, width] for width, height in default]
+    if not isinstance(pinpoints, list) or not pinpoints:
+        raise fields.wrong("image_grid_pinpoints", "a list of heights and widths")
+    sizes = []
+    for pinpoint in pinpoints:
+        values = pinpoint if isinstance(pinpoint, list) else []
+        if len(values) != 2 or any(type(n) is not int or not 0 < n <= MAX_SIDE or n % side for n in values):
+            raise fields.wrong("image_grid_pinpoints", f"pairs of multiples of the tower's {side} pixels")
+        sizes.append((values[1], values[0]))
+    return tuple(sizes)

@@ -1,0 +1,75 @@
+"""What a model wants from a checkpoint: named slots with shapes, each with the place where its tensor goes.
+
+Layers declare slots while they are built; the loader fills them one tensor at a time, so no second copy of a model ever
+exists. Names are those that `save_pretrained` writes. Does not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Ops
+
+Renames = tuple[tuple[str, str], ...]  # (how a name begins in a file, how the canonical name does); first match counts
+
+
+class Holder(Protocol):
+    """A layer that owns weights."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Slot(NamedTuple):
+    shape: tuple[int, ...]
+    fill: Callable[[Tensor], None]  # takes the tensor in its dtype, on the device, and owns it
+    optional: bool = False
+    dtype: torch.dtype | None = None  # None: the compute dtype
+
+
+class Demands:
+    """All slots of one model, the name prefixes that it knows and does not need, and the layers that hold weights."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.unneeded: list[str] = []
+        self.holders: list[Holder] = []
+
+
+class Scope:
+    """A place in the tree of names, with what a layer needs to build itself there."""
+
+    def __init__(
+        self, ops: Ops, dtype: torch.dtype, device: torch.device, demands: Demands, *, prefix: str = ""
+    ) -> None:
+        self.ops = ops
+        self.dtype = dtype
+        self.device = device
+        self._demands = demands
+        self._prefix = prefix
+
+    def at(self, name: str) -> Scope:
+        return Scope(self.ops, self.dtype, self.device, self._demands, prefix=f"{self._prefix}{name}.")
+
+    def want(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        fill: Callable[[Tensor], None],
+        *,
+        optional: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it."""
+        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype)
+
+    def skip(self, *prefixes: str) -> None:
+        """Tensors whose names begin so may be in the checkpoint; they are not read."""
+        self._demands.unneeded += [self._prefix + prefix for prefix in prefixes]
+
+    def hold(self, holder: Holder) -> None:
+        self._demands.holders.append(holder)

@@ -1,0 +1,106 @@
+"""How MiniCPM-V cuts a picture: one picture of the whole, and a grid of slices where it has more pixels than that.
+
+Published for LLaVA-UHD (section 3.1): as many slices as the picture holds tower pictures, in the grid nearest to its
+shape. Roundings are those of transformers' processor, floats between integers. Also which frames of a video are taken.
+Does not know patches, tokens or marks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.errors import InvalidImage
+from hydra_engine.models.specs.geometry import check_frames
+
+MAX_ASPECT = 200  # beyond, one picture could become thousands of tokens: its shorter side is never below one cell
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """`scale` squared is how many pixels a picture or a slice is brought to, `cell` the side of one token in pixels.
+    Sizes are (width, height), grids (rows, columns). `max_slices` 1: no slices. A picture counts as
+    one that fills `min_slices`, however small it is."""
+
+    scale: int
+    cell: int
+    max_slices: int
+    min_slices: int = 1
+
+    def within(self, budget: PixelBudget) -> Slicing:
+        """With fewer slices, down to none, or more of them for small pictures. The picture of the whole is not counted
+        and keeps its size."""
+        if budget == AS_CONFIGURED:
+            return self
+        most, least = self.max_slices, self.min_slices
+        if budget.max_pixels is not None:
+            most = max(1, min(most, budget.max_pixels // self.scale**2))
+        if budget.min_pixels is not None:
+            least = max(1, budget.min_pixels // self.scale**2)
+        return replace(self, max_slices=most, min_slices=min(least, most))
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """The size in whole cells with about `scale` squared pixels and about this shape."""
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise InvalidImage(
+                f"a picture of {width} x {height} pixels is too long for this model; it takes up to {MAX_ASPECT} to 1",
+                code="image_aspect_ratio",
+            )
+        aspect = width / height
+        rows = int(self.scale / math.sqrt(aspect))
+        return _nearest(int(rows * aspect), self.cell), _nearest(rows, self.cell)
+
+    def grid(self, width: int, height: int) -> tuple[int, int] | None:
+        """None for a picture that is not cut."""
+        target = min(max(-(-width * height // self.scale**2), self.min_slices), self.max_slices)
+        if target <= 1:
+            return None
+        shape = math.log(width / height)
+        best, least = (1, 1), math.inf
+        for count in (target - 1, target, target + 1):
+            if not 1 < count <= self.max_slices:
+                continue
+            for rows in (n for n in range(1, count + 1) if count % n == 0):
+                error = abs(shape - math.log(count // rows / rows))
+                if error < least or (error == least and rows > best[0]):
+                    best, least = (rows, count // rows), error
+        return best
+
+    def slice_size(self, width: int, height: int, grid: tuple[int, int]) -> tuple[int, int]:
+        """Of every slice of a picture of this size."""
+        rows, columns = grid
+        return self.fitted(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
+
+    def most_cells(self) -> int:
+        """Of one picture or slice of any shape that is taken. The largest with so many rows of cells is the lowest."""
+        longest = math.sqrt(MAX_ASPECT)
+        least, most = max(int(self.scale / longest), 1), int(self.scale * longest)
+        turns = (half * self.cell // 2 + more for half in range(1, 2 * most // self.cell + 2, 2) for more in (0, 1))
+        heights = [least, *(height for height in turns if least < height <= most)]
+        return max(_nearest(self.scale**2 // h, self.cell) * _nearest(h, self.cell) for h in heights) // self.cell**2
+
+
+def one_frame_a_second(num_frames: int, fps: float, most: int) -> tuple[int, ...]:
+    """Source frames at every whole second; of a video that has more seconds than `most`, that many of its frames at
+    every tenth of a second, evenly spread. Raises InvalidImage for a video that says impossible things of itself."""
+    check_frames(num_frames, fps)
+    duration_s = num_frames / fps
+    if duration_s <= most:
+        times_s: list[float] = list(range(math.ceil(duration_s)))
+    else:
+        times_s = [round(tenth * 0.1, 1) for tenth in _spread(int(duration_s / 0.1), most)]
+    return tuple(min(int(time_s * fps), num_frames - 1) for time_s in times_s)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of `count` numbers from 0, with the first and the last one."""
+    if count <= most:
+        return list(range(count))
+    step = (count - 1) / max(most - 1, 1)
+    return [int(index * step) for index in range(most - 1)] + [count - 1 if most > 1 else 0]
+
+
+def _nearest(length: int, unit: int) -> int:
+    """The multiple of `unit` nearest to `length`, halves to even ones, at least one."""
+    return max(round(length / unit), 1) * unit

@@ -1,0 +1,288 @@
+"""MiniCPM-V 4.6: a tower for pictures of any shape, merging 2 x 2 neighbours twice, and pictures cut into slices.
+
+Knows config.json, the settings of the picture and video processors, and the marks around pictures, which are named in
+the tokenizer's config. How a picture is cut is `Slicing`; what stands around the cuts is said here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.minicpmv.slicing_spec import Slicing, one_frame_a_second
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec
+from hydra_engine.models.specs.base import (
+    ItemPlan,
+    MediaPlan,
+    ModelSpec,
+    PreprocessSpec,
+    VideoInfo,
+    VideoPlan,
+    View,
+    VisionSpec,
+)
+from hydra_engine.models.specs.decoder import activation, build_language
+from hydra_engine.models.specs.fields import Fields, read_json
+from hydra_engine.models.specs.geometry import check_picture, no_videos
+from hydra_engine.models.specs.vision import HALF, check_tower, normalisation, processor_settings, tower_config
+
+HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and what transformers assumes where none is named
+MODES = {"4x": 1, "16x": 2}  # rounds of merging 2 x 2 neighbours, counted with the one inside the tower
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Tokens before and behind the features of a picture, of a slice, and of a picture's number."""
+
+    picture: Pair
+    slice: Pair
+    number: Pair | None  # None: pictures are not numbered
+
+
+class Cut(NamedTuple):
+    """A picture as the tower sees it: the whole, then slices row by row, `columns` in a row."""
+
+    views: tuple[View, ...]
+    whole: ItemPlan
+    slices: tuple[ItemPlan, ...] = ()
+    columns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniCpmVisionSpec(VisionSpec):
+    """The tower merges 2 x 2 patches behind layer `insert_layer` (None: nowhere), then `num_rounds` more times behind
+    its last layer; what is left are the tokens. `max_frames` is of a video."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int
+    num_positions: int  # along each side of the table of learned positions
+    hidden_act: str
+    layer_norm_eps: float
+    insert_layer: int | None
+    num_rounds: int
+    marks: Marks
+    images: Slicing
+    videos: Slicing | None
+    max_frames: int
+    max_slice_tokens: int  # of a picture of the whole too
+
+    @property
+    def all_rounds(self) -> int:
+        """4 ** all_rounds patches become one token."""
+        return self.num_rounds + (self.insert_layer is not None)
+
+    @property
+    def max_tokens_per_item(self) -> int:
+        return self.max_slice_tokens
+
+    @property
+    def max_tokens_per_image(self) -> int:
+        return (1 + self.images.max_slices) * self.max_slice_tokens
+
+    @property
+    def max_patches_per_image(self) -> int:
+        return self.max_tokens_per_image * 4**self.all_rounds
+
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        check_picture(width, height)
+        cut = self._cut(self.images.within(budget), width, height)
+        return MediaPlan(cut.views, self._marked(cut, 1), number=self.marks.number)
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        """Every frame is cut and marked as a picture is; the video has one number."""
+        if self.videos is None:
+            raise no_videos()
+        check_picture(video.width, video.height)
+        frames = one_frame_a_second(video.num_frames, video.fps, self.max_frames)
+        cut = self._cut(self.videos, video.width, video.height)
+        views = tuple(view._replace(source=index) for index in range(len(frames)) for view in cut.views)
+        return VideoPlan(frames, MediaPlan(views, self._marked(cut, len(frames)), number=self.marks.number))
+
+    def num_parameters(self) -> int:
+        c, f = self.hidden_size, self.intermediate_size
+        layer = 4 * (c * c + c) + 2 * c * f + f + c + 4 * c
+        embeddings = c * (3 * self.patch_size**2 + 1 + self.num_positions**2)
+        inner = 4 * (c * c + c) + 2 * c + 8 * c + 16 * c * f + 4 * f + 4 * f * c + c
+        rounds = self.num_rounds * (8 * c + 16 * c * c + 4 * c)
+        last = 4 * c * self.feature_size + self.feature_size
+        between = (self.num_rounds - 1) * (4 * c * c + c)
+        tower = embeddings + self.num_layers * layer + 2 * c + (inner if self.insert_layer is not None else 0)
+        return tower + rounds + between + last
+
+    def flops(self, num_patches: int) -> int:
+        """Of slices of the usual size with that many patches together."""
+        c, f = self.hidden_size, self.intermediate_size
+        segment = (self.images.scale // self.patch_size) ** 2
+        full = self.num_layers if self.insert_layer is None else self.insert_layer + 1
+        work = num_patches * (3 * self.patch_size**2 * c + full * self._layer_work(segment))
+        rows = num_patches
+        if self.insert_layer is not None:
+            rows //= 4
+            work += num_patches * (4 * c * c + 2 * 4 * c) + rows * (16 * c * f + 4 * f * c)
+            work += rows * (self.num_layers - full) * self._layer_work(segment // 4)
+        for index in range(self.num_rounds):
+            rows //= 4
+            width = self.feature_size if index == self.num_rounds - 1 else c
+            work += rows * (16 * c * c + 4 * c * width)
+        return 2 * work
+
+    def _layer_work(self, segment: int) -> int:
+        """Multiply-adds of one row of a segment."""
+        c = self.hidden_size
+        return 4 * c * c + 2 * c * self.intermediate_size + 2 * segment * c
+
+    def _cut(self, slicing: Slicing, width: int, height: int) -> Cut:
+        whole = slicing.fitted(width, height)
+        grid = slicing.grid(width, height)
+        if grid is None:
+            return Cut((View.whole(*whole),), self._item(whole))
+        rows, columns = grid
+        tile = slicing.slice_size(width, height, grid)
+        canvas = (tile[0] * columns, tile[1] * rows)
+        views = (View.whole(*whole), View(canvas, canvas, (0, 0), tile))
+        return Cut(views, self._item(whole), (self._item(tile),) * (rows * columns), columns)
+
+    def _item(self, size: tuple[int, int]) -> ItemPlan:
+        width, height = size
+        rows, columns = height // self.patch_size, width // self.patch_size
+        return ItemPlan(width, height, 1, rows * columns, rows * columns // 4**self.all_rounds, (1, rows, columns))
+
+    def _marked(self, cut: Cut, times: int) -> tuple[str | ItemPlan, ...]:
+        """Marks around every item, and a line break between rows of slices, as often as there are frames."""
+        (opening, closing), (slice_opening, slice_closing) = self.marks.picture, self.marks.slice
+        parts: list[str | ItemPlan] = []
+        text = ""
+        for _ in range(times):
+            parts += [text + opening, cut.whole]
+            text = closing
+            for index, tile in enumerate(cut.slices):
+                line_break = "\n" if index and index % cut.columns == 0 else ""
+                parts += [text + line_break + slice_opening, tile]
+                text = slice_closing
+        return (*parts, text)
+
+
+def build_minicpmv(files: ModelFiles) -> ModelSpec:
+    config = files.config
+    text = config.section_if_present("text_config") or Fields({}, "text_config of config.json")
+    if text.get("model_type") is None:
+        text = Fields({**text.values, "model_type": HYBRID}, text.where)
+    language = build_language(text, tie_embeddings=config.flag("tie_word_embeddings", False), nested=True)
+    if language.rope_sections is not None:
+        raise CheckpointError(
+            "mrope_section in config.json is not supported for MiniCPM-V 4.6: positions count in one row"
+        )
+    has_videos = "video_token_id" in config
+    return model_spec(
+        files,
+        "minicpmv4_6",
+        text,
+        language,
+        vision=_vision(files, language.hidden_size, has_videos=has_videos),
+        image_token_id=config.integer("image_token_id", at_least=0),
+        video_token_id=config.integer("video_token_id", at_least=0) if has_videos else None,
+    )
+
+
+def _vision(files: ModelFiles, feature_size: int, *, has_videos: bool) -> MiniCpmVisionSpec:
+    config, settings = files.config, processor_settings(files.images)
+    tower = tower_config(config, "minicpmv4_6_vision")
+    # The defaults of MiniCPMV4_6VisionConfig: transformers leaves out what equals them.
+    hidden, num_heads = tower.integer("hidden_size", 768), tower.integer("num_attention_heads", 12)
+    image_size, patch_size = tower.integer("image_size", 224), tower.integer("patch_size", 16)
+    check_tower(tower, hidden, num_heads, image_size, patch_size)
+    num_layers = tower.integer("num_hidden_layers", 12)
+    insert_layer, num_rounds = _merging(config, tower, num_layers)
+    rounds = num_rounds + (insert_layer is not None)
+    images = _slicing(settings, patch_size, rounds)
+    preprocess = normalisation(settings, "minicpmv4_6", mean=HALF, std=HALF)
+    videos, max_frames = None, 0
+    if has_videos:
+        frames = files.videos or settings  # older directories have one file for both
+        videos, max_frames = _slicing(frames, patch_size, rounds), _frames(frames, preprocess)
+    return MiniCpmVisionSpec(
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        intermediate_size=tower.integer("intermediate_size", 3072),
+        patch_size=patch_size,
+        num_positions=image_size // patch_size,
+        hidden_act=activation(tower, "hidden_act", "gelu_pytorch_tanh"),
+        layer_norm_eps=tower.number("layer_norm_eps", 1e-6),
+        insert_layer=insert_layer,
+        num_rounds=num_rounds,
+        feature_size=feature_size,
+        marks=_marks(files, settings),
+        images=images,
+        videos=videos,
+        max_frames=max_frames,
+        preprocess=preprocess,
+        max_slice_tokens=max(cuts.most_cells() for cuts in (images, videos) if cuts is not None),
+    )
+
+
+def _merging(config: Fields, tower: Fields, num_layers: int) -> tuple[int | None, int]:
+    """(layer behind which the tower merges, rounds of merging behind the tower)."""
+    for section, name in ((tower, "window_kernel_size"), (config, "merge_kernel_size")):
+        if section.numbers(name, (2, 2)) != (2, 2):
+            raise section.wrong(name, "[2, 2]")
+    num_rounds = config.integer("merger_times", 1)
+    if config.text("downsample_mode", "16x") not in MODES:
+        raise config.wrong("downsample_mode", " or ".join(MODES))
+    if config.text("downsample_mode", "16x") == "4x":
+        return None, num_rounds
+    layer = config.integer("insert_layer_id", 6, at_least=0)
+    if layer >= num_layers:
+        raise config.wrong("insert_layer_id", f"below the tower's number of layers, {num_layers}")
+    return layer, num_rounds
+
+
+def _slicing(settings: Fields, patch_size: int, rounds: int) -> Slicing:
+    """Of a picture or video processor, which must make what the model merges."""
+    if settings.integer("patch_size", 14) != patch_size:
+        raise settings.wrong("patch_size", f"the vision tower's, {patch_size}")
+    mode = settings.text("downsample_mode", "16x")
+    if MODES.get(mode) != rounds:
+        raise settings.wrong("downsample_mode", f"the one whose tokens have {4**rounds} patches, as config.json says")
+    max_slices = settings.integer("max_slice_nums", 9) if settings.flag("slice_mode", True) else 1
+    return Slicing(settings.integer("scale_resolution", 448), patch_size * 2**rounds, max_slices)
+
+
+def _frames(settings: Fields, pictures: PreprocessSpec) -> int:
+    """The most frames of a video."""
+    processor_settings(settings)
+    if settings.integer("stack_frames", 1) != 1:
+        raise settings.wrong("stack_frames", "1: pictures composed of several frames are not supported")
+    if not settings.flag("do_sample_frames", True):
+        raise settings.wrong("do_sample_frames", "true: one frame a second is taken")
+    if normalisation(settings, "minicpmv4_6", mean=HALF, std=HALF) != pictures:
+        raise CheckpointError(f"{settings.where} must resample and normalise frames as the picture processor does")
+    return settings.integer("max_num_frames", 128)
+
+
+def _marks(files: ModelFiles, images: Fields) -> Marks:
+    tokenizer = read_json(files.model_dir, "tokenizer_config.json")
+    known = dict(tokenizer.values)
+    for name in ("model_specific_special_tokens", "extra_special_tokens"):
+        section = tokenizer.get(name)
+        known |= section if isinstance(section, dict) else {}
+    tokens = Fields(known, tokenizer.where)
+    numbered = images.flag("use_image_id", True)
+    if files.processor is not None:
+        numbered = files.processor.flag("use_image_id", numbered)
+    return Marks(
+        picture=_pair(tokens, "image"),
+        slice=_pair(tokens, "slice"),
+        number=_pair(tokens, "image_id") if numbered else None,
+    )
+
+
+def _pair(tokens: Fields, name: str) -> Pair:
+    return tokens.token_text(f"{name}_start_token"), tokens.token_text(f"{name}_end_token")

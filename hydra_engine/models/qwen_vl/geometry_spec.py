@@ -1,0 +1,175 @@
+"""How the Qwen-VL families size pictures: any size is kept, rounded to whole merge blocks between two pixel counts.
+
+Also reads those settings in their old layout (`min_pixels`, `max_pixels`) and their new one (`size`). Does not know
+towers, nor how many frames a video gives.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.errors import CheckpointError, ConfigError, InvalidImage
+from hydra_engine.models.specs.base import ItemPlan
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.geometry import check_picture
+
+MAX_ASPECT = 200
+
+
+class PixelLimits(NamedTuple):
+    """How many pixels a resized picture or frame should have; very long ones may leave these bounds."""
+
+    min_pixels: int
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
+class PatchGeometry:
+    """A patch is `patch_size` pixels wide and high and `temporal_patch_size` pictures deep; `merge_size` by
+    `merge_size` patches become one token."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+    @property
+    def factor(self) -> int:
+        """What widths and heights are multiples of, in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    def item(self, size: tuple[int, int], num_pictures: int = 1, *, time: int = 0, continues: bool = False) -> ItemPlan:
+        """One temporal patch of resized pictures; `size` is (width, height), multiples of `factor`."""
+        width, height = size
+        rows, columns = height // self.factor, width // self.factor
+        return ItemPlan(
+            width=width,
+            height=height,
+            num_pictures=num_pictures,
+            num_patches=rows * columns * self.patches_per_token,
+            num_tokens=rows * columns,
+            grid=(1, height // self.patch_size, width // self.patch_size),
+            rows=rows,
+            columns=columns,
+            time=time,
+            continues=continues,
+        )
+
+
+PICTURES = PixelLimits(56 * 56, 1280 * 28 * 28)  # the picture processor class's
+
+
+def smart_resize(width: int, height: int, factor: int, limits: PixelLimits) -> tuple[int, int]:
+    """(width, height): each side goes to the nearest multiple of `factor`, halves to the even one; where that leaves
+    the limits, both sides are scaled by one factor before they are rounded into them.
+
+    The arithmetic is that of the families' processors to the last bit: float64, in this order.
+    """
+    check_picture(width, height)
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise InvalidImage(
+            f"a picture of {width} x {height} pixels is too long; its sides may differ by a factor of {MAX_ASPECT}",
+            code="image_aspect_ratio",
+        )
+    wide, high = round(width / factor) * factor, round(height / factor) * factor
+    if wide * high > limits.max_pixels:
+        wide, high = _filling(width, height, factor, limits.max_pixels)
+    elif wide * high < limits.min_pixels:
+        grow = math.sqrt(limits.min_pixels / (height * width))
+        wide = math.ceil(width * grow / factor) * factor
+        high = math.ceil(height * grow / factor) * factor
+    return wide, high
+
+
+def budgeted_size(width: int, height: int, factor: int, limits: PixelLimits, budget: PixelBudget) -> tuple[int, int]:
+    """As `smart_resize` within both. A picture that rounding would enlarge beyond what the budget allows fills that
+    instead, so that `most_tokens` of the limits holds for every budget."""
+    if budget == AS_CONFIGURED:
+        return smart_resize(width, height, factor, limits)
+    most = limits.max_pixels if budget.max_pixels is None else min(budget.max_pixels, limits.max_pixels)
+    least = limits.min_pixels if budget.min_pixels is None else budget.min_pixels
+    wide, high = smart_resize(width, height, factor, PixelLimits(min(least, most), most))
+    if wide * high > most:
+        wide, high = _filling(width, height, factor, most)
+    return wide, high
+
+
+def _filling(width: int, height: int, factor: int, pixels: int) -> tuple[int, int]:
+    """The picture's shape with so many pixels, both sides rounded down, at least one block each."""
+    shrink = math.sqrt((height * width) / pixels)
+    wide = max(factor, math.floor(width / shrink / factor) * factor)
+    return wide, max(factor, math.floor(height / shrink / factor) * factor)
+
+
+def most_tokens(factor: int, limits: PixelLimits) -> int:
+    """No picture that `smart_resize` takes has more blocks of `factor` by `factor` pixels."""
+    block = factor * factor
+    # Shrunk: within the maximum, or one side stuck at one block and the other as long as the aspect allows.
+    most = max(limits.max_pixels // block, math.isqrt(MAX_ASPECT * limits.max_pixels) // factor)
+    # Grown: sides a, b with a * b = min_pixels, both rounded up; a may lie just above any multiple of the factor.
+    most = max(most, math.isqrt(MAX_ASPECT * limits.min_pixels) // factor + 1)
+    for rows in range(2, math.isqrt(limits.min_pixels) // factor + 3):
+        most = max(most, rows * (limits.min_pixels // ((rows - 1) * block) + 1))
+    return most
+
+
+def pixel_limits(settings: Fields, default: PixelLimits, options: SpecOptions) -> PixelLimits:
+    """The user's, else `min_pixels` and `max_pixels`, else `shortest_edge` and `longest_edge` of `size` (pixel counts
+    in spite of their names), else the default of the processor's class."""
+    size = settings.section_if_present("size")
+    limits = PixelLimits(
+        _limit(settings, size, "min_pixels", "shortest_edge", default.min_pixels),
+        _limit(settings, size, "max_pixels", "longest_edge", default.max_pixels),
+    )
+    if limits.min_pixels > limits.max_pixels:
+        raise CheckpointError(
+            f"{settings.where} wants pictures of at least {limits.min_pixels} and at most {limits.max_pixels} pixels"
+        )
+    return _overridden(limits, options)
+
+
+def _limit(settings: Fields, size: Fields | None, name: str, edge: str, default: int) -> int:
+    if name in settings:
+        return settings.integer(name)
+    return default if size is None else size.integer(edge)
+
+
+def _overridden(limits: PixelLimits, options: SpecOptions) -> PixelLimits:
+    least = limits.min_pixels if options.min_pixels is None else options.min_pixels
+    most = limits.max_pixels if options.max_pixels is None else options.max_pixels
+    if not 1 <= least <= most:
+        raise ConfigError(f"min_pixels {least} and max_pixels {most} contradict each other: give 1 <= min <= max")
+    return PixelLimits(least, most)
+
+
+def patch_geometry(tower: Fields, settings: Fields, *, patch_size: int, merge_size: int = 2) -> PatchGeometry:
+    """From the tower's config and the image processor's settings, which must agree; `patch_size` and `merge_size` are
+    the defaults of both classes."""
+    geometry = PatchGeometry(
+        patch_size=tower.integer("patch_size", patch_size),
+        merge_size=tower.integer("spatial_merge_size", merge_size),
+        temporal_patch_size=tower.integer("temporal_patch_size", 2),
+    )
+    agreed = {
+        "patch_size": (geometry.patch_size, patch_size),
+        "merge_size": (geometry.merge_size, merge_size),
+        "temporal_patch_size": (geometry.temporal_patch_size, 2),
+    }
+    for name, (expected, default) in agreed.items():
+        if settings.integer(name, default) != expected:
+            raise settings.wrong(name, f"{expected}, as the vision tower has it")
+    if tower.integer("in_channels", 3) != 3:
+        raise tower.wrong("in_channels", "3 colours")
+    return geometry

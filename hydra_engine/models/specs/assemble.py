@@ -1,0 +1,78 @@
+"""The JSON files of a model directory that a spec is made from, and what every family makes of them alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, VisionSpec
+from hydra_engine.models.specs.decoder import build_language, special_tokens, stored_dtype
+from hydra_engine.models.specs.fields import Fields, read_json, read_json_if_present
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """`images` and `videos` are the settings of the processors, None where the directory has none."""
+
+    model_dir: Path
+    architecture: str
+    config: Fields
+    generation: Fields | None
+    processor: Fields | None  # processor_config.json as a whole
+    images: Fields | None
+    videos: Fields | None
+    options: SpecOptions = field(default_factory=SpecOptions)
+
+
+def read_files(model_dir: Path, options: SpecOptions) -> ModelFiles:
+    """Newer directories nest the processors' settings in processor_config.json, older ones have a file for each.
+    `architecture` is still empty."""
+    processor = read_json_if_present(model_dir, "processor_config.json")
+    nested_images = nested_videos = None
+    if processor is not None:
+        nested_images = processor.section_if_present("image_processor")
+        nested_videos = processor.section_if_present("video_processor")
+    return ModelFiles(
+        model_dir=model_dir,
+        architecture="",
+        config=read_json(model_dir, "config.json"),
+        generation=read_json_if_present(model_dir, "generation_config.json"),
+        processor=processor,
+        images=nested_images or read_json_if_present(model_dir, "preprocessor_config.json"),
+        videos=nested_videos or read_json_if_present(model_dir, "video_preprocessor_config.json"),
+        options=options,
+    )
+
+
+def nested_language(files: ModelFiles) -> tuple[Fields, LanguageSpec]:
+    """The text part of a nested config.json and its decoder; embeddings are tied where either level says so."""
+    text = files.config.section("text_config")
+    tie = files.config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
+    return text, build_language(text, tie_embeddings=tie, nested=True)
+
+
+def model_spec(
+    files: ModelFiles,
+    family: str,
+    text: Fields,
+    language: LanguageSpec,
+    *,
+    vision: VisionSpec | None = None,
+    image_token_id: int | None = None,
+    video_token_id: int | None = None,
+) -> ModelSpec:
+    """`text` is the part of config.json that the decoder was built from."""
+    tokens = special_tokens(files.generation, files.config, text)
+    return ModelSpec(
+        family=family,
+        architecture=files.architecture,
+        language=language,
+        vision=vision,
+        image_token_id=image_token_id,
+        bos_token_id=tokens.bos_token_id,
+        pad_token_id=tokens.pad_token_id,
+        eos_token_ids=tokens.eos_token_ids,
+        dtype=stored_dtype(files.config, text),
+        video_token_id=video_token_id,
+    )

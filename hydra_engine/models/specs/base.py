@@ -1,0 +1,291 @@
+"""What a model family is, without torch: shapes, image geometry, positions, byte and FLOP formulas.
+
+A spec is parsed from config.json (and the processor's config) alone. Intake, admission, budgets and the planner work
+from it; `models/` builds modules that agree with it. Does not know tensors, weights or files other than JSON.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.models.specs.geometry import no_videos
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+LayerKind = Literal["attention", "delta"]
+
+
+class View(NamedTuple):
+    """How pictures for the tower are cut out of a source picture, as integers.
+
+    The source is resized to `resize`, laid with its corner at (left, top) on a black canvas (negative: cut off there),
+    and the canvas is cut into tiles of one size, row by row. Sizes are (width, height) in pixels.
+    """
+
+    resize: tuple[int, int]
+    canvas: tuple[int, int]
+    corner: tuple[int, int]  # (left, top)
+    tile: tuple[int, int]
+    source: int = 0  # which of several source pictures: the frames of a video
+
+    @classmethod
+    def whole(cls, width: int, height: int, source: int = 0) -> View:
+        """The source stretched to one picture."""
+        return cls((width, height), (width, height), (0, 0), (width, height), source)
+
+    @property
+    def num_tiles(self) -> int:
+        return (self.canvas[0] // self.tile[0]) * (self.canvas[1] // self.tile[1])
+
+
+class ItemPlan(NamedTuple):
+    """One span of features to come: the next `num_pictures` pictures that the views make, of size width x height."""
+
+    width: int
+    height: int
+    num_pictures: int
+    num_patches: int  # rows of the vision tower, CLS tokens not counted
+    num_tokens: int  # placeholders in the prompt, rows in the image cache
+    grid: tuple[int, int, int]  # (time, rows, columns) in patches
+    rows: int = 0  # of tokens, for multimodal rotary positions; rows * columns == num_tokens there
+    columns: int = 0
+    time: int = 0  # temporal position, relative to the first span of its video
+    continues: bool = False  # the video of the span before goes on: same origin of positions
+    whole: bool = False  # its rows see each other: no chunk of a prefill ends inside it
+
+
+class MediaPlan(NamedTuple):
+    """What a picture or a video of some size becomes. `parts` take the placeholder's place in the prompt, in order:
+    text (tokenised, special tokens understood) and spans. `number` is text around the picture's number in its prompt,
+    which then comes before the parts."""
+
+    views: tuple[View, ...]
+    parts: tuple[str | ItemPlan, ...]
+    number: tuple[str, str] | None = None
+
+    @property
+    def items(self) -> tuple[ItemPlan, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ItemPlan))
+
+    def parts_of(self, number: int) -> tuple[str | ItemPlan, ...]:
+        """`parts` of the picture (video) before which a prompt has `number` others of its kind."""
+        if self.number is None:
+            return self.parts
+        opening, closing = self.number
+        return (f"{opening}{number}{closing}", *self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of features; text around them is not counted."""
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_patches(self) -> int:
+        return sum(item.num_patches for item in self.items)
+
+
+class VideoInfo(NamedTuple):
+    """A video as its file or its list of frames says."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: float  # of the source
+
+
+class VideoPlan(NamedTuple):
+    """Which source frames are decoded (`View.source` is an index into `frames`) and what they become."""
+
+    frames: tuple[int, ...]
+    media: MediaPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessSpec:
+    """What happens to pixels besides resizing, which views say: `resample`, then x * rescale, - mean, / std.
+
+    `identity` goes into every digest: it names the family and all settings that change pixels.
+    """
+
+    resample: str  # "bicubic", "bilinear", "lanczos", "nearest"
+    rescale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    identity: str
+
+
+class DeltaShape(NamedTuple):
+    """A gated delta-net layer, which keeps one state per request instead of keys and values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    num_taps: int  # of the convolution
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def num_outputs(self) -> int:
+        """Of the layer's input projections: channels, gates, decays and strengths."""
+        return self.num_channels + self.value_width + 2 * self.num_value_heads
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """The last inputs of the convolution, and the recurrent state in float32."""
+        recurrent = self.num_value_heads * self.key_dim * self.value_dim * 4
+        return recurrent + (self.num_taps - 1) * self.num_channels * dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageSpec:
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_eps: float
+    rope_theta: float
+    max_position: int
+    tie_embeddings: bool
+    attention_bias: bool = False  # of queries, keys and values
+    output_bias: bool = False  # of attention's output projection
+    qk_norm: bool = False  # RMS norm of every query and key head before the rotation (qwen3)
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, object] = field(default_factory=dict)
+    rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column); sum is head_dim / 2
+    rope_interleaved: bool = False  # pairs take their axes in turns instead of in three runs
+    rotary_dim: int | None = None  # how many of a head's numbers turn, its first ones; None: all
+    output_gate: bool = False  # what attention gives is multiplied by a gate, projected beside the queries
+    centred_norms: bool = False  # norms multiply by 1 + weight, but for the one inside a delta net
+    delta: DeltaShape | None = None  # None: every layer is attention
+    layer_kinds: tuple[LayerKind, ...] = ()  # of every layer, where there are delta nets
+
+    @property
+    def has_states(self) -> bool:
+        return self.num_state_layers > 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - self.num_state_layers
+
+    @property
+    def num_state_layers(self) -> int:
+        return self.layer_kinds.count("delta")
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        return self.num_kv_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What a request keeps besides keys and values, however long it is."""
+        return 0 if self.delta is None else self.num_state_layers * self.delta.state_bytes(dtype_bytes)
+
+    def num_parameters(self) -> int:
+        """Weights of the decoder with embeddings and head."""
+        c, d = self.hidden_size, self.head_dim
+        width = (self.num_heads * (1 + self.output_gate) + 2 * self.num_kv_heads) * d
+        attention = c * width + self.num_heads * d * c
+        biases = width * self.attention_bias + c * self.output_bias
+        mixers = self.num_kv_layers * (attention + biases + 2 * d * self.qk_norm)
+        if self.delta is not None:
+            shape = self.delta
+            own = shape.num_channels * shape.num_taps + 2 * shape.num_value_heads + shape.value_dim
+            mixers += self.num_state_layers * (c * (shape.num_outputs + shape.value_width) + own)
+        layers = mixers + self.num_layers * (3 * c * self.intermediate_size + 2 * c)
+        return layers + self.vocab_size * c * (1 if self.tie_embeddings else 2) + c
+
+    def flops_per_token(self, num_context: int) -> int:
+        """Multiply-adds times two of one token through the layers (head not counted) with that much context."""
+        c, d = self.hidden_size, self.head_dim
+        linear = c * ((2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads) * d
+        work = self.num_kv_layers * (linear + 2 * num_context * self.num_heads * d)
+        if self.delta is not None:
+            shape = self.delta
+            state = shape.num_value_heads * shape.key_dim * shape.value_dim
+            own = shape.num_channels * shape.num_taps + 3 * state
+            work += self.num_state_layers * (c * (shape.num_outputs + shape.value_width) + own)
+        return 2 * (work + self.num_layers * 3 * c * self.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec(ABC):
+    """A family's tower: geometry and cost. Concrete dataclasses live beside their family."""
+
+    feature_size: int  # C of the image cache
+    preprocess: PreprocessSpec
+
+    @property
+    def num_planes(self) -> int:
+        """Feature planes per image: 1 but for deepstack models."""
+        return 1
+
+    @property
+    @abstractmethod
+    def max_tokens_per_image(self) -> int:
+        """Of all spans of one picture together, separators between them not counted."""
+
+    @property
+    def max_tokens_per_item(self) -> int:
+        return self.max_tokens_per_image
+
+    @property
+    @abstractmethod
+    def max_patches_per_image(self) -> int: ...
+
+    @abstractmethod
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        """For a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take. Whatever
+        the budget, nothing becomes more than the maxima above."""
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        """Raises InvalidRequest where the family takes no videos, InvalidImage for a shape that it cannot take."""
+        raise no_videos()
+
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Of tower and projector, as far as they are held: layers that nobody reads are not."""
+
+    @abstractmethod
+    def flops(self, num_patches: int) -> int:
+        """Of whole pictures (tiles) of the tower with that many patches together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One checkpoint's shape. `vision` is None for text-only checkpoints."""
+
+    family: str  # "llava", ...
+    architecture: str  # architectures[0] of config.json
+    language: LanguageSpec
+    vision: VisionSpec | None
+    image_token_id: int | None  # the placeholder of one picture in a rendered prompt, and of each of its features
+    bos_token_id: int | None
+    pad_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the stored weights: "bfloat16", ...
+    video_token_id: int | None = None  # None: the family takes no videos
+    tokenizer_class: str | None = None  # what AutoTokenizer takes, where transformers chooses
+
+    @property
+    def max_model_len(self) -> int:
+        return self.language.max_position
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """Of one picture in a rendered prompt."""
+        return self.image_token_id

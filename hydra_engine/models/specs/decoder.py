@@ -1,0 +1,266 @@
+"""Decoders of the Llama kind and qwen3_5's hybrid one: from the text part of config.json to a LanguageSpec.
+
+Knows the text models inside vision-language models, by the names that configs give them, and which fields transformers
+leaves out of a nested config because they equal its defaults. Rotary settings are read by `rope.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.specs.base import DTYPE_BYTES, DeltaShape, LanguageSpec, LayerKind
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.rope import Sections, rope_settings
+
+LAYER_KINDS: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
+INTERVAL = 4  # every fourth layer is attention where a config does not say
+# Names of config.json -> names of `backend.base.Activation`.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderDefaults:
+    """transformers' defaults of one text model type (it writes a nested config without the fields that equal them), and
+    what the type has whatever a config says.
+
+    `biases`: "qkv" always there and nowhere else; "option": of all four projections, where attention_bias says so.
+    `windowed`: whether sliding_window counts always, where use_sliding_window says so, or never. `rotary_share`: of a
+    head's numbers, where a config may say it. `hybrid`: most layers are delta nets, attention is gated, norms are
+    centred at zero.
+    """
+
+    intermediate_size: int
+    num_kv_heads: int | None  # None: as many as query heads
+    vocab_size: int
+    max_position: int
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_sections: Sections | None = None
+    rope_interleaved: bool = False
+    biases: Literal["none", "qkv", "option"] = "none"
+    qk_norm: bool = False
+    windowed: Literal["always", "option", "never"] = "never"
+    rotary_share: float | None = None
+    hybrid: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+_QWEN2 = DecoderDefaults(22016, 32, 151936, 32768, biases="qkv", windowed="option")
+_QWEN2_VL = DecoderDefaults(
+    29568,
+    8,
+    152064,
+    32768,
+    hidden_size=8192,
+    num_layers=80,
+    num_heads=64,
+    rms_eps=1e-5,
+    rope_theta=1e6,
+    rope_sections=(16, 24, 24),
+    biases="qkv",
+    windowed="option",
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
+_QWEN3 = DecoderDefaults(22016, 32, 151936, 32768, head_dim=128, biases="option", qk_norm=True, windowed="option")
+_QWEN3_VL = replace(
+    _QWEN3,
+    max_position=128000,
+    rope_theta=5e5,
+    rope_sections=(24, 20, 20),
+    rope_interleaved=True,
+    windowed="never",
+)
+_QWEN3_5 = DecoderDefaults(
+    12288,
+    4,
+    248320,
+    32768,
+    num_heads=16,
+    head_dim=256,
+    biases="option",
+    qk_norm=True,
+    rotary_share=0.25,
+    hybrid=True,
+)
+# The text models of vision-language models go by a name of their own; older configs are flat, under the whole model's.
+DECODERS = {
+    "llama": DecoderDefaults(11008, None, 32000, 2048, biases="option", bos_token_id=1, eos_token_id=2),
+    "mistral": DecoderDefaults(14336, 8, 32000, 131072, windowed="always", bos_token_id=1, eos_token_id=2),
+    "qwen2": _QWEN2,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3": _QWEN3,
+    "qwen3_vl_text": _QWEN3_VL,
+    "qwen3_5_text": _QWEN3_5,
+}
+
+
+def decoder_type(config: Fields) -> str:
+    """model_type of a text config, checked to be one that `build_language` knows."""
+    model_type = config.text("model_type", "llama")
+    if model_type not in DECODERS:
+        raise CheckpointError(
+            f"text model type {model_type[:40]!r} is not supported; supported are {', '.join(sorted(DECODERS))}"
+        )
+    return model_type
+
+
+def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> LanguageSpec:
+    """`nested` says that fields which equal transformers' defaults may be absent."""
+    model_type = decoder_type(config)
+    defaults = DECODERS[model_type]
+    hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
+    num_heads = config.integer("num_attention_heads", defaults.num_heads if nested else None)
+    num_kv_heads = config.integer("num_key_value_heads", defaults.num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
+    head_dim = config.integer("head_dim", defaults.head_dim or hidden // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim {head_dim} is odd, rotary positions need an even one")
+    qkv_bias, output_bias = _biases(config, defaults, model_type)
+    max_position = config.integer("max_position_embeddings", defaults.max_position)
+    rope = rope_settings(
+        config,
+        head_dim=head_dim,
+        theta=defaults.rope_theta,
+        sections=defaults.rope_sections,
+        interleaved=defaults.rope_interleaved,
+        max_position=max_position,
+        share=defaults.rotary_share,
+    )
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None)
+    return LanguageSpec(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.integer("intermediate_size", defaults.intermediate_size if nested else None),
+        vocab_size=config.integer("vocab_size", defaults.vocab_size if nested else None),
+        rms_eps=config.number("rms_norm_eps", defaults.rms_eps),
+        rope_theta=rope.theta,
+        max_position=_window(config, defaults, max(max_position, rope.stretched)),
+        tie_embeddings=tie_embeddings,
+        attention_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=defaults.qk_norm,
+        hidden_act=activation(config, "hidden_act", "silu"),
+        rope_parameters=rope.parameters,
+        rope_sections=rope.sections,
+        rope_interleaved=rope.interleaved,
+        rotary_dim=rope.rotary_dim if rope.rotary_dim < head_dim else None,
+        output_gate=defaults.hybrid,
+        centred_norms=defaults.hybrid,
+        delta=delta_shape(config) if defaults.hybrid else None,
+        layer_kinds=layer_kinds(config, num_layers) if defaults.hybrid else (),
+    )
+
+
+def _biases(config: Fields, defaults: DecoderDefaults, model_type: str) -> tuple[bool, bool]:
+    """Whether queries, keys and values have biases, and whether the output projection has one."""
+    biased = config.flag("attention_bias", False)
+    if config.flag("mlp_bias", False) or (biased and defaults.biases == "none"):
+        raise CheckpointError(f"{model_type} checkpoints with these biases in their linear layers are not supported")
+    if defaults.biases == "qkv":
+        return True, False
+    return biased, biased
+
+
+def activation(config: Fields, name: str, default: str) -> str:
+    value = config.text(name, default)
+    if value not in ACTIVATIONS:
+        raise config.wrong(name, f"one of {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[value]
+
+
+def _window(config: Fields, defaults: DecoderDefaults, longest: int) -> int:
+    """The longest context for which causal attention over everything is what the model computes."""
+    windowed = defaults.windowed == "option" and config.flag("use_sliding_window", False)
+    if not windowed and defaults.windowed != "always":
+        return longest
+    if "sliding_window" in config.values and config.get("sliding_window") is None:
+        return longest
+    return min(longest, config.integer("sliding_window", 4096))
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    bos_token_id: int | None
+    pad_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def special_tokens(generation: Fields | None, config: Fields, text: Fields) -> SpecialTokens:
+    """generation_config.json decides, then the top level of config.json, then its text part with its defaults."""
+    defaults = DECODERS[decoder_type(text)]
+    fallback = {"bos_token_id": defaults.bos_token_id, "eos_token_id": defaults.eos_token_id, "pad_token_id": None}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, default in fallback.items():
+        ids: tuple[int, ...] = ()
+        for source in (generation, config, text):
+            ids = ids or (source.token_ids(name) if source is not None else ())
+        if not ids and default is not None and name not in text.values:
+            ids = (default,)
+        found[name] = ids
+    return SpecialTokens(
+        bos_token_id=next(iter(found["bos_token_id"]), None),
+        pad_token_id=next(iter(found["pad_token_id"]), None),
+        eos_token_ids=found["eos_token_id"],
+    )
+
+
+def stored_dtype(config: Fields, text: Fields) -> str:
+    value = config.get("dtype", "torch_dtype") or text.get("dtype", "torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise CheckpointError(f"dtype {name[:40]!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def layer_kinds(config: Fields, num_layers: int) -> tuple[LayerKind, ...]:
+    """From layer_types, or full_attention_interval in configs without it."""
+    named = config.get("layer_types")
+    if named is None:
+        interval = config.integer("full_attention_interval", INTERVAL)
+        named = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)]
+    if not isinstance(named, list) or len(named) != num_layers or any(name not in LAYER_KINDS for name in named):
+        raise config.wrong("layer_types", f"a list of {num_layers} times linear_attention or full_attention")
+    kinds = tuple(LAYER_KINDS[name] for name in named)
+    if "attention" not in kinds:
+        raise config.wrong("layer_types", "a list with at least one full_attention: the KV cache counts tokens")
+    return kinds
+
+
+def delta_shape(config: Fields) -> DeltaShape:
+    """The defaults are those of Qwen3_5TextConfig."""
+    shape = DeltaShape(
+        num_key_heads=config.integer("linear_num_key_heads", 16),
+        num_value_heads=config.integer("linear_num_value_heads", 32),
+        key_dim=config.integer("linear_key_head_dim", 128),
+        value_dim=config.integer("linear_value_head_dim", 128),
+        num_taps=config.integer("linear_conv_kernel_dim", 4, at_least=2),
+    )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise CheckpointError(
+            f"{shape.num_value_heads} value heads of linear attention cannot share {shape.num_key_heads} key heads"
+        )
+    if not config.flag("attn_output_gate", True):
+        raise config.wrong("attn_output_gate", "true: this text model type gates what attention gives")
+    return shape

@@ -1,0 +1,133 @@
+"""Reading JSON files of a model directory and taking typed values out of them.
+
+Every complaint is a `CheckpointError` of one sentence that names the file and the field. Does not know what any field
+means.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.errors import CheckpointError
+
+
+def read_json(directory: Path, name: str) -> Fields:
+    """The object in `directory/name`; a missing file is an error."""
+    fields = read_json_if_present(directory, name)
+    if fields is None:
+        raise CheckpointError(f"the model directory has no {name}")
+    return fields
+
+
+def read_json_if_present(directory: Path, name: str) -> Fields | None:
+    try:
+        data = (directory / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror or type(error).__name__}") from None
+    try:
+        values = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{name} is not valid JSON: {error.msg} in line {error.lineno}") from None
+    except (ValueError, RecursionError):  # not UTF-8, a number with thousands of digits, nested without end
+        raise CheckpointError(f"{name} is not valid JSON text") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{name} must hold a JSON object")
+    return Fields(values, name)
+
+
+LARGEST = 2**31
+
+
+class Fields:
+    """One JSON object with checked access. `null` counts as absent, as in transformers' files.
+
+    `default=None` in the typed getters means that the field must be there.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def get(self, *names: str) -> Any:
+        """The first of `names` that is present and not null."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def section(self, name: str) -> Fields:
+        value = self.section_if_present(name)
+        if value is None:
+            raise self.missing(name)
+        return value
+
+    def section_if_present(self, name: str) -> Fields | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{name} of {self.where}")
+
+    def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+        value = self._value(name, default)
+        if type(value) is not int or not at_least <= value <= LARGEST:
+            raise self.wrong(name, f"a whole number from {at_least} to {LARGEST}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not 0 < value <= LARGEST:
+            raise self.wrong(name, f"a number above 0 and up to {LARGEST}")
+        return float(value)
+
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """As many finite numbers as `default` has."""
+        value = self._value(name, list(default))
+        numbers = value if isinstance(value, list) else []
+        if len(numbers) != len(default) or not all(type(n) in (int, float) and abs(n) <= LARGEST for n in numbers):
+            raise self.wrong(name, f"a list of {len(default)} numbers")
+        return tuple(map(float, numbers))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def token_text(self, name: str, default: str | None = None) -> str:
+        """Of a token, which some files describe by an object."""
+        return self.section(name).text("content") if isinstance(self.get(name), dict) else self.text(name, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """A token id or a list of them; () when absent."""
+        value = self.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int or not 0 <= i <= LARGEST for i in ids):
+            raise self.wrong(name, "a token id or a list of token ids")
+        return tuple(ids)
+
+    def missing(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.where} has no field {name}")
+
+    def wrong(self, name: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{name} in {self.where} must be {expected}, not {str(self.get(name))[:40]!r}")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.missing(name)
+        return default

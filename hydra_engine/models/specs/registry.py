@@ -1,0 +1,97 @@
+"""From a Hugging Face model directory to its ModelSpec: reads the JSON files and picks the family.
+
+Opens no weights, imports no model code and never runs code from the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.internvl.spec import build_internvl
+from hydra_engine.models.llava.spec import build_llava
+from hydra_engine.models.llava_next.spec import build_llava_next
+from hydra_engine.models.minicpmv.spec import build_minicpmv
+from hydra_engine.models.qwen_vl.qwen2_vl_spec import build_qwen2_5_vl, build_qwen2_vl
+from hydra_engine.models.qwen_vl.qwen3_vl_spec import build_qwen3_vl
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_files
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.decoder import build_language, decoder_type
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.transformers_adapter.spec import build_generic
+
+SpecBuilder = Callable[[ModelFiles], ModelSpec]
+
+
+def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
+    """Raises `CheckpointError` with one sentence when the directory cannot be served."""
+    if not model_dir.is_dir():
+        raise CheckpointError(f"there is no model directory {str(model_dir)[:200]!r}")
+    files = read_files(model_dir, options or SpecOptions())
+    if files.options.model_impl == "transformers":
+        return build_generic(files)
+    family = _family(files.config)
+    return family.build_spec(replace(files, architecture=family.architecture))
+
+
+def build_text_only(files: ModelFiles) -> ModelSpec:
+    config = files.config
+    return model_spec(
+        files,
+        decoder_type(config),
+        config,
+        build_language(config, tie_embeddings=config.flag("tie_word_embeddings", False), nested=False),
+    )
+
+
+class Family(NamedTuple):
+    """`vision` is the class of the vision model, below `hydra_engine.models`; it is imported where weights are, because
+    it needs torch. Text-only families have none."""
+
+    architecture: str
+    build_spec: SpecBuilder
+    vision: str = ""
+
+
+# By model_type of config.json.
+FAMILIES = {
+    "llava": Family("LlavaForConditionalGeneration", build_llava, "llava.model.LlavaVision"),
+    "llava_next": Family("LlavaNextForConditionalGeneration", build_llava_next, "llava_next.model.LlavaNextVision"),
+    "internvl": Family("InternVLForConditionalGeneration", build_internvl, "internvl.model.InternVlVision"),
+    "minicpmv4_6": Family("MiniCPMV4_6ForConditionalGeneration", build_minicpmv, "minicpmv.model.MiniCpmVision"),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", build_qwen2_vl, "qwen_vl.qwen2_vl.Qwen2Vision"),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", build_qwen2_5_vl, "qwen_vl.qwen2_5_vl.Qwen25Vision"),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", build_qwen3_vl, "qwen_vl.qwen3_vl.Qwen3VlVision"),
+    "llama": Family("LlamaForCausalLM", build_text_only),
+    "mistral": Family("MistralForCausalLM", build_text_only),
+    "qwen2": Family("Qwen2ForCausalLM", build_text_only),
+    "qwen3": Family("Qwen3ForCausalLM", build_text_only),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", build_text_only),
+}
+
+
+def _family(config: Fields) -> Family:
+    """By architectures[0]; files without it say the same in model_type."""
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        name = architectures[0]
+        family = next((family for family in FAMILIES.values() if family.architecture == name), None)
+    elif architectures is None and "model_type" in config:
+        name = config.text("model_type")
+        family = FAMILIES.get(name)
+    else:
+        raise CheckpointError("config.json names no architecture")
+    if family is None:
+        own_code = ""
+        if "auto_map" in config:
+            own_code = ", and with --trust-remote-code the code that comes with the model, which is never run otherwise"
+        supported = ", ".join(family.architecture for family in FAMILIES.values())
+        raise CheckpointError(
+            f"architecture {name[:60]!r} has no native implementation; there is one of {supported}; "
+            f"--model-impl transformers runs what transformers can load{own_code}"
+        )
+    return family

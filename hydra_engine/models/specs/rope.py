@@ -1,0 +1,131 @@
+"""Rotary settings of a text config: both generations of layouts, scaling types, sections of multimodal positions.
+
+Says what a checkpoint asks for, in numbers; turning them into angles is `models/layers/rotary.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.specs.fields import Fields
+
+Sections = tuple[int, int, int]  # pairs that turn by time, row and column
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """`parameters` always has rope_type ("default", "linear", "llama3" or "yarn") and rope_theta, then what the type
+    needs. `sections` None: one position per token."""
+
+    parameters: dict[str, object]
+    theta: float
+    sections: Sections | None
+    interleaved: bool
+    stretched: int  # positions that yarn reaches; 0 elsewhere
+    rotary_dim: int  # of a head's numbers
+
+
+def rope_settings(
+    config: Fields,
+    *,
+    head_dim: int,
+    theta: float,
+    sections: Sections | None,
+    interleaved: bool,
+    max_position: int,
+    share: float | None = None,
+) -> Rope:
+    """From `rope_parameters`, or the older `rope_theta` and `rope_scaling`; the keywords are what the model type has
+    where the config is silent. `share` of a head's numbers turn, None where the type knows only all of them; a type
+    that has it is served with one position per token, for which sections change nothing."""
+    given = config.section_if_present("rope_parameters") or config.section_if_present("rope_scaling")
+    values = given or Fields({}, config.where)
+    kind = values.text("rope_type", values.text("type", "default"))
+    if kind == "mrope":  # what configs with sections called the default before sections were a field beside the type
+        kind = "default"
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(f"rope type {kind[:40]!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    rotary_dim = _rotary_dim(config, values, head_dim, share)
+    theta = values.number("rope_theta", config.number("rope_theta", theta))
+    # Dynamic scaling begins past max_position_embeddings, where it would make a row's angles depend on the longest row
+    # of its batch; a context ends before that.
+    parameters: dict[str, object] = {"rope_type": "default" if kind == "dynamic" else kind, "rope_theta": theta}
+    if kind in ("linear", "llama3"):
+        parameters["factor"] = values.number("factor")
+    if kind == "llama3":
+        parameters |= {name: values.number(name) for name in ("low_freq_factor", "high_freq_factor")}
+        parameters["original_max_position_embeddings"] = _original_length(config, values, max_position)
+    stretched = 0
+    if kind == "yarn":
+        original = _original_length(config, values, max_position)
+        factor = values.number("factor", max_position / original)
+        stretched = int(factor * original)
+        parameters |= {"factor": factor, "original_max_position_embeddings": original, **_yarn(values, theta, factor)}
+    if share is not None:
+        return Rope(parameters, theta, None, False, stretched, rotary_dim)
+    axes = _sections(values, head_dim, sections), _interleaved(values, interleaved)
+    return Rope(parameters, theta, *axes, stretched, rotary_dim)
+
+
+def _rotary_dim(config: Fields, values: Fields, head_dim: int, share: float | None) -> int:
+    fraction = values.number("partial_rotary_factor", config.number("partial_rotary_factor", share or 1.0))
+    if share is None and fraction != 1.0:
+        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+    turning = int(head_dim * fraction)
+    if not 0 < fraction <= 1 or turning % 2 or not turning:
+        raise CheckpointError(
+            f"partial_rotary_factor {fraction:g} turns {turning} of a head's {head_dim} numbers; "
+            "it must be pairs of them"
+        )
+    return turning
+
+
+def _original_length(config: Fields, values: Fields, max_position: int) -> int:
+    """How long contexts were when the model was trained without scaling."""
+    name = "original_max_position_embeddings"
+    return (config if name in config else values).integer(name, max_position)
+
+
+def _yarn(values: Fields, theta: float, factor: float) -> dict[str, object]:
+    """The ramp between kept and slowed pairs, and the factor of cosines and sines (YaRN, section 3.4)."""
+    fast, slow = values.number("beta_fast", 32.0), values.number("beta_slow", 1.0)
+    if fast < slow or theta <= 1:
+        raise CheckpointError(f"yarn in {values.where} needs beta_fast not below beta_slow and rope_theta above 1")
+    if "attention_factor" in values:
+        attention = values.number("attention_factor")
+    elif "mscale" in values and "mscale_all_dim" in values:
+        attention = _magnitude(factor, values.number("mscale")) / _magnitude(factor, values.number("mscale_all_dim"))
+    else:
+        attention = _magnitude(factor, 1.0)
+    truncate = values.flag("truncate", True)
+    return {"attention_factor": attention, "beta_fast": fast, "beta_slow": slow, "truncate": truncate}
+
+
+def _magnitude(factor: float, share: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+
+
+def _sections(values: Fields, head_dim: int, default: Sections | None) -> Sections | None:
+    given = values.get("mrope_section")
+    if given is None and default is None:
+        return None
+    sections = list(default or ()) if given is None else given
+    if not isinstance(sections, list) or len(sections) != 3 or any(type(n) is not int or n < 0 for n in sections):
+        raise values.wrong("mrope_section", "a list of three whole numbers")
+    if sum(sections) != head_dim // 2:
+        raise CheckpointError(
+            f"mrope_section {sections} of {values.where} has {sum(sections)} pairs, but a head has {head_dim // 2}"
+        )
+    time, row, column = sections
+    return time, row, column
+
+
+def _interleaved(values: Fields, of_type: bool) -> bool:
+    """The model type decides; a config that says otherwise describes another model."""
+    if values.flag("mrope_interleaved", of_type) is not of_type:
+        raise values.wrong("mrope_interleaved", f"{str(of_type).lower()} for this text model type")
+    return of_type

@@ -1,0 +1,203 @@
+"""Our paged attention as an attention function of transformers.
+
+transformers makes every mask through a registered function and hands what that returns to the attention functions
+unseen. Ours returns no tensor but the rule itself, `MaskRule`: a function of positions, so windows, chunks and whatever
+else a model defines are known exactly. Tokens that see all positions before them go through the paged kernel; others
+(windows that have begun to slide, pictures that see themselves) take the same kernel over a gathered context, each with
+a table of the positions that it sees. Which way a token goes depends on its position and its prompt alone.
+
+The step's data travels as a keyword argument through the model's forward, so lanes and requests cannot mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hydra_engine.backend.base import AttentionPlan, Ops, PagedCache
+from hydra_engine.models.inputs import LanguageInput
+
+NAME = "hydra_paged"
+STEP = "hydra_step"  # the keyword argument
+
+MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, key) positions -> bool
+
+
+class MaskRule(NamedTuple):
+    """Which positions a token of one request sees, by the model's own function."""
+
+    allowed: MaskFunction
+
+    @property
+    def is_causal(self) -> bool:
+        """All positions up to its own."""
+        plain: object = causal_mask_function
+        return self.allowed is plain
+
+
+class Selection(NamedTuple):
+    """Tokens of one request with the positions that each sees."""
+
+    tokens: Tensor  # [n] int64, rows of the step
+    slots: Tensor  # [context] int64, of the request's positions from the first that anyone here sees
+    table: Tensor  # [n, most] int32, indices into `slots`; what is beyond a token's count is arbitrary
+    counts: Tensor  # [n] int32
+    plan: AttentionPlan  # over the gathered context, a block per position and a row per token
+
+
+@dataclass(eq=False)
+class Step:
+    """What the layers of one forward pass need besides their own arguments. `sees_itself`: rows of one picture see each
+    other."""
+
+    ops: Ops
+    cache: PagedCache
+    batch: LanguageInput
+    sees_itself: bool
+    layers: list[int] = field(default_factory=list)  # that have written, in order
+    _selections: dict[tuple[MaskRule, bool], list[Selection]] = field(default_factory=dict)
+
+    def selections(self, rule: MaskRule, *, everybody: bool) -> list[Selection]:
+        """The tokens that the causal kernel cannot serve, or all; made once per rule."""
+        key = (rule, everybody)
+        if key not in self._selections:
+            self._selections[key] = self._select(rule, everybody)
+        return self._selections[key]
+
+    def _select(self, rule: MaskRule, everybody: bool) -> list[Selection]:
+        if rule.is_causal and not everybody and not (self.sees_itself and self.batch.image_rows is not None):
+            return []
+        plan, ends, device = self.batch.attention, self._picture_ends(), self.batch.slots.device
+        bounds, selections = plan.cu_q.tolist(), []
+        for row, num_context in enumerate(plan.num_context.tolist()):
+            begin, end = bounds[row], bounds[row + 1]
+            if begin == end:
+                continue
+            start = num_context - (end - begin)
+            queries = torch.arange(start, num_context, device=device)[:, None]
+            keys = torch.arange(num_context, device=device)[None, :]
+            seen_until = queries if ends is None else torch.maximum(queries, ends[begin:end, None] - begin + start)
+            before = torch.as_tensor(rule.allowed(0, 0, queries, keys)).expand(end - begin, num_context)
+            sees = (before & (keys <= queries)) | ((keys > queries) & (keys <= seen_until))
+            chosen = torch.ones_like(sees[:, 0]) if everybody else (sees != (keys <= queries)).any(1)
+            if chosen.any():
+                selections.append(self._selection(row, begin + chosen.nonzero()[:, 0], sees[chosen]))
+        return selections
+
+    def _selection(self, row: int, tokens: Tensor, sees: Tensor) -> Selection:
+        """`sees` [n, context]"""
+        counts = sees.sum(1, dtype=torch.int32)
+        low = int(sees.any(0).nonzero()[0])
+        # Stable, so that the positions of each token come in order; the unseen ones end up behind.
+        table = (~sees[:, low:]).to(torch.int8).argsort(dim=1, stable=True)[:, : int(counts.max())]
+        size = self.cache.block_size
+        places = torch.arange(low, sees.shape[1], device=sees.device)
+        blocks = self.batch.attention.block_tables[row].to(places).index_select(0, places // size)
+        cu_q = torch.arange(len(tokens) + 1, dtype=torch.int32)
+        table = table.to(torch.int32).contiguous()
+        plan = self.ops.plan_attention(cu_q, counts.cpu(), table.cpu())
+        return Selection(tokens, blocks * size + places % size, table, counts, plan)
+
+    def _picture_ends(self) -> Tensor | None:
+        """[T] int64: the last row of the picture that a row belongs to, -1 for text. Rows of pictures that touch count
+        as one picture, as they do in transformers; rows of different requests never do."""
+        rows = self.batch.image_rows
+        if not self.sees_itself or rows is None:
+            return None
+        ends = torch.full_like(self.batch.slots, -1)
+        for first, last in _runs(sorted(rows.tolist()), self.batch.attention.cu_q.tolist()):
+            ends[first : last + 1] = last
+        return ends
+
+
+def _runs(rows: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last) of every run of adjacent rows; a bound begins a new one."""
+    starts = set(bounds)
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and row == runs[-1][1] + 1 and row not in starts:
+            runs[-1] = (runs[-1][0], row)
+        else:
+            runs.append((row, row))
+    return runs
+
+
+def mask_rule(*, mask_function: MaskFunction, **_: object) -> MaskRule:
+    """In the place of a mask."""
+    return MaskRule(mask_function)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """[1, T, Hq, D]. Writes keys and values to the step's slots first. `softcap` bounds the scores, `s_aux` [Hq] are
+    sinks: scores of a key whose value is zero."""
+    step = kwargs.get(STEP)
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(step, Step) or type(layer) is not int:
+        raise ValueError(f"{type(module).__name__} does not hand its arguments on to its attention function")
+    if not isinstance(attention_mask, MaskRule):
+        raise ValueError(f"{type(module).__name__} makes a mask of its own")
+    ops, cache = step.ops, step.cache
+    q, k, v = (x[0].transpose(0, 1).to(cache.data.dtype).contiguous() for x in (query, key, value))  # [T, H, D]
+    ops.write_cache(cache, layer, (k, v), step.batch.slots)
+    step.layers.append(layer)
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if softcap is None and s_aux is None:
+        out = ops.attention_paged(q, cache, layer, step.batch.attention, scale)
+        for chosen in step.selections(attention_mask, everybody=False):
+            context = _gathered(ops, cache, layer, chosen.slots)
+            out[chosen.tokens] = ops.attention_paged(q.index_select(0, chosen.tokens), context, 0, chosen.plan, scale)
+    else:
+        out = torch.empty_like(q)
+        for chosen in step.selections(attention_mask, everybody=True):
+            context = _gathered(ops, cache, layer, chosen.slots)
+            out[chosen.tokens] = _with_bounded_scores(q, context, chosen, scale, softcap, s_aux)
+    return out[None].to(query.dtype), None
+
+
+def _gathered(ops: Ops, cache: PagedCache, layer: int, slots: Tensor) -> PagedCache:
+    """[context, 1, 2, 1, Hkv, D]: a cache of one layer with a block per position."""
+    pair = torch.stack([ops.gather_cache(cache, layer, index, slots) for index in (0, 1)], dim=1)
+    return PagedCache(pair[:, None, :, None])
+
+
+def _with_bounded_scores(
+    q: Tensor, context: PagedCache, chosen: Selection, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[n, Hq, D] in float32 arithmetic, a token at a time: its result depends on nothing but what it sees."""
+    keys, values = (context.data[:, 0, index, 0].float() for index in (0, 1))  # [context, Hkv, D]
+    num_heads, num_kv_heads, dim = q.shape[1], keys.shape[1], q.shape[2]
+    out = q.new_empty((len(chosen.tokens), num_heads, dim))
+    for index, (token, count) in enumerate(zip(chosen.tokens.tolist(), chosen.counts.tolist(), strict=True)):
+        places = chosen.table[index, :count].to(torch.int64)
+        seen, mixed = keys.index_select(0, places), values.index_select(0, places)
+        query = q[token].float().view(num_kv_heads, num_heads // num_kv_heads, dim)
+        scores = torch.matmul(query, seen.permute(1, 2, 0)).view(num_heads, count) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().view(num_heads, 1)), dim=1)
+        weights = torch.softmax(scores, dim=1)[:, :count].reshape(num_kv_heads, -1, count)
+        out[index] = torch.matmul(weights, mixed.transpose(0, 1)).view(num_heads, dim)
+    return out
+
+
+def register() -> None:
+    """Makes NAME known to transformers; a second call changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_rule)

@@ -1,0 +1,192 @@
+"""A model that runs with the modules of transformers in our stages: its tower in the vision lane, its decoder over our
+paged cache with a whole step packed into one sequence.
+
+Attention is ours (`attention.py`), and so are matrix products (`surgery.py`), because a row's result must
+not depend on its batch. Everything around them, scaled embeddings, norms, positions, capped logits, is the model's own
+code.
+
+An encode waits between pictures, and before every module that stands in a list outside the decoder: those lists are the
+layers of towers, however a model calls them. Hooks call the checkpoint there, so a model whose tower keeps its layers
+elsewhere is cut between pictures alone. Does not know requests or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.core.roles import Role
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, go_on
+from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.models.transformers_adapter.surgery import (
+    accepts,
+    before_listed,
+    drop_all_but,
+    has_products,
+    replace,
+    set_attention,
+    take_over_head,
+    take_over_products,
+    weights_bytes,
+)
+
+
+class GenericModel:
+    """`module` is a loaded model of transformers with a language head; it is changed in place and belongs to this.
+
+    `num_slices` are the pieces that the encode of one picture is computed in, 0 without a tower; how many it has is
+    seen when it encodes its first one, while it is loaded.
+    """
+
+    can_be_captured = False  # what its modules do is their own
+    tower = None
+
+    def __init__(self, module: Any, spec: GenericSpec, backend: Backend) -> None:
+        register()
+        self._module = module
+        self._spec = spec
+        self._ops = backend.ops
+        self._dtype = backend.dtype
+        self._decoder = module.get_decoder()
+        self._embeddings = module.get_input_embeddings()
+        self._checkpoint = go_on  # of the encode that runs
+        before_listed(module, self._decoder, lambda: self._checkpoint())
+        self.num_slices = 0
+        self._keeps_rows = accepts(module.forward, "logits_to_keep")
+        set_attention(module, NAME)
+        take_over_products(self._decoder, backend.ops, backend.dtype)
+        self._head = take_over_head(module, backend.ops, backend.dtype)
+        # Products that are not ours (the experts of a mixture, say) may depend on how many rows share them.
+        self.deterministic = not has_products(self._decoder)
+
+    @property
+    def weights_bytes(self) -> int:
+        return weights_bytes(self._module)
+
+    def keep(self, role: Role) -> None:
+        """Drops the parts that the role does not read. The embeddings stay in any case: the vision lane writes those of
+        the text inside a span."""
+        if not role.needs_vision:
+            drop_all_but(self._module, (self._decoder, self._head, self._embeddings))
+            self.num_slices = 0
+        if not role.needs_language:
+            replace(self._module, self._head, None)
+            drop_all_but(self._decoder, (self._embeddings,))
+
+    # ---- vision
+
+    def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
+        """Span by span, because transformers' towers take one shape at a time. `piece_rows` is not known to them."""
+        begin = 0
+        self._checkpoint = batch.checkpoint
+        try:
+            for arrays in batch.arrays:
+                if begin:
+                    batch.checkpoint()
+                end = begin + arrays[SPAN_TOKEN_IDS].shape[0]
+                rows = self._span(dict(arrays))
+                self._ops.write_cache(image_cache, 0, (rows.unsqueeze(1),), batch.slots[begin:end])
+                begin = end
+        finally:
+            self._checkpoint = go_on
+
+    def _span(self, arrays: dict[str, Tensor]) -> Tensor:
+        """[num_tokens, C]: features where image tokens stand, embeddings of the text between them."""
+        assert isinstance(self._spec.vision, GenericVisionSpec)
+        ids = arrays.pop(SPAN_TOKEN_IDS)
+        is_image = ids == self._spec.vision.facts.image_token_id
+        features = self._features(arrays)
+        expected = (int(is_image.sum()), self._spec.vision.feature_size)
+        if features.shape != expected:
+            raise ValueError(f"get_image_features: expected {list(expected)}, got {list(features.shape)}")
+        rows = self._embed(ids).to(self._dtype)
+        rows[is_image] = features
+        return rows
+
+    def _features(self, arrays: dict[str, Tensor]) -> Tensor:
+        """[M, C]. Newer models return an object, older ones the features; those of several pieces come as a list."""
+        values = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in arrays.items()}
+        output = self._module.get_image_features(**values)
+        output = getattr(output, "pooler_output", output)
+        pieces = [output] if isinstance(output, Tensor) else list(output)
+        return torch.cat([piece.flatten(0, -2) for piece in pieces]).to(self._dtype)
+
+    # ---- language
+
+    def reserve_positions(self, end: int) -> None:
+        raise ValueError(f"reserve_positions: expected a model that can be captured, to reserve {end}")
+
+    def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
+        """[B', V] float32: the logits of `batch.logit_rows`, in their order.
+
+        The head is inside the module, so a step with more scored rows than fit is run again for each slice of them.
+        """
+        scored = batch.scored
+        if scored is None:
+            return self.step(batch, kv_cache, image_cache)[0]
+        *slices, rest = scored.rows.split(SCORED_ROWS)
+        for rows in slices:
+            scored.take(self.step(dataclasses.replace(batch, logit_rows=rows), kv_cache, image_cache)[0])
+        last = dataclasses.replace(batch, logit_rows=torch.cat((rest, batch.logit_rows)))
+        logits = self.step(last, kv_cache, image_cache)[0]
+        scored.take(logits[: rest.shape[0]])
+        return logits[rest.shape[0] :]
+
+    def step(
+        self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None
+    ) -> tuple[Tensor, list[int]]:
+        """The logits, and the layers that wrote keys and values, in their order."""
+        step = Step(self._ops, kv_cache, batch, self._sees_itself)
+        arguments: dict[str, Any] = {STEP: step}
+        if self._keeps_rows:
+            arguments["logits_to_keep"] = batch.logit_rows
+        with _one_thread():
+            hidden = self._embed_rows(batch, image_cache)
+            output = self._module(
+                inputs_embeds=hidden[None],
+                position_ids=batch.positions[None],
+                # Of any content: with a mask given, transformers looks for no sequences of its own in the positions.
+                attention_mask=torch.ones((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device),
+                use_cache=False,
+                **arguments,
+            )
+            logits: Tensor = output.logits[0]
+        if not self._keeps_rows:
+            logits = logits.index_select(0, batch.logit_rows)
+        return logits.float(), step.layers
+
+    @property
+    def _sees_itself(self) -> bool:
+        return isinstance(self._spec.vision, GenericVisionSpec) and self._spec.vision.facts.whole
+
+    def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
+        hidden = self._embed(batch.token_ids).to(self._dtype).contiguous()
+        if batch.image_rows is not None and batch.image_slots is not None:
+            if images is None:
+                raise ValueError("image_rows: expected an image cache to read from, got none")
+            self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots)
+        return hidden
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, C]. Ids of image rows may lie outside the vocabulary; their embeddings are overwritten."""
+        embedded: Tensor = self._embeddings(token_ids.clamp(0, self._embeddings.weight.shape[0] - 1))
+        return embedded
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch computes what is left at the end of a thread's share with other instructions than the rest, so with several
+    threads a row's activations would depend on the number of rows. Our own ops have threads of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

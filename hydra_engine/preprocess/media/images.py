@@ -1,0 +1,124 @@
+"""Pictures before they are decoded: limits that the header must keep, and pictures that are in memory already.
+
+`inspected` checks untrusted bytes before the decode child sees them. Pillow's own messages never reach an error. Does
+not know models, resizing or where bytes come from.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from hydra_engine.config import MediaConfig
+from hydra_engine.core.units import size
+from hydra_engine.errors import InvalidImage
+from hydra_engine.preprocess.media.containers import Container, broken, inspect
+from hydra_engine.preprocess.media.pixels import PIL_ERRORS, to_rgb, upright
+
+_ORIENTATION_TAG = 0x0112
+
+# Pictures this large are decoded one at a time, so memory stays bounded whatever the number of threads.
+_LARGE_PIXELS = 12_000_000
+_large = threading.Lock()
+# A Pillow image that a caller shares between requests loads itself on first use, which is not safe from two threads.
+_loading = threading.Lock()
+
+
+def probe(data: bytes) -> tuple[int, int]:
+    """(width, height) of the upright picture, from the header alone. Raises InvalidImage."""
+    return upright_size(inspect(data))
+
+
+def upright_size(container: Container) -> tuple[int, int]:
+    if container.orientation >= 5:
+        return container.height, container.width
+    return container.width, container.height
+
+
+def inspected(data: bytes, limits: MediaConfig) -> Container:
+    """A file that may be decoded. Raises InvalidImage."""
+    if len(data) > limits.max_image_bytes:
+        raise InvalidImage(f"the image is larger than {size(limits.max_image_bytes)}", code="image_too_large")
+    container = inspect(data)
+    check_size(container.width, container.height, limits)
+    return container
+
+
+def check_size(width: int, height: int, limits: MediaConfig) -> None:
+    """Raises InvalidImage with code image_too_large or image_aspect_ratio."""
+    if width < 1 or height < 1:
+        raise broken("it has no pixels")
+    most = min(limits.max_image_pixels, Image.MAX_IMAGE_PIXELS or limits.max_image_pixels)
+    if width * height > most:
+        raise InvalidImage(
+            f"the image has {width} x {height} pixels; at most {most} are allowed", code="image_too_large"
+        )
+    if max(width, height) > limits.max_aspect_ratio * min(width, height):
+        raise InvalidImage(
+            f"the image has {width} x {height} pixels; at most {limits.max_aspect_ratio:g} to 1 is allowed",
+            code="image_aspect_ratio",
+        )
+
+
+@contextmanager
+def room_for(num_pixels: int) -> Iterator[None]:
+    """Held while a picture exists in full size."""
+    if num_pixels < _LARGE_PIXELS:
+        yield
+    else:
+        with _large:
+            yield
+
+
+def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:
+    """A caller's own picture, which stays as it is; EXIF orientation is applied."""
+    check_size(*image.size, limits)
+    try:
+        with _loading:
+            own = image.copy()
+            orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+        return to_rgb(upright(own, orientation if isinstance(orientation, int) else 1))
+    except PIL_ERRORS as error:
+        raise broken("the Pillow image cannot be loaded") from error
+
+
+def from_array(value: Any, limits: MediaConfig) -> Image.Image:
+    """A numpy array or a tensor: rows x columns (x channels; channels first is understood), uint8 or floats 0 to 1."""
+    pixels = _channels_last(_as_numpy(value))
+    check_size(pixels.shape[1], pixels.shape[0], limits)
+    if pixels.dtype != np.uint8:
+        if not np.issubdtype(pixels.dtype, np.floating):
+            raise broken("arrays must hold uint8 values or floats from 0 to 1")
+        if not (pixels.min() >= 0.0 and pixels.max() <= 1.0):  # also false for NaN
+            raise broken("arrays of floats must hold values from 0 to 1")
+        pixels = np.rint(pixels.astype(np.float32) * 255.0).astype(np.uint8)
+    return to_rgb(Image.fromarray(np.ascontiguousarray(pixels)))
+
+
+def _as_numpy(value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        return value
+    for method in ("detach", "cpu"):  # of a tensor
+        value = getattr(value, method, lambda same=value: same)()
+    try:
+        return np.asarray(value.numpy())
+    except (TypeError, RuntimeError) as error:  # bfloat16 has no numpy form
+        raise broken("the tensor has no numpy form; give uint8 or float32") from error
+
+
+def _channels_last(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4) and pixels.shape[0] in (1, 3, 4):
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
+        raise broken("arrays must have the shape (height, width) or (height, width, 1, 3 or 4)")
+    if pixels.size == 0:
+        raise broken("it has no pixels")
+    return pixels

@@ -1,0 +1,192 @@
+"""Decodes an inspected file to an upright 8-bit RGB picture, and cuts that into the views that a model needs.
+
+Alpha is blended over white, 16-bit values are scaled, animations give their first frame. Runs in the decode child for
+untrusted files and in a thread for pictures in memory; imports little else so that the child starts quickly.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image
+
+from hydra_engine.models.specs.base import View
+from hydra_engine.preprocess.media.containers import Container, broken
+from hydra_engine.preprocess.media.resize import Pixels, Window, resize_into
+
+Picture = Image.Image | Pixels  # RGB
+
+# What Pillow's plugins raise on broken files: SyntaxError and struct.error from the parsers of chunks, EOFError from
+# missing frames, IndexError, KeyError and TypeError from palettes, zlib.error from compressed text; OSError (with
+# UnidentifiedImageError) and ValueError elsewhere. MemoryError: a picture that this process may not hold.
+PIL_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+)
+
+_TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_BAND_PIXELS = 1 << 20
+_STRIP_PIXELS = 64
+_SIXTEEN_TO_EIGHT = [(value + 128) // 257 for value in range(1 << 16)]
+
+
+def decode(container: Container) -> Pixels:
+    """Upright. Raises InvalidImage for data that is not what the header promised."""
+    if container.format == "JPEG":
+        pixels = _decode_jpeg(container)
+        if pixels is not None:
+            return upright_pixels(pixels, container.orientation)
+    return np.asarray(_decode_with_pillow(container))
+
+
+def _decode_with_pillow(container: Container) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
+            if image.size != (container.width, container.height):
+                raise broken("its header contradicts itself")
+            image.load()
+            return to_rgb(upright(image, container.orientation))
+    except PIL_ERRORS as error:
+        raise broken("its data is damaged or incomplete") from error
+
+
+def _decode_jpeg(container: Container) -> Pixels | None:
+    """In half of Pillow's time, the same pixels. None where Pillow must judge: rare colours, and data in which anything
+    is wrong, for it forgives some of that."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(container.data)
+        if colours not in ("YCbCr", "Gray") or (width, height) != (container.width, container.height):
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(container.data, "RGB")
+        return pixels
+    except ValueError:
+        return None
+
+
+def num_bytes(views: Sequence[View]) -> int:
+    """Of all tiles of all views."""
+    return sum(view.num_tiles * view.tile[0] * view.tile[1] * 3 for view in views)
+
+
+def render(sources: Sequence[Picture], views: Sequence[View], resample: str) -> bytes:
+    """All tiles of all views of RGB pictures, one after another: uint8 RGB, row-major."""
+    out = np.empty(num_bytes(views), np.uint8)
+    render_into(sources, views, resample, out)
+    return out.tobytes()
+
+
+def render_into(sources: Iterable[Picture], views: Sequence[View], resample: str, out: npt.NDArray[np.uint8]) -> None:
+    """`render` into `out` [num_bytes(views)]. Takes one source after another, as far as views want them."""
+    tiles_of_source: dict[int, list[tuple[View, npt.NDArray[np.uint8]]]] = {}
+    begin = 0
+    for view in views:
+        shape = (view.num_tiles, view.tile[1], view.tile[0], 3)
+        end = begin + math.prod(shape)
+        tiles_of_source.setdefault(view.source, []).append((view, out[begin:end].reshape(shape)))
+        begin = end
+    num_sources, index = max(tiles_of_source, default=-1) + 1, -1
+    for index, source in enumerate(islice(sources, num_sources)):
+        for view, tiles in tiles_of_source.get(index, ()):
+            _render_tiles(np.asarray(source), view, resample, tiles)
+    if index + 1 < num_sources:  # `out` would keep what was there before
+        raise IndexError(f"views name {num_sources} sources, but there are {index + 1}")
+
+
+def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[np.uint8]) -> None:
+    left, top = view.corner
+    width, height = view.tile
+    per_row = view.canvas[0] // width
+    for index, tile in enumerate(tiles):
+        # The tile's place in the resized picture, and the part of it where there is a picture.
+        x, y = index % per_row * width - left, index // per_row * height - top
+        x0, x1 = max(x, 0), min(x + width, view.resize[0])
+        y0, y1 = max(y, 0), min(y + height, view.resize[1])
+        if (x1 - x0, y1 - y0) != view.tile:
+            tile[...] = 0
+        if x0 < x1 and y0 < y1:
+            window = Window(x0, y0, x1 - x0, y1 - y0)
+            resize_into(source, view.resize, resample, window, tile[y0 - y : y1 - y, x0 - x : x1 - x])
+
+
+def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:
+    """As `upright`."""
+    turned = pixels
+    if orientation >= 5:
+        turned = turned.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        turned = turned[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        turned = turned[::-1]
+    if turned is pixels:
+        return pixels
+    result = np.empty_like(turned, order="C")
+    width = result.shape[1]
+    strip = _STRIP_PIXELS if orientation >= 5 else width  # few enough source rows that their cache lines stay
+    for left in range(0, width, strip):
+        for channel in range(3):  # five times as fast as all at once
+            result[:, left : left + strip, channel] = turned[:, left : left + strip, channel]
+    return result
+
+
+def upright(image: Image.Image, orientation: int) -> Image.Image:
+    """EXIF's orientation 1 to 8 undone."""
+    transposition = _TRANSPOSITIONS.get(orientation)
+    return image if transposition is None else image.transpose(transposition)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """A new image, or the same one where it is RGB without transparency."""
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        convert = _scaled
+    elif image.has_transparency_data:
+        convert = _over_white
+    else:
+        return image.convert("RGB")
+    result = Image.new("RGB", image.size)
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):  # in bands, because a large picture would exist several times
+        band = image.crop((0, top, image.width, min(top + rows, image.height)))
+        band.info.update(image.info)  # a colour that is transparent is named there
+        result.paste(convert(band), (0, top))
+    return result
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    """16 bits to 8; Pillow's own conversion would clip at 255."""
+    return image.convert("I").point(_SIXTEEN_TO_EIGHT, "L").convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    rgba = image.convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(rgba.convert("RGB"), mask=rgba.getchannel("A"))
+    return white

@@ -1,0 +1,241 @@
+"""The pictures and videos that a user names: URLs, data URLs, files, objects in memory.
+
+`classify` decides what a reference is and whether it may be opened, before anything is; `read_local` opens what needs
+no network. Does not know pictures or videos beyond their limits; errors never quote what was read.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+from PIL import Image
+from yarl import URL
+
+from hydra_engine.config import MediaConfig
+from hydra_engine.core.units import size
+from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden
+from hydra_engine.preprocess.media.addresses import is_port_for_media, is_public, literal
+
+MAX_URL_CHARS = 8192
+
+_BASE64_SLICE = 1 << 20  # a multiple of 4
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    url: URL
+    kind: str  # "image" or "video", here and below: which limits hold, and what messages call it
+
+
+@dataclass(frozen=True, slots=True)
+class DataUrl:
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    path: str
+    below: str | None  # the file's real path must lie in this folder
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    value: Any  # bytes, a Pillow image, an array or a tensor
+
+
+Source = RemoteFile | DataUrl | LocalFile | InMemory
+
+
+def classify(value: Any, config: MediaConfig, kind: str = "image") -> Source:
+    """What a reference is. Cheap and without I/O. Raises MediaForbidden or InvalidRequest."""
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        return _classify_text(value, config, kind)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return InMemory(bytes(value))
+    is_picture = isinstance(value, Image.Image | np.ndarray) or callable(getattr(value, "numpy", None))
+    if is_picture and kind == "image":
+        return InMemory(value)
+    if kind == "video":
+        raise InvalidRequest("a video must be a URL, a data URL, a path, bytes, a list of pictures or an array of them")
+    raise InvalidRequest("an image must be a URL, a data URL, a path, bytes, a Pillow image or an array")
+
+
+def read_local(source: DataUrl | LocalFile | InMemory, config: MediaConfig) -> Any:
+    """Blocking. Bytes of an encoded image or video, or the object in memory as it is."""
+    match source:
+        case DataUrl():
+            return _read_data_url(source, config)
+        case LocalFile():
+            with naming(source):
+                return _read_file(source, config)
+        case InMemory():
+            return source.value
+
+
+def _classify_text(text: str, config: MediaConfig, kind: str) -> Source:
+    scheme, colon, _ = text[:8].lower().partition(":")
+    scheme = scheme if colon else ""
+    if scheme == "data":
+        return DataUrl(text, kind)
+    if scheme in ("http", "https"):
+        return RemoteFile(checked_url(text, config, kind), kind)
+    if scheme == "file":
+        return _classify_file_url(text, config, kind)
+    if config.local_files and "://" not in text[:64]:
+        return LocalFile(text, None, kind)
+    raise MediaForbidden(f"{kind}s are accepted as http, https or data URLs")
+
+
+def _classify_file_url(text: str, config: MediaConfig, kind: str) -> LocalFile:
+    rest = text[5:]
+    if rest.startswith("//"):
+        host, slash, rest = rest[2:].partition("/")
+        rest = slash + rest
+        if host not in ("", "localhost"):
+            raise MediaForbidden("file URLs must not name a host")
+    if config.local_files:
+        return LocalFile(unquote(rest), None, kind)
+    if config.allowed_media_path is None:
+        raise MediaForbidden("file URLs are not allowed; see --allowed-media-path")
+    return LocalFile(unquote(rest), config.allowed_media_path, kind)
+
+
+def checked_url(text: str, config: MediaConfig, kind: str) -> URL:
+    """A URL whose host may be asked for as far as its spelling tells."""
+    if len(text) > MAX_URL_CHARS:
+        raise InvalidRequest(f"the {kind} URL may have at most {MAX_URL_CHARS} characters")
+    try:
+        return _check_url(URL(text), config, kind)
+    except ValueError as error:
+        raise InvalidRequest(f"the {kind} URL is malformed") from error
+
+
+def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
+    host = url.raw_host  # as it is resolved and dialled
+    if url.scheme not in ("http", "https") or not host:
+        raise MediaForbidden(f"{kind}s are fetched by http and https only")
+    if url.user is not None or url.password is not None:
+        raise MediaForbidden(f"{kind} URLs must not hold a user name or password")
+    if config.allowed_media_domains and _plain(host) not in map(_plain, config.allowed_media_domains):
+        raise MediaForbidden(f"{kind}s are not fetched from this host; see --allowed-media-domains")
+    address = literal(host)
+    if not config.allow_private_media:
+        if not is_port_for_media(url.port or 0):
+            raise MediaForbidden(f"{kind}s are fetched from ports 80, 443 and above 1023 only")
+        if address is not None and not is_public(address):
+            raise private(kind)
+    return url
+
+
+def _plain(host: str) -> str:
+    """Of equal names the same, however they are written."""
+    try:
+        return (URL.build(scheme="http", host=host).raw_host or "").lower().rstrip(".")
+    except ValueError:
+        return ""
+
+
+def private(kind: str) -> MediaForbidden:
+    return MediaForbidden(f"{kind}s are not fetched from private, local or reserved network addresses")
+
+
+def max_bytes(config: MediaConfig, kind: str) -> int:
+    return config.max_video_bytes if kind == "video" else config.max_image_bytes
+
+
+def _read_data_url(source: DataUrl, config: MediaConfig) -> bytes:
+    kind, most = source.kind, max_bytes(config, source.kind)
+    head, comma, body = source.text.partition(",")
+    media_type, *parameters = head[5:].split(";")
+    if not comma or not parameters or parameters[-1].strip().lower() != "base64":
+        raise InvalidImage(f"a data URL must have the form data:{kind}/...;base64,...")
+    if media_type and not media_type.lower().startswith((f"{kind}/", "application/octet-stream")):
+        raise InvalidImage(f"the data URL does not hold the data of the {kind}", code=f"unsupported_{kind}_format")
+    if len(body) // 4 * 3 > most + 2:
+        raise _too_large(kind, most)
+    try:
+        return _strict_base64(body)
+    except ValueError as error:
+        raise InvalidImage("the data URL is not valid base64") from error
+
+
+def _strict_base64(text: str) -> bytes:
+    """In slices, because decoding holds the interpreter lock. Only the last slice may end in padding."""
+    slices = [text[begin : begin + _BASE64_SLICE] for begin in range(0, len(text), _BASE64_SLICE)]
+    decoded = [binascii.a2b_base64(part, strict_mode=True) for part in slices]
+    if len(text) % 4 or any(part.endswith("=") for part in slices[:-1]):
+        raise ValueError("wrong padding")
+    return b"".join(decoded)
+
+
+def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
+    kind, most = source.kind, max_bytes(config, source.kind)
+    try:
+        path = source.path if source.below is None else os.path.realpath(source.path)
+        _check_below(path, source.below)
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            # A folder on the way may have been replaced by a link meanwhile.
+            _check_below(os.path.realpath(f"/proc/self/fd/{file.fileno()}"), source.below)
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise MediaFetchFailed(f"the {kind} file is not a regular file")
+            if status.st_size > most:
+                raise _too_large(kind, most)
+            data = file.read(most + 1)
+            if len(data) > most:  # it has grown, or is one of those that have no size
+                raise _too_large(kind, most)
+            return data
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        if source.below is None:
+            raise MediaFetchFailed(_why(error)) from error
+        # What lies in the folder of others is not told.
+        raise MediaFetchFailed(f"the {kind} file cannot be opened") from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    return (getattr(error, "strerror", None) or "no path").lower()
+
+
+def _too_large(kind: str, most: int) -> InvalidImage:
+    return InvalidImage(f"the {kind} is larger than {size(most)}", code=f"{kind}_too_large")
+
+
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """What is wrong with the caller's own file begins with its path."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if isinstance(source, LocalFile) and source.below is None:
+            path = f"{source.path}: "
+            if not error.message.startswith(path):
+                raise error.saying(path + error.message) from error
+        raise
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe must not block."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _check_below(path: str, folder: str | None) -> None:
+    if folder is None:
+        return
+    root = os.path.realpath(folder)
+    if os.path.commonpath((root, path)) != root:
+        raise MediaForbidden("the file is outside the folder that media may be read from")

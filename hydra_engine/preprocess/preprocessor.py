@@ -1,0 +1,352 @@
+"""From what a user gives to a validated Request and its pixels, off the event loop.
+
+Ties the room together: messages or prompt -> text -> token ids, pictures -> pixels, placeholders -> spans, and the
+checks of counts and lengths, the cheap ones first. Does not know instances, readers or HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hydra_engine.clock import Clock, MonotonicClock
+from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
+from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.chat import ChatMessage, MediaPart, TextPart
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
+from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.prompting import TemplateOptions, texts_of
+from hydra_engine.core.request import Request, SamplingParams, Slo
+from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
+from hydra_engine.models.specs.base import ItemPlan, ModelSpec
+from hydra_engine.models.specs.positions import place_spans
+from hydra_engine.models.transformers_adapter.spec import GenericSpec
+from hydra_engine.preprocess.media.fetch import Resolve
+from hydra_engine.preprocess.media.media import Media, MediaLoader
+from hydra_engine.preprocess.pool import WorkerPool
+from hydra_engine.preprocess.sandbox.grammars import Grammars
+from hydra_engine.preprocess.text.chat import ChatTemplate
+from hydra_engine.preprocess.text.template_files import read_given
+from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from hydra_engine.preprocess.text.transformers_prompt import place_in_ids, place_in_text
+
+MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
+MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
+MAX_WAITING_TEXTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """`pixels` has one entry per image span, in prompt order; `spans` are stamped absolutely, on the intake's clock."""
+
+    request: Request
+    pixels: tuple[PixelPayload, ...]
+    spans: tuple[StageSpan, ...]
+
+
+class Intake:
+    """One per front process, used on its loop."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        media: MediaConfig,
+        max_model_len: int,
+        seed: int = 0,
+        default_max_tokens: int | None = None,
+        chat_template_path: str | None = None,
+        clock: Clock | None = None,
+        resolve: Resolve | None = None,
+        loader: MediaLoader | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._spec = spec
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._default_max_tokens = default_max_tokens
+        self._num_drawn = 0
+        self._clock = clock or MonotonicClock()
+        image_token, video_token = (
+            None if id is None else tokenizer.token(id) for id in (spec.placeholder_id, spec.video_token_id)
+        )
+        templates = (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template)
+        if chat_template_path is not None:
+            templates = (read_given(chat_template_path),) * 2
+        self._template, self._tool_template = (
+            ChatTemplate(tokenizer, text, image_token, video_token, has_processor=spec.vision is not None)
+            for text in templates
+        )
+        self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
+        self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
+        self._parts: dict[str, list[int]] = {}
+        self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
+        self._grammars = Grammars(tokenizer.file, self._eos_token_ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template that is in use."""
+        return self._template.text
+
+    async def close(self) -> None:
+        self._loader.close()
+        self._texts.close()
+        self._grammars.close()
+
+    def forget_pictures(self) -> None:
+        """Pictures that come again are decoded again."""
+        self._loader.forget_pictures()
+
+    async def prepare(self, request_id: RequestId, call: GenerationCall, *, arrival_s: float | None = None) -> Prepared:
+        """Raises RequestError; cancelling it leaves nothing behind."""
+        sampling = call.sampling
+        arrival_s = self._clock.now() if arrival_s is None else arrival_s
+        _check_limits(call.slo, call.priority)
+        self._check_vocabulary(sampling)
+        seed = self._draw_seed() if sampling.seed is None else sampling.seed & SEED_MASK
+        asked = self._asked(call)
+        sources = self._loader.check(asked.media)
+        started_s = self._clock.now()
+        token_ids = await self._tokenize(asked)
+        spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", param=asked.param)
+        self._check_placeholders(token_ids, asked.media)
+        self._check_length(len(token_ids), sampling)  # before any picture is opened
+        if sampling.grammar is not None:
+            await self._grammars.check(sampling.grammar)
+        media = await self._loader.load(asked.media, sources, call.pixels, call.cache_salt)
+        spans.extend(span for one in media for span in one.spans)
+        if isinstance(self._spec, GenericSpec) and media:
+            token_ids, media = await self._texts.run(self._place_pictures, asked, token_ids, media, self._spec)
+        token_ids, items, rope_delta = self._expand(token_ids, media)
+        request = Request(
+            id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            max_new_tokens=self._check_length(len(token_ids), sampling),
+            seed=seed,
+            arrival_s=arrival_s,
+            images=items,
+            eos_token_ids=self._eos_token_ids,
+            slo=call.slo,
+            cache_salt=call.cache_salt,
+            rope_delta=rope_delta,
+            priority=call.priority,
+        )
+        return Prepared(request, tuple(payload for one in media for payload in one.payloads), tuple(spans))
+
+    async def tokenize(self, call: GenerationCall) -> list[int]:
+        """Token ids of a call's prompt; an image is one placeholder and is not opened."""
+        return await self._tokenize(self._asked(call))
+
+    def _check_vocabulary(self, sampling: SamplingParams) -> None:
+        vocab_size = self._spec.language.vocab_size
+        biased = [token for token, _ in sampling.logit_bias]
+        for name, token_ids in (("logit_bias", biased), ("allowed_token_ids", sampling.allowed_token_ids)):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"{name} names token {max(token_ids)}; this model's token ids go from 0 to {vocab_size - 1}",
+                    param=name,
+                )
+
+    # ---- text
+
+    def _asked(self, call: GenerationCall) -> _Asked:
+        prompt, messages, media, param = call.prompt, call.messages, list(call.media), "prompt"
+        if messages:
+            media, param = [part for message in messages for part in message.media], "messages"
+        elif not isinstance(prompt, str):
+            return _Asked(media, token_ids=self._check_token_ids(prompt))
+        elif call.raw:
+            special = call.template.add_special_tokens is not False
+            return _Asked(media, text=prompt, num_chars=len(prompt), add_special_tokens=special)
+        else:
+            content = (*media, TextPart(prompt)) if media else prompt
+            messages = (ChatMessage("user", content, "prompt"),)
+        num_chars = sum(len(text) for message in messages for _, text in message.texts())
+        num_chars += sum(map(len, texts_of((call.template.tools, call.template.variables))))
+        return _Asked(media, messages, num_chars=num_chars, param=param, template=call.template)
+
+    def _check_token_ids(self, prompt: object) -> list[int]:
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest("prompt must be a string or a list of token ids", param="prompt")
+        if len(prompt) > self._max_model_len:
+            raise self._too_long(len(prompt), 1)
+        vocab_size = self._spec.language.vocab_size
+        if any(type(id) is not int or not 0 <= id < vocab_size for id in prompt):
+            raise InvalidRequest(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
+        return list(prompt)
+
+    async def _tokenize(self, asked: _Asked) -> list[int]:
+        if asked.token_ids is not None:
+            return asked.token_ids
+        # LiteLLM looks for "maximum context length", LangChain and clients of Anthropic's API for "prompt is too long".
+        if asked.num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
+                f"{asked.num_chars} characters: the prompt is too long. Please shorten it.",
+                param=asked.param,
+            )
+        try:
+            if asked.num_chars < LONG_TEXT_CHARS:
+                token_ids = self._encode(asked)
+            else:
+                token_ids = await self._texts.run(self._encode, asked)
+        except InvalidRequest as error:
+            error.param = error.param or asked.param
+            raise
+        return token_ids
+
+    def _encode(self, asked: _Asked) -> list[int]:
+        if asked.messages:
+            template = self._tool_template if asked.template.tools else self._template
+            asked.text = template.render(asked.messages, asked.template)
+            asked.add_special_tokens = template.adds_special_tokens(asked.text, asked.template)
+        return self.tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
+
+    def _place_pictures(
+        self, asked: _Asked, token_ids: list[int], media: list[Media], spec: GenericSpec
+    ) -> tuple[list[int], list[Media]]:
+        if asked.token_ids is not None:
+            return place_in_ids(token_ids, spec), media
+        special = asked.add_special_tokens
+        return place_in_text(asked.text, media, spec, self.tokenizer, add_special_tokens=special)
+
+    # ---- the prompt
+
+    def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[MediaPart]) -> None:
+        """Also that they come in the order of what they stand for, and that what stands for one feature, where that is
+        another token than a picture's, comes from pictures alone."""
+        wanted = [self._placeholder(part.kind) for part in media]
+        known = (self._placeholder("image"), self._placeholder("video"))
+        found = [id for id in token_ids if id in known]
+        for token, kind in zip(known, ("image", "video"), strict=True):
+            if token is not None and found.count(token) != wanted.count(token):
+                raise InvalidRequest(
+                    f"the prompt has {found.count(token)} {kind} placeholders but {wanted.count(token)} {kind}s were "
+                    "given",
+                    param="prompt",
+                )
+        feature = self._spec.image_token_id
+        if feature is not None and feature not in known and feature in token_ids:
+            raise InvalidRequest(
+                f"the prompt holds the model's image token {self.tokenizer.token(feature)}; leave it out",
+                param="prompt",
+            )
+        if found != wanted:
+            raise InvalidRequest("pictures and videos come in another order than their placeholders", param="prompt")
+
+    def _placeholder(self, kind: str) -> int | None:
+        """Of one picture or video in a prompt."""
+        return self._spec.video_token_id if kind == "video" else self._spec.placeholder_id
+
+    def _expand(self, token_ids: list[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageItem, ...], int]:
+        """Every placeholder becomes what its picture's plan says. Also returns the request's `rope_delta`."""
+        expanded: list[int] = []
+        spans: list[tuple[int, ItemPlan]] = []
+        begin = 0
+        seen: Counter[str] = Counter()
+        for one in media:
+            token = self._spec.video_token_id if one.kind == "video" else self._spec.image_token_id
+            assert token is not None
+            at = token_ids.index(token, begin)
+            expanded += token_ids[begin:at]
+            begin = at + 1
+            for part in one.plan.parts_of(seen[one.kind]):
+                if isinstance(part, str):
+                    expanded += self._part_ids(part)
+                else:
+                    spans.append((len(expanded), part))
+                    expanded += [token] * part.num_tokens
+            seen[one.kind] += 1
+        expanded += token_ids[begin:]
+        ropes: Sequence[RopeSpan | None] = [None] * len(spans)
+        rope_delta = 0
+        if self._spec.language.rope_sections is not None:
+            ropes, rope_delta = place_spans(spans)
+        payloads = ((index, one.size, payload) for index, one in enumerate(media) for payload in one.payloads)
+        items = tuple(
+            ImageItem(
+                digest=payload.digest,
+                width=size[0],
+                height=size[1],
+                num_patches=item.num_patches,
+                num_tokens=item.num_tokens,
+                start=start,
+                grid=item.grid,
+                rope=rope,
+                whole=item.whole,
+                source=source,
+            )
+            for (start, item), rope, (source, size, payload) in zip(spans, ropes, payloads, strict=True)
+        )
+        return expanded, items, rope_delta
+
+    def _part_ids(self, text: str) -> list[int]:
+        """Separators between spans come again and again."""
+        known = self._parts.get(text)
+        if known is None:
+            if len(self._parts) >= MAX_PARTS_KEPT:  # timestamps of videos have no end
+                self._parts.clear()
+            known = self._parts[text] = self.tokenizer.encode(text, add_special_tokens=False)
+        return known
+
+    def _check_length(self, num_prompt: int, sampling: SamplingParams) -> int:
+        """How many tokens may be generated."""
+        room = self._max_model_len - num_prompt
+        wanted = sampling.max_tokens or max(1, sampling.min_tokens)
+        if wanted > room:
+            raise self._too_long(num_prompt, wanted)
+        if sampling.max_tokens is None and self._default_max_tokens is not None:
+            return min(room, max(wanted, self._default_max_tokens))
+        return sampling.max_tokens or room
+
+    def _too_long(self, num_prompt: int, num_completion: int) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+            f"{num_prompt + num_completion} tokens ({num_prompt} in the prompt, {num_completion} for the completion). "
+            "The prompt is too long, or the completion. Please shorten one of them."
+        )
+
+    def _draw_seed(self) -> int:
+        """The n-th request without a seed gets the same one in every run with this configuration."""
+        self._num_drawn += 1
+        drawn = hashlib.blake2b(b"%d/%d" % (self._seed, self._num_drawn), digest_size=8).digest()
+        return int.from_bytes(drawn, "little") & SEED_MASK
+
+
+SEED_MASK = (1 << 63) - 1  # seeds count modulo 2^63
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One of `messages`, `text` and `token_ids`, with the pictures that go into it."""
+
+    media: list[MediaPart]
+    messages: tuple[ChatMessage, ...] = ()
+    text: str = ""
+    token_ids: list[int] | None = None
+    num_chars: int = 0
+    add_special_tokens: bool = False
+    param: str = "prompt"
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+
+
+def _check_limits(slo: Slo, priority: int) -> None:
+    for name in ("ttft_s", "tpot_s"):
+        limit = getattr(slo, name)
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and 0 < limit <= MAX_LIMIT_S):
+            raise InvalidRequest(
+                f"slo.{name} must be a number of seconds, more than 0 and at most an hour", param="slo"
+            )
+    if type(priority) is not int or not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be an integer from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}; the smaller one goes first",
+            param="priority",
+        )

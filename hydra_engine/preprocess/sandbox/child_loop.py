@@ -1,0 +1,134 @@
+"""The loop of every sandboxed child process, `python -m CHILD FD [SETUP]`: it answers one job after another until its
+socket closes.
+
+A frame in either direction is a length and a msgpack message. With a job may come a descriptor of shared memory, which
+is where a child leaves pixels. What a job does to its process costs that process alone. Both sides import this file, so
+it imports nothing heavy. Does not know what the jobs are.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hydra_engine.errors import ErrorInfo, HydraError
+
+Memory = npt.NDArray[np.uint8]
+J = TypeVar("J")
+
+_LENGTH = struct.Struct("<Q")
+_NO_LIMIT = 0.0
+
+
+class Started(msgspec.Struct):
+    """The first message of a child: it takes jobs, or the reason why no child with its setup ever will."""
+
+    error: ErrorInfo | None = None
+
+
+def serve(
+    jobs: msgspec.msgpack.Decoder[J],
+    start: Callable[[], Callable[[J, Memory], object]],
+    cpu_seconds: Callable[[J], float] | None = None,
+) -> None:
+    """Answers jobs until the parent has gone. `start` loads what they need, may raise a HydraError, and returns what
+    answers them; an answer may leave pixels in the memory. `cpu_seconds` is what a job may take."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # draining is the parent's business; its end closes the socket
+    limit(resource.RLIMIT_CORE, 0)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            answer = start()
+        except HydraError as error:
+            send(connection, Started(error.info()))
+            return
+        send(connection, Started())
+        memory = np.empty(0, np.uint8)
+        while (received := _receive_job(connection)) is not None:
+            data, descriptors = received
+            if descriptors:
+                memory = _map(descriptors[0])
+            job = jobs.decode(data)
+            if cpu_seconds is not None:
+                _limit_cpu(cpu_seconds(job))
+            message = answer(job, memory)
+            signal.setitimer(signal.ITIMER_PROF, _NO_LIMIT)
+            send(connection, message)
+
+
+def limit(what: int, value: int) -> None:
+    """One of resource.RLIMIT_..., for good."""
+    resource.setrlimit(what, (value, value))
+
+
+def send(connection: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
+    data = msgspec.msgpack.encode(message)
+    length = _LENGTH.pack(len(data))
+    if descriptors:
+        socket.send_fds(connection, [length], descriptors)
+    else:
+        connection.sendall(length)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket, max_bytes: int, deadline: float) -> bytearray:
+    """The bytes of a message. Raises EOFError when the other side has gone, TimeoutError at the `deadline` of
+    time.monotonic, DecodeError for a length that nobody expects."""
+    length = bytearray(_LENGTH.size)
+    _fill(connection, memoryview(length), deadline)
+    (size,) = _LENGTH.unpack(length)
+    if size > max_bytes:
+        raise msgspec.DecodeError(f"a message of {size} bytes")
+    data = bytearray(size)
+    _fill(connection, memoryview(data), deadline)
+    return data
+
+
+def _receive_job(connection: socket.socket) -> tuple[bytearray, list[int]] | None:
+    """A job's bytes and the descriptors that came with them; None when the parent has gone."""
+    first, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+    length = bytearray(_LENGTH.size)
+    length[: len(first)] = first
+    try:
+        _fill(connection, memoryview(length)[len(first) :])
+        job = bytearray(*_LENGTH.unpack(length))
+        _fill(connection, memoryview(job))
+    except EOFError:
+        return None
+    return job, descriptors
+
+
+def _fill(connection: socket.socket, rest: memoryview, deadline: float | None = None) -> None:
+    while rest:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean: do not wait at all
+        num_read = connection.recv_into(rest)
+        if num_read == 0:
+            raise EOFError
+        rest = rest[num_read:]
+
+
+def _map(descriptor: int) -> Memory:
+    mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    os.close(descriptor)
+    return np.frombuffer(mapped, np.uint8)
+
+
+def _limit_cpu(seconds: float) -> None:
+    """From now on. The timer is exact and ends the process; the limit, in whole seconds, also holds for processes that
+    a decoder in wrong hands would start."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    ceiling = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (ceiling, resource.RLIM_INFINITY))

@@ -1,0 +1,91 @@
+"""The grammar child: `python -m hydra_engine.preprocess.sandbox.grammar_child FD SETUP` compiles strangers' grammars.
+
+A grammar that crashes or blocks the compiler harms only this process: each has limits of CPU time, memory and stack,
+and reaching one ends the process. Instances compile the grammars that pass, with the same code and higher limits.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.guidance import NO_TEXT, GrammarError, Guide
+from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
+
+CPU_SECONDS = 1.0  # of one grammar; ordinary ones take a few milliseconds
+MEMORY_BYTES = 256 << 20  # of address space, besides what the tokenizer takes
+STACK_BYTES = 1 << 20  # an instance's threads have eight times that
+NUM_TRIED_TOKENS = 16  # that are taken behind one another, to see that the grammar can be followed
+NO_TOKENIZER = "structured output is not available: this model's tokenizer cannot be used for grammars"
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Setup(msgspec.Struct):
+    """What the child is started with, as JSON."""
+
+    tokenizer_file: str
+    eos_token_ids: tuple[int, ...]
+
+
+class Verdict(msgspec.Struct):
+    """On a grammar. None: it can be used."""
+
+    problem: str | None = None
+
+
+def main() -> None:
+    limit(resource.RLIMIT_FSIZE, 0)
+    serve(msgspec.msgpack.Decoder(Grammar), start, lambda _grammar: CPU_SECONDS)
+
+
+def start() -> Callable[[Grammar, Memory], Verdict]:
+    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    try:
+        guide = Guide(Path(setup.tokenizer_file), setup.eos_token_ids)
+    except GrammarError as error:
+        raise InvalidRequest(NO_TOKENIZER, code="unsupported_parameter") from error
+    limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
+    threading.stack_size(STACK_BYTES)
+    thread = ThreadPoolExecutor(1)
+
+    def answer(grammar: Grammar, _memory: Memory) -> Verdict:
+        return Verdict(thread.submit(problem_of, guide, grammar).result())
+
+    return answer
+
+
+def problem_of(guide: Guide, grammar: Grammar) -> str | None:
+    """What is wrong with it: it does not compile, has no text, or cannot be followed for its first tokens."""
+    try:
+        matcher = guide.compile(grammar)
+        ends = matcher.ends()
+        for step in range(NUM_TRIED_TOKENS):
+            mask = matcher.allowed()
+            mask[: ends.size] &= ~ends[: mask.size]
+            ids = np.flatnonzero(mask)
+            if not ids.size:
+                return None if matcher.allowed().any() else NO_TEXT
+            matcher.accept([int(ids[step * 7919 % ids.size])])  # one here, one there
+    except GrammarError as error:
+        return str(error)
+    return None
+
+
+def _address_space() -> int:
+    """Bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * _PAGE_BYTES
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Checks before a request is admitted that its grammar compiles within limits of time and memory.
+
+The parent's side of the grammar child. Does not know how grammars are enforced, nor HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.guidance import TOO_COMPLEX, is_installed
+from hydra_engine.preprocess.pool import WorkerPool
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
+
+ANSWER_SECONDS = 20.0  # the child's own limit is CPU time, this one is for a child that sleeps
+MAX_WAITING = 64  # grammars
+MAX_VERDICTS = 1024
+MAX_DEPTH = 64  # of a schema
+MAX_CHOICES = 8192
+
+_SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+_COMMAND = (sys.executable, "-m", "hydra_engine.preprocess.sandbox.grammar_child")
+_MISSING = "structured output needs the package llguidance, which is not installed here: pip install llguidance"
+
+
+class Grammars:
+    """Owned by one event loop. `tokenizer_file` None: the model has no tokenizer.json."""
+
+    def __init__(
+        self,
+        tokenizer_file: Path | None,
+        eos_token_ids: Sequence[int],
+        command: Sequence[str] = _COMMAND,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        self._usable = tokenizer_file is not None and bool(eos_token_ids)
+        self._answer_seconds = answer_seconds
+        self._pool = WorkerPool("intake-grammar", num_workers=1, max_waiting=MAX_WAITING)
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._host = ChildHost(
+            "check grammars",
+            command,
+            Verdict,
+            setup=Setup(str(tokenizer_file), tuple(eos_token_ids)),
+            variables=_SETTINGS,
+        )
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started."""
+        if not is_installed():
+            raise InvalidRequest(_MISSING, param=grammar.param, code="unsupported_parameter")
+        if not self._usable:
+            raise InvalidRequest(NO_TOKENIZER, param=grammar.param, code="unsupported_parameter")
+        key = _key(grammar)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            _check_form(grammar)
+            verdict = await self._pool.run(self._ask, key, grammar)
+        if verdict.problem is not None:
+            raise InvalidRequest(f"the grammar cannot be used: {verdict.problem}", param=grammar.param)
+
+    def close(self) -> None:
+        """Ends the child now, whatever it does."""
+        self._pool.close()
+        self._host.close()
+
+    def _ask(self, key: bytes, grammar: Grammar) -> Verdict:
+        """In the pool's one thread, so there is one child. A grammar that ended the child is wrong; one that the child
+        did not get done is so this time only."""
+        verdict = self._verdicts.get(key)  # of one that was checked while this one waited
+        if verdict is not None:
+            return verdict
+        try:
+            verdict, _ = self._host.run(grammar, self._answer_seconds)
+        except ChildDied as death:
+            verdict = Verdict(TOO_COMPLEX)
+            if not death.by_itself:
+                return verdict
+        except InvalidRequest as error:  # of the tokenizer
+            error.param = grammar.param
+            raise
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.blake2b(
+        grammar.source.encode("utf-8", "surrogatepass"), digest_size=16, person=grammar.kind.encode()
+    ).digest()
+
+
+def _check_form(grammar: Grammar) -> None:
+    """What can be said without compiling: it is text, JSON where that is asked for, and not too deep."""
+    try:
+        grammar.source.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("the grammar is not valid Unicode (lone surrogates)", param=grammar.param) from None
+    if grammar.kind == "json_schema":
+        schema = _json_of(grammar)
+        if not isinstance(schema, dict):
+            raise InvalidRequest("the schema must be a JSON object", param=grammar.param)
+        if _depth(schema) > MAX_DEPTH:
+            raise InvalidRequest(f"the schema is nested deeper than {MAX_DEPTH} levels", param=grammar.param)
+    elif grammar.kind == "choice":
+        choices = _json_of(grammar)
+        texts = [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else []
+        if texts != choices or not 1 <= len(texts) <= MAX_CHOICES:
+            raise InvalidRequest(f"choices must be a list of 1 to {MAX_CHOICES} strings", param=grammar.param)
+    elif grammar.kind != "json_object" and not grammar.source:
+        raise InvalidRequest("the grammar is empty", param=grammar.param)
+
+
+def _json_of(grammar: Grammar) -> object:
+    try:
+        return json.loads(grammar.source)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("it must be valid JSON, and not nested deeply", param=grammar.param) from None
+
+
+def _depth(value: object) -> int:
+    """Of nested arrays and objects, at most one more than MAX_DEPTH."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        inner: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                inner += node.values()
+            elif isinstance(node, list):
+                inner += node
+        depth, level = depth + 1, [node for node in inner if isinstance(node, dict | list)]
+    return depth

@@ -1,0 +1,77 @@
+"""The decode child: `python -m hydra_engine.preprocess.sandbox.image_child FD` turns files into small pictures.
+
+A decoder that crashes, loops or eats memory takes this process with it and nothing else. Does not know where files come
+from.
+"""
+
+from __future__ import annotations
+
+import resource
+
+import msgspec
+from PIL import Image
+
+from hydra_engine.errors import InvalidImage
+from hydra_engine.models.specs.base import VideoInfo, View
+from hydra_engine.preprocess.media.containers import Container
+from hydra_engine.preprocess.media.pixels import decode, num_bytes, render_into
+from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
+
+MEMORY_BYTES = 1 << 30  # of address space; a WebP of 40 million pixels with transparency needs nine tenths of it
+CPU_SECONDS = 5  # of one picture; the largest take one
+MAX_CPU_SECONDS = 60  # of many pictures
+
+
+class ImageJob(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
+    """A picture's views."""
+
+    container: Container
+    views: tuple[View, ...]
+    resample: str
+
+
+class FramesJob(msgspec.Struct, frozen=True, array_like=True, tag="frames"):
+    """Views of several pictures, `View.source` says which."""
+
+    containers: tuple[Container, ...]
+    views: tuple[View, ...]
+    resample: str
+
+
+class Decoded(msgspec.Struct):
+    """The answer to every job for pixels, and with `video` to a question about a video file."""
+
+    is_broken: bool = False
+    video: VideoInfo | None = None
+
+
+def main() -> None:
+    Image.init()
+    limit_memory(MEMORY_BYTES)
+    serve(msgspec.msgpack.Decoder(ImageJob | FramesJob), lambda: answer, cpu_seconds)
+
+
+def limit_memory(address_space: int) -> None:
+    """In bytes; and no files are written."""
+    limit(resource.RLIMIT_AS, address_space)
+    limit(resource.RLIMIT_FSIZE, 0)
+
+
+def answer(job: ImageJob | FramesJob, memory: Memory) -> Decoded:
+    try:
+        render_into(map(decode, containers(job)), job.views, job.resample, memory[: num_bytes(job.views)])
+    except (InvalidImage, MemoryError):
+        return Decoded(is_broken=True)
+    return Decoded()
+
+
+def cpu_seconds(job: ImageJob | FramesJob) -> float:
+    return min(CPU_SECONDS * len(containers(job)), MAX_CPU_SECONDS)
+
+
+def containers(job: ImageJob | FramesJob) -> tuple[Container, ...]:
+    return (job.container,) if isinstance(job, ImageJob) else job.containers
+
+
+if __name__ == "__main__":
+    main()

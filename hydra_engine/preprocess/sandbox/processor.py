@@ -1,0 +1,117 @@
+"""The parent's side of the processor child: pictures of models that run through transformers, to payloads and plans.
+
+One child, because it holds torch. Does not import torch, does not know files or requests.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.media import ArrayLayout, PixelPayload
+from hydra_engine.errors import InvalidImage, from_info
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed, Setup
+
+ANSWER_SECONDS = 60.0  # for a picture
+MAX_ARRAY_BYTES = 1 << 30  # of one picture's arrays
+
+_FOLDERS = ("HOME", "TMPDIR", "HF_HOME", "HF_MODULES_CACHE")  # where transformers keeps code that comes with models
+_SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_COMMAND = (sys.executable, "-m", "hydra_engine.preprocess.sandbox.processor_child")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedPicture(PixelPayload):
+    """A payload, with what the prompt needs of it."""
+
+    before: str = ""
+    behind: str = ""
+    num_tokens: int = 0
+    num_patches: int = 0
+    whole: bool = False
+
+    def plan(self) -> MediaPlan:
+        """Text, the span, text."""
+        item = ItemPlan(
+            self.width, self.height, 1, self.num_patches, self.num_tokens, (1, 1, self.num_patches), whole=self.whole
+        )
+        parts = [part for part in (self.before, item, self.behind) if part != ""]
+        return MediaPlan((View.whole(self.width, self.height),), tuple(parts))
+
+
+class ImageProcessor:
+    """The model's own processor of pictures. Safe from any thread; pictures go through one after another."""
+
+    def __init__(
+        self, spec: GenericSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
+    ) -> None:
+        assert isinstance(spec.vision, GenericVisionSpec)
+        facts = spec.vision.facts
+        self._whole = facts.whole
+        self._answer_seconds = answer_seconds
+        self._turn = threading.Lock()
+        self._host = ChildHost(
+            "run the model's image processor",
+            command,
+            Processed,
+            setup=Setup(
+                spec.model_dir,
+                facts.model_type,
+                facts.image_token_id,
+                facts.inputs,
+                facts.patch_size,
+                spec.trust_remote_code,
+            ),
+            variables=_SETTINGS,
+            inherited=_FOLDERS,
+            max_answer_bytes=MAX_ARRAY_BYTES,
+        )
+
+    def process(self, digest: ImageDigest, size: tuple[int, int], pixels: bytes) -> ProcessedPicture:
+        """Blocking. An upright RGB picture of that (width, height), row by row. Raises InvalidImage where the processor
+        refuses it or fails on it, Unavailable when no child can be started."""
+        with self._turn:
+            try:
+                answer, _ = self._host.run(Picture(*size, memoryview(pixels)), self._answer_seconds)
+            except ChildDied as error:
+                raise _failed() from error
+        if answer.error is not None:
+            raise from_info(answer.error)
+        sizes = [math.prod(layout.shape) * np.dtype(layout.dtype).itemsize for layout in answer.arrays]
+        if sizes != [len(data) for data in answer.data]:
+            raise _failed()
+        ids = np.asarray(answer.token_ids, dtype=np.int64)
+        return ProcessedPicture(
+            digest,
+            width=size[0],
+            height=size[1],
+            data=b"".join((ids.tobytes(), *answer.data)),
+            arrays=(ArrayLayout(SPAN_TOKEN_IDS, ids.dtype.str, ids.shape), *answer.arrays),
+            before=answer.before,
+            behind=answer.behind,
+            num_tokens=ids.size,
+            num_patches=answer.num_patches,
+            whole=self._whole,
+        )
+
+    def warm_up(self) -> None:
+        """Blocking. Starts the child, so that the first picture does not wait for it."""
+        with self._turn:
+            self._host.start()
+
+    def close(self) -> None:
+        """Ends the child now, whatever it does."""
+        self._host.close()
+
+
+def _failed() -> InvalidImage:
+    return InvalidImage("the picture cannot be used: the model's processor failed on it")

@@ -1,0 +1,93 @@
+"""The processor child: `python -m hydra_engine.preprocess.sandbox.processor_child FD SETUP` runs a model's processor.
+
+It needs torch and transformers, which the front process stays free of; and with --trust-remote-code it runs the code
+that comes with the model. It gets decoded pixels only, never untrusted files.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from PIL import Image
+
+from hydra_engine.core.media import ArrayLayout
+from hydra_engine.errors import ErrorInfo, HydraError
+from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
+
+
+class Setup(msgspec.Struct):
+    """What the child is started with, as JSON."""
+
+    model_dir: str
+    model_type: str
+    image_token_id: int
+    inputs: tuple[str, ...]
+    patch_size: int
+    trust_remote_code: bool
+
+
+class Picture(msgspec.Struct):
+    """Upright, RGB, row by row."""
+
+    width: int
+    height: int
+    pixels: memoryview
+
+
+class Processed(msgspec.Struct):
+    """`before`, `token_ids`, `behind` take the place of the picture's placeholder. `data`: the bytes of each array."""
+
+    error: ErrorInfo | None = None
+    before: str = ""
+    token_ids: list[int] = []
+    behind: str = ""
+    num_patches: int = 0
+    arrays: tuple[ArrayLayout, ...] = ()
+    data: tuple[memoryview, ...] = ()
+
+
+def main() -> None:
+    serve(msgspec.msgpack.Decoder(Picture), start)
+
+
+def start() -> Callable[[Picture, Memory], Processed]:
+    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    gc.disable()
+    # Loads torch and transformers, and the parent imports this file.
+    from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
+
+    gc.freeze()  # in what was read there is no garbage, so nobody looks for it
+    gc.enable()
+    processor = PictureProcessor(
+        Path(setup.model_dir),
+        setup.model_type,
+        image_token_id=setup.image_token_id,
+        inputs=setup.inputs,
+        trust_remote_code=setup.trust_remote_code,
+    )
+
+    def answer(picture: Picture, _memory: Memory) -> Processed:
+        try:
+            expansion = processor.expand(Image.frombytes("RGB", (picture.width, picture.height), picture.pixels))
+        except HydraError as error:
+            return Processed(error.info())
+        arrays = expansion.arrays
+        return Processed(
+            None,
+            expansion.before,
+            expansion.token_ids,
+            expansion.behind,
+            expansion.num_patches(setup.patch_size),
+            tuple(ArrayLayout(name, array.dtype.str, array.shape) for name, array in arrays.items()),
+            tuple(array.data.cast("B") for array in arrays.values()),
+        )
+
+    return answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Chat messages to the text of a prompt, through the model's own template.
+
+Does not know token ids, and opens nothing: a picture is a placeholder here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from hydra_engine.core.chat import ChatMessage, TextPart, ToolCall
+from hydra_engine.core.prompting import TemplateOptions, texts_of
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
+from hydra_engine.preprocess.text.tokenizer import Tokenizer
+
+_PROBE = "hydra9probe"
+_PROBE_ID = "hydra9pro"  # nine letters and digits, as some templates demand
+# What operations inside a template raise when a conversation is not what it expects.
+_RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_DEFAULTS = TemplateOptions()
+_PROBING = TemplateOptions(add_generation_prompt=False)
+
+
+class ChatTemplate:
+    """Renders conversations. Some templates read a message's content as a string, some as a list of parts, some differ
+    by role, and arguments of tool calls are objects to some and text to others: which of them is found out by rendering
+    a probe once per role. `has_processor` says that transformers would use a processor, not the tokenizer alone."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        image_token: str | None,
+        video_token: str | None = None,
+        *,
+        has_processor: bool = True,
+    ) -> None:
+        self.text = template
+        self._has_processor = has_processor
+        self._tokenizer = tokenizer
+        self._tokens = {"image": image_token, "video": video_token}
+        self._reads: dict[tuple[str, type], bool] = {}
+
+    def render(self, messages: Sequence[ChatMessage], options: TemplateOptions = _DEFAULTS) -> str:
+        """The prompt's text. Raises InvalidRequest; also where a user's text holds the image token."""
+        if self.text is None:
+            raise InvalidRequest(f"{NO_TEMPLATE}, or use completions (raw prompts)")
+        self._check_texts(messages, options)
+        if options.continue_final_message:
+            _check_last(messages[-1])
+        return self._apply([self._fitting(message) for message in messages], options)
+
+    def adds_special_tokens(self, rendered: str, options: TemplateOptions = _DEFAULTS) -> bool:
+        """Whether a rendered conversation is tokenised with what the tokenizer puts around every text (BOS as a rule).
+        By the rule of transformers: its processors do so unless BOS is there, its tokenizers by themselves never."""
+        if options.add_special_tokens is not None:
+            return options.add_special_tokens
+        bos = self._tokenizer.bos_token
+        return self._has_processor and (bos is None or not rendered.startswith(bos))
+
+    def _check_texts(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> None:
+        texts = [place for message in messages for place in message.texts()]
+        texts += [("tools", text) for text in texts_of(options.tools)]
+        texts += [("chat_template_kwargs", text) for text in texts_of(options.variables)]
+        for param, text in texts:
+            for kind, token in self._tokens.items():
+                if token is not None and token in text:
+                    raise InvalidRequest(
+                        f"the text holds the model's {kind} placeholder; give {kind}s as {kind} parts instead",
+                        param=param,
+                    )
+
+    def _fitting(self, message: ChatMessage) -> dict[str, Any]:
+        """The message as the template reads it: its content and the arguments of its calls in a form that it has a
+        place for."""
+        fitting: dict[str, Any] = {"role": message.role, "content": self._fitting_content(message)}
+        about = {"tool_call_id": message.tool_call_id, "name": message.name}
+        fitting |= {name: value for name, value in about.items() if value is not None}
+        if message.tool_calls:
+            as_text = not self._reads_form("tool_calls", dict)
+            if as_text and not self._reads_form("tool_calls", str):
+                raise InvalidRequest(
+                    "the model's chat template has no place for tool calls; leave them out",
+                    param=message.place_of("tool_calls"),
+                    code="unsupported_parameter",
+                )
+            fitting["tool_calls"] = [_tool_call(call, as_text=as_text) for call in message.tool_calls]
+        return fitting
+
+    def _fitting_content(self, message: ChatMessage) -> str | list[dict[str, Any]]:
+        role, content = message.role, message.content
+        if isinstance(content, str):
+            return self._fitting_text(role, content)
+        if self._reads_form(role, list):
+            return [_part(part.text) if isinstance(part, TextPart) else {"type": part.kind} for part in content]
+        texts = [part.text for part in content if isinstance(part, TextPart)]
+        return "\n".join([*(self._tokens[part.kind] or "" for part in message.media), *texts])
+
+    def _fitting_text(self, role: str, text: str) -> str | list[dict[str, Any]]:
+        return [_part(text)] if not self._reads_form(role, str) and self._reads_form(role, list) else text
+
+    def _reads_form(self, role: str, form: type) -> bool:
+        """`role` may be tool_calls, whose forms are those of arguments: dict and str."""
+        known = self._reads.get((role, form))
+        if known is None:
+            probe = self._call_probe(form) if role == "tool_calls" else self._probe(role, form)
+            known = self._reads[role, form] = self._shows(probe)
+        return known
+
+    def _probe(self, role: str, form: type) -> list[dict[str, Any]]:
+        content = _PROBE if form is str else [_part(_PROBE)]
+        messages: list[dict[str, Any]] = [{"role": role, "content": content}]
+        if role != "user":  # most templates insist on a user's turn before an assistant's and after a system's
+            messages = [*messages, self._user_turn()] if role == "system" else [self._user_turn(), *messages]
+        return messages
+
+    def _call_probe(self, form: type) -> list[dict[str, Any]]:
+        """The call is answered, because some templates count the answers."""
+        arguments = {_PROBE: _PROBE} if form is dict else json.dumps({_PROBE: _PROBE})
+        call = {"id": _PROBE_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = self._fitting_text("tool", "")
+        told = {"role": "tool", "content": answer, "tool_call_id": _PROBE_ID, "name": "probe"}
+        return [self._user_turn(), asked, told]
+
+    def _user_turn(self) -> dict[str, Any]:
+        """Not empty: some templates look at a turn's first part."""
+        return {"role": "user", "content": self._fitting_text("user", "x")}
+
+    def _shows(self, messages: list[dict[str, Any]]) -> bool:
+        try:
+            text = self._tokenizer.apply_template(messages, self.text or "", _PROBING)
+        except (TemplateError, *_RENDER_ERRORS):
+            return False
+        return _PROBE in text and "{'type'" not in text and f"{{'{_PROBE}" not in text
+
+    def _apply(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
+        try:
+            return self._tokenizer.apply_template(messages, self.text or "", options)
+        except TemplateError as error:
+            # Exactly this class is what a template raises by itself, in words meant for the user.
+            words = " ".join((error.message or "").split())[:200] if type(error) is TemplateError else ""
+            raise InvalidRequest(
+                f"the chat template refused the messages: {words}" if words else "the chat template cannot be rendered"
+            ) from error
+        except _RENDER_ERRORS as error:
+            hint = ", or not so that the last one goes on" if options.continue_final_message else ""
+            raise InvalidRequest(f"the chat template cannot render these messages{hint}") from error
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+    """As the OpenAI API has it; some templates join arguments to other text."""
+    arguments = call.arguments
+    if as_text and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    id = {} if call.id is None else {"id": call.id}
+    return {**id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _check_last(message: ChatMessage) -> None:
+    """What an answer can go on with ends in text."""
+    ends_in_text = isinstance(message.content, str) or isinstance(message.content[-1], TextPart)
+    if message.role != "assistant" or not ends_in_text or message.tool_calls:
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant that ends in text and calls no tools",
+            param="continue_final_message",
+        )

@@ -1,0 +1,193 @@
+"""Incremental detokenization: whole characters only, and stop strings found wherever they begin.
+
+The pieces of a request, joined, are exactly what decoding all its tokens at once gives, up to a stop string. Amortised
+constant time per token. Does not know end-of-sequence tokens, messages or sampling.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from hydra_engine.core.logprobs import FIRST, SILENT
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.preprocess.text.tokenizer import REPLACEMENT, Tokenizer, name_of
+
+# A character has at most four bytes; more tokens than this that end in no character never become one.
+_MOST_HELD_TOKENS = 8
+
+
+class IncrementalDetokenizer:
+    """One per request. After `stop_string` is set nothing more comes out.
+
+    Text of the first `min_tokens - 1` tokens takes no part in a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self.stop_string: str | None = None
+        self.at_start = True  # no token has become a part of the text
+        self._skipped = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
+        self.spelling = Spelling(tokenizer, self._skipped)
+        self._decoder: _Decoder = _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer)
+        self._stops = StopMatcher(sampling.stop) if sampling.stop else None
+        self._include_stop = sampling.include_stop_str_in_output
+        self._min_tokens = sampling.min_tokens
+        self._num_tokens = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make certain; empty while a character or a stop string may be in the making."""
+        return "".join([self.feed_one(token_id) for token_id in token_ids])
+
+    def feed_one(self, token_id: int) -> str:
+        self._num_tokens += 1
+        if token_id in self._skipped or self.stop_string is not None:
+            return ""
+        self.at_start = False
+        text = self._decoder.feed(token_id)
+        return text if self._stops is None else self._matched(text)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the request. May still complete a stop string."""
+        if self.stop_string is not None:
+            return ""
+        text = self._matched(self._decoder.flush())
+        if self._stops is not None and self.stop_string is None:
+            text += self._stops.flush()
+        return text
+
+    def _matched(self, text: str) -> str:
+        if self._stops is None or not text or self._num_tokens < self._min_tokens:
+            return text
+        certain, self.stop_string = self._stops.feed(text)
+        if self.stop_string is not None and self._include_stop:
+            certain += self.stop_string
+        return certain
+
+
+class Spelling:
+    """How tokens are shown in lists of log probabilities: the name of each, and the bytes that it adds to the text."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+
+    def __call__(self, token_id: int, place: int) -> tuple[str, bytes]:
+        """`place`: see `core/logprobs.py`."""
+        tokenizer = self._tokenizer
+        if place & SILENT or token_id in self._skipped:
+            return tokenizer.token_text(token_id), b""
+        raw = tokenizer.first_bytes(token_id) if place & FIRST else tokenizer.token_bytes(token_id)
+        return name_of(raw), raw
+
+
+class StopMatcher:
+    """Finds the stop string that ends first, whatever the pieces in which the text comes (Knuth-Morris-Pratt)."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._fallbacks = [_borders(stop) for stop in stops]
+        self._matched = [0] * len(stops)  # per stop: how many of its characters end the text so far
+        self._held = ""
+        self._first_chars = frozenset(stop[0] for stop in stops)
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text that is in no stop string, the stop string if one is complete)."""
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text, None
+        text = self._held + text
+        for position in range(len(self._held), len(text)):
+            stop = self._step(text[position])
+            if stop is not None:
+                self._held = ""
+                return text[: position + 1 - len(stop)], stop
+        certain = len(text) - max(self._matched)
+        self._held = text[certain:]
+        return text[:certain], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> str | None:
+        """Moves every stop on by one character; the longest of those that are now complete."""
+        complete: str | None = None
+        for index, stop in enumerate(self._stops):
+            length, fallback = self._matched[index], self._fallbacks[index]
+            while length and stop[length] != char:
+                length = fallback[length - 1]
+            length += stop[length] == char
+            self._matched[index] = length
+            if length == len(stop) and (complete is None or len(stop) > len(complete)):
+                complete = stop
+        return complete
+
+
+def _borders(stop: str) -> list[int]:
+    """For every prefix the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    for end in range(1, len(stop)):
+        length = borders[end - 1]
+        while length and stop[length] != stop[end]:
+            length = borders[length - 1]
+        borders[end] = length + (stop[length] == stop[end])
+    return borders
+
+
+class _Decoder(Protocol):
+    def feed(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteDecoder:
+    """For byte-level vocabularies: tokens are bytes, characters come out when their bytes are complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes_of = tokenizer.token_bytes
+        self._whole_texts = tokenizer.whole_texts
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = True  # no character has begun
+
+    def feed(self, token_id: int) -> str:
+        if self._between and (whole := self._whole_texts[token_id]) is not None:
+            return whole
+        text = self._utf8.decode(self._bytes_of(token_id))
+        self._between = not self._utf8.getstate()[0]
+        return text
+
+    def flush(self) -> str:
+        self._between = True
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For any other vocabulary: decodes the newest tokens behind the ones before them and takes the difference.
+
+    `tokens[:context]` has been given out and is kept because decoders treat the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._tokens: list[int] = []
+        self._context = 0
+
+    def feed(self, token_id: int) -> str:
+        self._tokens.append(token_id)
+        text = self._new_text()
+        incomplete = not text or text.endswith(REPLACEMENT)
+        if incomplete and len(self._tokens) - self._context < _MOST_HELD_TOKENS:
+            return ""
+        self._tokens = self._tokens[self._context :]
+        self._context = len(self._tokens)
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._tokens.clear()
+        self._context = 0
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._tokens[: self._context], skip_special_tokens=False)
+        return self._decode(self._tokens, skip_special_tokens=False)[len(before) :]

@@ -1,0 +1,76 @@
+"""The chat template files of a model directory, in the order in which transformers looks. Reads files and renders
+nothing; imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra_engine.errors import CheckpointError, ConfigError
+
+NO_TEMPLATE = "the model has no chat template; give one with --chat-template FILE"
+
+
+class ChatTemplates(NamedTuple):
+    """`with_tools` is for conversations with tools, where the directory has another one for them."""
+
+    default: str | None = None
+    with_tools: str | None = None
+
+
+def find_templates(folder: Path) -> ChatTemplates:
+    """A processor's own goes before the tokenizer's. Raises CheckpointError for a file that is broken."""
+    template = read_json(folder / "processor_config.json").get("chat_template")
+    if template is None and (older := folder / "chat_template.json").is_file():
+        template = read_json(older).get("chat_template")
+        if not isinstance(template, str):
+            raise CheckpointError(f"{older.name} is broken")
+    if isinstance(template, str) and template:
+        return ChatTemplates(template)
+    files = [folder / "chat_template.jinja", *(folder / "additional_chat_templates").glob("*.jinja")]
+    named: dict[str, Any] = {path.stem: _read(path) for path in files if path.is_file()}
+    if "chat_template" in named:
+        named["default"] = named.pop("chat_template")
+    if not named:
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+        entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    known = {name: text for name, text in named.items() if isinstance(text, str) and text}
+    return ChatTemplates(known.get("default"), known.get("tool_use"))
+
+
+def check_template(folder: Path, given: str | None) -> None:
+    """Raises where a chat could not be rendered: before a model is loaded for it."""
+    if given is not None:
+        read_given(given)
+    elif find_templates(folder).default is None:
+        raise ConfigError(NO_TEMPLATE, param="chat_template")
+
+
+def read_given(path: str) -> str:
+    """The operator's own. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the chat template {path}: {reason}", param="chat_template") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Of a file that may be missing. Raises CheckpointError."""
+    try:
+        parsed = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} is not valid JSON") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object")
+    return parsed
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read") from error

@@ -1,0 +1,245 @@
+"""Text to token ids and back, over the model's own tokenizer files.
+
+Knows transformers' tokenizer and the byte-level alphabet. Does not know chat templates beyond handing them over, stop
+strings or streaming. Importing it imports no torch. All methods are safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.errors import CheckpointError, InvalidRequest
+from hydra_engine.preprocess.text.template_files import find_templates, read_json
+
+REPLACEMENT = "\ufffd"
+LONG_TEXT_CHARS = 2000  # from here on tokenising is worth a thread
+
+_TOKENIZER_FILE = "tokenizer.json"
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+# What reading a broken tokenizer file raises; tokenizers reports parse errors as a bare Exception.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
+
+
+# The classes that AutoTokenizer, which imports torch and is not asked, knows for model types with a specification here.
+# A class that the files name goes before these, unless the files of that type are known to name a wrong one.
+_CLASSES = {
+    "internvl": "Qwen2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen2_vl": "Qwen2Tokenizer",
+    "qwen2_5_vl": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_vl": "Qwen2Tokenizer",
+    "qwen3_5_text": "Qwen3_5Tokenizer",
+}
+_WRONGLY_NAMED = {"qwen2"}
+_PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # as tokenizer.json says, whatever class the files name
+
+
+def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, of the class of transformers that AutoTokenizer takes: some make
+    another tokenizer of tokenizer.json than it says. `class_name` is that class where it is known. Raises
+    CheckpointError that names the missing file."""
+    folder = Path(model_dir)
+    if (folder / _TOKENIZER_FILE).is_file():
+        _check_json(folder / _TOKENIZER_FILE)
+        loader: Any = _named_class(class_name or _class_name(folder))
+    elif any((folder / name).is_file() for name in _OTHER_FILES):
+        from transformers import AutoTokenizer as loader  # only for directories without tokenizer.json
+    else:
+        raise CheckpointError(f"the model directory has no {_TOKENIZER_FILE}")
+    try:
+        tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
+    except _LOAD_ERRORS as error:
+        raise CheckpointError(f"the tokenizer files ({_TOKENIZER_FILE}, tokenizer_config.json) are broken") from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Backend):
+        raise CheckpointError(f"the model directory needs a {_TOKENIZER_FILE}; this tokenizer has no fast form")
+    file = folder / _TOKENIZER_FILE
+    templates = find_templates(folder)
+    return Tokenizer(tokenizer, templates.default, file if file.is_file() else None, templates.with_tools)
+
+
+class Tokenizer:
+    """`vocab_size` counts added tokens; the model's logits may be wider (padded), such ids decode to nothing. So do ids
+    below it that have no name, unless tokenizer_config.json has an `unnamed_text` for them, as those of the models
+    that ship without weights do: of them every token is seen."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat_template: str | None = None,
+        file: Path | None = None,
+        tool_template: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        named = self._backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(named, *(id + 1 for id in added)) if added else named
+        self._unnamed = str(tokenizer.init_kwargs.get("unnamed_text", "")).encode()
+        self.bos_token: str | None = tokenizer.bos_token
+        self.eos_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.chat_template = chat_template
+        self.tool_template = tool_template  # of conversations with tools, where the files have another one for them
+        self.file = file  # the tokenizer.json that it was read from, if there is one
+        # With this decoder a token is a fixed string of bytes and a text is their concatenation.
+        self.is_byte_level = isinstance(self._backend.decoder, decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens written out in the text are parsed. Raises InvalidRequest for text that is not Unicode."""
+        try:
+            if len(text) < LONG_TEXT_CHARS:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # the batch form lets other threads run meanwhile
+                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequest("the text is not valid Unicode (lone surrogates)") from error
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest("token ids must be integers from 0 to 4294967295") from error
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, None outside it."""
+        return self._backend.id_to_token(token_id)
+
+    def tokens(self, token_ids: Iterable[int]) -> list[str]:
+        return [self.token(id) or "" for id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for; possibly a part of a character."""
+        spelling = self._bytes.get(token_id)
+        if spelling is None:
+            spelling = self._bytes[token_id] = self._spell(token_id)
+        return spelling
+
+    def first_bytes(self, token_id: int) -> bytes:
+        """The same for a token that a text begins with: decoders of SentencePiece drop a space there."""
+        raw = self.token_bytes(token_id)
+        if self.is_byte_level or self.whole_texts[token_id] is None:
+            return raw
+        alone = self._backend.decode([token_id], skip_special_tokens=False).encode()
+        return alone if raw.endswith(alone) else raw
+
+    def token_text(self, token_id: int) -> str:
+        return name_of(self.token_bytes(token_id))
+
+    def apply_template(
+        self, conversation: list[dict[str, Any]], template: str, options: TemplateOptions | None = None
+    ) -> str:
+        """Renders in transformers' sandbox; raises what the template raises."""
+        options = options or TemplateOptions()
+        rendered = self._tokenizer.apply_chat_template(
+            conversation,
+            tools=[dict(tool) for tool in options.tools] or None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **options.variables,
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return self._unnamed
+        if self.is_byte_level:
+            return bytes_of(token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback of SentencePiece
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        if token_id in self.special_ids:
+            return token.encode()
+        # A decoder may drop the space before the first token, so it is decoded behind another one.
+        alone = self._backend.decode([token_id], skip_special_tokens=False)
+        twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+
+class _WholeTexts(dict[int, str | None]):
+    """What the bytes of each token say by themselves; None where they are a part of a character. A plain look-up once
+    they are known, as streams ask for every token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
+def name_of(raw: bytes) -> str:
+    """A token's bytes as text for lists of log probabilities; parts of characters in the form `bytes:\\xe2\\x82`."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def bytes_of(token: str) -> bytes:
+    """A token of a byte-level vocabulary as bytes, by the decoder's rule: foreign characters stand for themselves."""
+    try:
+        return bytes([_BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's bijection of bytes and printable characters."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _check_json(path: Path) -> None:
+    if not isinstance(read_json(path).get("model"), dict):
+        raise CheckpointError(f"{path.name} is not a tokenizer file")
+
+
+def _class_name(folder: Path) -> str | None:
+    config, settings = (read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    model_type, declared = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if "auto_map" in settings:  # code of the model's own, which is not run
+        return declared
+    if model_type in _PLAIN:
+        return None
+    if declared is None or model_type in _WRONGLY_NAMED:
+        return _CLASSES.get(str(model_type))
+    if declared.removesuffix("Fast") == "LlamaTokenizer" and b'"ByteLevel"' in (folder / _TOKENIZER_FILE).read_bytes():
+        return None  # Llama 3's: that class would take spaces for SentencePiece's
+    return declared
+
+
+def _named_class(name: str | None) -> type[PreTrainedTokenizerFast]:
+    cls = getattr(transformers, name.removesuffix("Fast"), None) if isinstance(name, str) else None
+    if isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerFast):
+        return cls
+    return PreTrainedTokenizerFast

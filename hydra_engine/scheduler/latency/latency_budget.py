@@ -1,0 +1,346 @@
+"""Budgets that keep latency limits: the largest steps whose predicted time stays within the limit of their decodes.
+
+HydraInfer (section 4.2, Algorithm 1) searches a token budget and an image budget once, each for itself, from the TPOT
+limit. Here both are searched before every step, together, for the decodes that run now, on a surface of measured costs
+that knows how much the lanes slow each other, and corrected by what steps took. Knows no requests and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from enum import IntEnum
+
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
+from hydra_engine.core.messages import BudgetReport
+from hydra_engine.scheduler.budget import USED, Demand, StepBudget
+from hydra_engine.scheduler.latency.correction import Correction, Kind, Window
+
+MIN_SHARE = 0.2  # of the slack that prefill and vision each have at least while both have work
+MIN_VISION = 0.05  # of the limit: seconds of vision beside every step, even if decodes alone fill it
+MIN_CHUNK = 16  # tokens; with fewer a waiting prefill counts as starved
+STARVED_STEPS = 64  # after so many steps it gets a chunk that the limit has no room for
+STARVED_SHARE = 0.5  # of the limit: what that chunk may take
+MAX_STRETCH = 4.0  # limits that a step may last for the sake of a first token
+BATCH_EFFICIENCY = 0.95  # of the best throughput of the vision model
+SLICE_SHARE = 0.25  # of the limit: the longest time between two places where the vision lane can pause
+MIN_PREDICTION = 0.25  # of the limit: what a step took too long is measured against at least this
+RECENT_STEPS = 256  # behind the figures of the report
+OVERRUNS = 64
+OVERRUN_KEPT = 0.9  # share of the steps beside which vision runs on no longer than reckoned
+
+
+class _Towards(IntEnum):
+    """Whom the slack goes to."""
+
+    BOTH = 0
+    PREFILL = 1
+    VISION = 2
+
+
+class _Step:
+    """The language step that is being filled: its predicted seconds with so many tokens of prefill. Monotone in the
+    tokens and in the seconds of vision. All its prefill is reckoned behind the context of the first one."""
+
+    __slots__ = ("_chunk_share", "_context", "_decodes", "_keys_s", "_num_chunks", "_surface", "base")
+
+    def __init__(self, surface: CostSurface, demand: Demand) -> None:
+        self._surface = surface
+        self._decodes = demand.num_decodes
+        self._context = demand.prefill_context
+        self._num_chunks = demand.num_prefills
+        self._chunk_share = demand.num_prefills / max(1, demand.prefill_tokens)
+        self._keys_s = surface.per_key_s * demand.decode_context + surface.per_decode_s * demand.num_decodes
+        self.base = surface.rows.at(demand.num_decodes) + self._keys_s  # decodes only
+
+    def alone(self, tokens: int) -> float:
+        if not tokens:
+            return self.base
+        surface = self._surface
+        pairs = tokens * (self._context + 0.5 * (tokens + 1))
+        chunks = min(self._num_chunks, math.ceil(tokens * self._chunk_share))
+        seconds = surface.rows.at(self._decodes + tokens) + self._keys_s
+        return seconds + surface.per_pair_s * pairs + surface.per_chunk_s * chunks
+
+    def beside(self, tokens: int, vision_s: float) -> float:
+        """While the vision lane runs for so many seconds of it, or all along."""
+        alone = self.alone(tokens)
+        slowed = self._slowed(alone)
+        if vision_s >= slowed:
+            return slowed
+        return alone + vision_s * (1 - alone / slowed)
+
+    def room(self, tokens: int, allowed_s: float) -> float:
+        """Seconds of vision beside it within `allowed_s`; infinite if it may run all along."""
+        alone = self.alone(tokens)
+        slowed = self._slowed(alone)
+        if slowed <= allowed_s:
+            return math.inf
+        if alone >= allowed_s:
+            return 0.0
+        return (allowed_s - alone) / (1 - alone / slowed)
+
+    def _slowed(self, alone: float) -> float:
+        surface = self._surface
+        return self.base * surface.decode_slowdown + (alone - self.base) * surface.prefill_slowdown
+
+
+class LatencyBudgets:
+    """Budgets of one instance whose machine was measured.
+
+    With decodes that have a limit, a step is filled until `predicted(tokens, vision seconds) * correction + pause`
+    reaches it, where `correction` is what nearly all of the latest steps stay below (`correction.py`) and `pause` lies
+    between two steps. Without such decodes budgets are those of the configuration, which are upper bounds at all times.
+
+    While prefill and vision both have work, the slack that decodes leave is split by the seconds of work that wait on
+    either side, at least a fifth each, and what one cannot use goes to the other. If the earliest due first token would
+    come too late like that, the side that it waits for takes all of it, and the step may last up to `Demand.stretch_s`
+    and four limits.
+
+    Nobody starves: vision has 5 % of the limit beside every step if it has that much to do, and after 64 steps with
+    less than 16 tokens a prefill gets as many as take half a limit, at least 16.
+
+    `num_slices` is how many pieces the vision lane can cut a vision step into; 0: it cannot pause at all.
+    """
+
+    def __init__(self, surface: CostSurface, config: SchedulerConfig, *, num_slices: int) -> None:
+        self._surface = surface
+        self._config = config
+        self._num_slices = num_slices
+        self._correction = Correction(surface.language_error, surface.corun_error)
+        self._kind = Kind.DECODES
+        self._latest = Demand(now=0.0)
+        self._latest_vision_s = math.inf
+        self._guesses = [0] * len(_Towards)  # tokens of the latest step, near which those of the next one will be
+        self._starved = 0
+        self._pairs_per_patch = 0.0
+        self._image_budget = self._best_image_budget()
+        self._overruns = Window(OVERRUNS)
+        self._overruns.add(self._vision_s(self._image_budget) / max(1, num_slices))
+        self._decode_steps = self._late_steps = self._stretched_steps = self._full_steps = 0
+        self._used: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    # ---- before a step
+
+    def language(self, demand: Demand) -> StepBudget:
+        limit = demand.decode_limit_s
+        highest = max(0, self._config.token_budget - demand.num_decodes)
+        if not demand.num_decodes or limit == math.inf:
+            budget = StepBudget(highest, math.inf)
+        else:
+            budget = self._filled(demand, highest, limit, _Towards.BOTH)
+            if self._is_at_risk(demand, budget):
+                towards = _Towards.VISION if demand.due_patches else _Towards.PREFILL
+                target = max(limit, min(demand.stretch_s, MAX_STRETCH * limit))
+                budget = self._filled(demand, highest, target, towards)
+        self._latest, self._latest_vision_s = demand, budget.vision_s
+        return self._fed(demand, budget, min(highest, demand.prefill_tokens))
+
+    def _filled(self, demand: Demand, highest: int, target_s: float, towards: _Towards) -> StepBudget:
+        step, guess = _Step(self._surface, demand), self._guesses[towards]
+        limit, want = demand.decode_limit_s, min(highest, demand.prefill_tokens)
+        allowed = self._allowed(Kind.VISION, target_s)
+        if not demand.encode_patches:
+            tokens = _largest(step.alone, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
+            self._guesses[towards] = tokens
+            vision_s = max(0.0, step.room(tokens, allowed) - self._overrun_s)  # of a picture that comes meanwhile
+            return StepBudget(tokens, vision_s, limit, target_s, step.alone(tokens), tokens < want)
+        if step.beside(want, math.inf) <= allowed:
+            return StepBudget(want, math.inf, limit, target_s)
+        if not self._num_slices:
+            tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=guess)
+            return StepBudget(tokens, math.inf, limit, target_s, step.beside(tokens, math.inf), tokens < want)
+        work = self._vision_s(demand.encode_patches)
+        least = min(work, MIN_VISION * limit)
+        tokens = self._tokens_beside(step, demand, want, allowed, least, work, towards) if want else 0
+        self._guesses[towards] = tokens
+        room = step.room(tokens, allowed)
+        vision_s = max(least, room - self._overrun_s)
+        planned = step.beside(tokens, vision_s + self._overrun_s)
+        return StepBudget(tokens, vision_s, limit, target_s, planned, tokens < want, room < work)
+
+    def _tokens_beside(
+        self, step: _Step, demand: Demand, want: int, allowed: float, least: float, work: float, towards: _Towards
+    ) -> int:
+        """As many as leave vision its share, or all that it can use."""
+        guess = self._guesses[towards]
+        prefill_work = (step.alone(want) - step.base) * demand.prefill_tokens / want
+        share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
+        if towards is not _Towards.BOTH:
+            share = 1.0 if towards is _Towards.PREFILL else 0.0
+        own = _largest(step.alone, step.base + share * (allowed - step.base), want, guess=guess)
+        if share > 1 - MIN_SHARE or step.beside(own, least + self._overrun_s) > allowed:
+            own = _largest(lambda count: step.beside(count, least + self._overrun_s), allowed, own)
+        if own == want or step.beside(own + 1, work) > allowed:
+            return own
+        return _largest(lambda count: step.beside(count, work), allowed, want, low=own, guess=guess)
+
+    def _fed(self, demand: Demand, budget: StepBudget, want: int) -> StepBudget:
+        """The budget, or one with a chunk for a prefill that has waited for too long."""
+        if budget.tokens >= min(MIN_CHUNK, want):
+            self._starved = 0
+            return budget
+        self._starved += 1
+        if self._starved <= STARVED_STEPS:
+            return budget
+        self._starved = 0
+        step = _Step(self._surface, demand)
+        tokens = _largest(step.alone, step.base + STARVED_SHARE * budget.limit_s, want)
+        return budget._replace(tokens=max(tokens, min(MIN_CHUNK, want)), more_tokens=False, more_vision=False)
+
+    def _is_at_risk(self, demand: Demand, budget: StepBudget) -> bool:
+        """Whether the earliest due first token comes too late if all steps are like this one."""
+        left = demand.ttft_due_s - demand.now
+        if not 0 < left < math.inf or not (budget.more_tokens or budget.more_vision):
+            return False
+        limit = demand.decode_limit_s
+        needed = limit
+        if demand.due_patches:
+            needed += self._vision_s(demand.due_patches) * max(1.0, limit / max(budget.vision_s, MIN_VISION * limit))
+        if demand.due_tokens:
+            needed += limit * demand.due_tokens / budget.tokens if budget.tokens else math.inf
+        return needed > left
+
+    def _allowed(self, kind: Kind, target_s: float) -> float:
+        """Predicted seconds of a step that is to take `target_s`, the pause before it included."""
+        return (target_s - self._correction.pause_s) / self._correction.high(kind)
+
+    def predict(self, load: LanguageLoad) -> float | None:
+        return self._surface.language_s(load) * self._correction.middle(_kind(load, 0.0))
+
+    # ---- vision steps
+
+    def vision(self) -> int:
+        return self._image_budget
+
+    def _vision_s(self, num_patches: int) -> float:
+        """Seconds of the vision lane beside the language lane."""
+        load = VisionLoad(num_patches, self._pairs_per_patch * num_patches)
+        return self._surface.vision_s(load) * self._surface.vision_slowdown
+
+    def _best_image_budget(self) -> int:
+        """With a limit the smallest batch that is nearly as efficient as the best one, in slices that are short beside
+        the limit, for pictures like the latest; they cannot be smaller than a picture."""
+        highest, limit = self._config.image_budget, self._config.tpot_slo
+        if limit is None or highest < 1 or not self._vision_s(highest):  # no vision lane: it takes no time
+            return highest
+        knots = {int(knot) for knot in self._surface.patches.knots if 1 <= knot < highest} | {1, highest}
+        best = max(count / self._vision_s(count) for count in knots)
+        # between two knots the throughput only rises or only falls: look before the first knot that suffices
+        enough = BATCH_EFFICIENCY * best
+        above = min(count for count in knots if count >= enough * self._vision_s(count))
+        below = max((count for count in knots if count < above), default=above)
+        short_of = _largest(lambda count: count - enough * self._vision_s(count), 0.0, above, low=below)
+        efficient = min(above, short_of + 1)
+        short = _largest(self._vision_s, SLICE_SHARE * limit * max(1, self._num_slices), highest)
+        return max(1, min(efficient, short, highest))
+
+    def on_vision(self, load: VisionLoad) -> None:
+        """Learns how large pictures are."""
+        pairs = load.pairs / max(1, load.num_patches)
+        if not math.isclose(pairs, self._pairs_per_patch, rel_tol=0.1):
+            self._pairs_per_patch = pairs
+            self._image_budget = self._best_image_budget()
+
+    @property
+    def _overrun_s(self) -> float:
+        """How long vision runs on when its seconds are over: until the end of a slice."""
+        return self._overruns.quantile(OVERRUN_KEPT)
+
+    # ---- after a step
+
+    def on_language(
+        self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
+    ) -> None:
+        limit = budget.limit_s
+        self._kind = _kind(load, vision_s)
+        took = duration_s
+        if load.num_decodes:
+            self._correction.paused(gap_s - duration_s)
+            took = gap_s - self._correction.pause_s
+        used_up = budget.is_used_up(load.prefill_tokens, vision_s)
+        predicted = budget.planned_s if used_up and budget.planned_s else self._surface.corun_s(load, vision_s)
+        scale = max(predicted, MIN_PREDICTION * limit) if limit < math.inf else predicted
+        self._correction.measured(self._kind, 1 + (took - predicted) / scale)
+        if vision_s > 0 and vision_s >= USED * budget.vision_s:
+            self._overruns.add(max(0.0, vision_s - budget.vision_s))
+        if load.num_decodes:
+            self._decode_steps += 1
+            self._late_steps += gap_s > limit
+            self._stretched_steps += budget.target_s > limit
+            if used_up and budget.target_s == limit < math.inf:
+                self._full_steps += 1
+                self._used.append(gap_s / limit)
+
+    def report(self) -> BudgetReport:
+        """`token_budget` is what the latest language step could have held had enough prompts waited."""
+        config, latest = self._config, self._latest
+        highest = max(0, config.token_budget - latest.num_decodes)
+        tokens = highest
+        if latest.num_decodes and latest.decode_limit_s < math.inf:
+            waiting = max(highest, latest.prefill_tokens)
+            crowd = replace(latest, prefill_tokens=waiting, num_prefills=max(1, latest.num_prefills))
+            tokens = self._filled(crowd, highest, latest.decode_limit_s, _Towards.BOTH).tokens
+        return BudgetReport(
+            tpot_limit_s=config.tpot_slo or 0.0,
+            token_budget=tokens,
+            image_budget=self._image_budget,
+            vision_s=-1.0 if self._latest_vision_s == math.inf else self._latest_vision_s,
+            correction=self._correction.high(self._kind),
+            decode_steps=self._decode_steps,
+            late_steps=self._late_steps,
+            stretched_steps=self._stretched_steps,
+            full_steps=self._full_steps,
+            limit_used=sum(self._used) / len(self._used) if self._used else 0.0,
+        )
+
+
+def _kind(load: LanguageLoad, vision_s: float) -> Kind:
+    if vision_s > 0:
+        return Kind.VISION
+    return Kind.CHUNKS if load.prefill_tokens else Kind.DECODES
+
+
+def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low: int = 0, guess: int = 0) -> int:
+    """The largest count in [low, high] with `seconds(count) <= allowed`, or `low` if there is none; `seconds` ascends.
+
+    Starts at `guess`, if that lies between, and goes away from it in growing steps until it has passed the answer.
+    Nearly straight functions are the rule: from there on it interpolates, tries the neighbour of what that gives, and
+    halves if this did not settle it.
+    """
+    count, step = (guess, 1) if low < guess < high else (high, high - low)
+    below = above = -1  # a count that fits and one that does not
+    at_below = at_above = 0.0
+    while below < 0 or above < 0:
+        at_count = seconds(count)
+        if at_count <= allowed:
+            below, at_below = count, at_count
+            if count == high:
+                return high
+            count = min(high, count + step)
+        else:
+            above, at_above = count, at_count
+            if count == low:
+                return low
+            count = max(low, count - step)
+        step *= 4
+    turn, fits = 0, True
+    while above - below > 1:
+        if turn == 0:
+            count = below + int((above - below) * (allowed - at_below) / (at_above - at_below))
+        elif turn == 1:
+            count = below + 1 if fits else above - 1
+        else:
+            count = (below + above) // 2
+        count = min(above - 1, max(below + 1, count))
+        at_count = seconds(count)
+        fits = at_count <= allowed
+        if fits:
+            below, at_below = count, at_count
+        else:
+            above, at_above = count, at_count
+        turn = (turn + 1) % 3
+    return below

@@ -1,0 +1,198 @@
+"""The prefills of a language step: the step while it is filled (`StepBuilder`), and the start of waiting requests, who
+get a sequence slot, the blocks of a whole prompt and the rest of the step's budget.
+
+Nothing is marked as scheduled before the step is complete, for it may be dropped. Requests start by urgency, and never
+past a request that has been overtaken too often. Whether or not its turn comes, the oldest request may take the place
+of younger ones that stand before an image: on that everybody's progress rests, see `policy.py`. Costs no more the more
+requests wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.state import Order, RequestState
+from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.book import RequestBook
+
+
+class NeedsResult(Exception):
+    """Planning ahead has come to a point where somebody would have to give way: the step before must end first."""
+
+
+class StepBuilder:
+    """`ahead`: a step is in flight, so nobody gives way."""
+
+    def __init__(self, book: RequestBook, now: float, *, ahead: bool) -> None:
+        self.chunks: list[tuple[RequestState, int]] = []
+        self.left: int = 0  # tokens
+        self.now = now
+        self._book = book
+        self._ahead = ahead
+
+    def chunk_of(self, state: RequestState) -> int:
+        """How many tokens of a prefill come next: at most what is left, unless an image that must not be cut needs
+        more. A request that lacks its last token only (its KV has been pulled, or found) is a decode but in name, and
+        waits for nobody's budget; together with the decodes it fits a step, for there are no more slots than a step has
+        tokens."""
+        start, end = state.num_planned, state.num_computable
+        if state.goes_on:
+            return 1
+        return policy.chunk_end(start, min(end, start + self.left), state.request.images) - start
+
+    def __contains__(self, state: RequestState) -> bool:
+        return any(other is state for other, _ in self.chunks)
+
+    def add(self, state: RequestState, chunk: int) -> None:
+        if chunk:
+            self.chunks.append((state, chunk))
+            self.left = max(0, self.left - chunk)
+
+    def preempt(self, victim: RequestState) -> bool:
+        """False: the connector needs its blocks for now. Raises NeedsResult while a step is in flight."""
+        if self._ahead:
+            raise NeedsResult
+        return self._book.preempt(victim, self.now)
+
+
+class PrefillStarter:
+    def __init__(self, book: RequestBook, config: SchedulerConfig) -> None:
+        self._book = book
+        self._kv = book.kv
+        self._max_bypass = config.max_bypass
+        self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
+        self._early_limit = policy.early_limit(self._max_seqs)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._kv.tables) >= self._max_seqs
+
+    def start(self, builder: StepBuilder, short: RequestState | None) -> None:
+        """Admits waiting requests while budget, sequences and blocks last; none younger than a running prefill that is
+        `short` of blocks. Every running decode keeps room for one more block, or admitting would only lead to
+        preempting."""
+        book = self._book
+        if not book.waiting and not book.encoding:
+            return
+        if not book.prefilling and (self.is_full or self._kv.num_free <= len(book.decoding)):
+            if first := book.waiting.after(None):  # whoever starts needs a block at least, and nobody can give way
+                book.timelines[first.request.id].cause = "kv blocks"
+            return
+        seen: set[Order] = set()
+        self._start_by_urgency(builder, short, seen)
+        oldest = self._oldest()
+        if oldest is None or oldest.order in seen or not builder.left:
+            return
+        if short is None or oldest.order < short.order:
+            self._consider(oldest, builder, num_early=0)
+
+    def _start_by_urgency(self, builder: StepBuilder, short: RequestState | None, seen: set[Order]) -> None:
+        """A request that lacks room may be overtaken by younger ones `max_bypass` times; then nobody passes it, and
+        what is freed is saved for it. `seen` takes the orders of those that were considered."""
+        book = self._book
+        num_early = sum(state.waits_for_images for state in book.prefilling)
+        passed: list[RequestState] = []
+        for state in self._candidates(seen):
+            if not builder.left or (short is not None and state.order > short.order):
+                book.timelines[state.request.id].cause = "budget" if not builder.left else "kv blocks"
+                return
+            seen.add(state.order)
+            started = self._consider(state, builder, num_early)
+            if started is None:
+                continue
+            if started:
+                num_early += state.waits_for_images
+            else:
+                passed.append(state)
+                if len(passed) >= policy.MAX_PASSED or self.is_full:
+                    return
+            if any(book.overtaken(other) >= self._max_bypass for other in passed):
+                return
+
+    def _consider(self, state: RequestState, builder: StepBuilder, num_early: int) -> bool | None:
+        """True: it has started. False: it lacks room. None: it has to wait for something else."""
+        book = self._book
+        timeline = book.timelines[state.request.id]
+        if state.trusts_cache:
+            book.recheck(state, builder.now)
+        head = state is book.encoding.oldest()
+        if state.waits_for_images:
+            allowed = policy.may_start_early(state, head=head, num_early=num_early, limit=self._early_limit)
+            if not allowed or not state.num_computable:
+                return None
+        insists = policy.may_insist(state, head=head)
+        found = self._room_for(state, insists, builder)
+        if found is None:
+            timeline.cause = "kv blocks" if insists else "images"
+            return False if insists else None
+        self._admit(state, found, builder)
+        return True
+
+    # ---- in which order
+
+    def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
+        """Each once, by urgency; but those that have been overtaken too often, by those before them in this step too,
+        go first, the oldest of them before the others."""
+        book = self._book
+        ordered = policy.candidates(book.waiting, book.encoding, self._early_limit)
+        while True:
+            state = self._overdue(seen) or next((s for s in ordered if s.order not in seen), None)
+            if state is None:
+                return
+            yield state
+
+    def _overdue(self, seen: set[Order]) -> RequestState | None:
+        book = self._book
+        head = book.encoding.oldest()
+        waits = head is not None and head.order not in seen and policy.may_insist(head, head=True)
+        if head is not None and waits and book.overtaken(head) >= self._max_bypass:
+            return head
+        for state in islice(book.waiting, policy.MAX_PASSED):
+            if book.overtaken(state) >= self._max_bypass and state.order not in seen:
+                return state
+        return None
+
+    def _oldest(self) -> RequestState | None:
+        """Of those that may take room from others."""
+        book = self._book
+        head, first = book.encoding.oldest(), book.waiting.oldest()
+        if head is not None and policy.may_insist(head, head=True) and (first is None or head.order < first.order):
+            return head
+        return first
+
+    # ---- room
+
+    def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
+        """The blocks found in the cache for a request that may start: there is a free place among the sequences and
+        blocks for all that it has to prefill. Who insists takes them from younger prefills that stand before an image.
+        None if there is no room."""
+        num_tokens = policy.kv_tokens_to_admit(state)
+        reserve = len(self._book.decoding)
+        found: list[int] | None = None
+        while True:
+            if not self.is_full:
+                if found is None:
+                    found = self._book.prefixes.find(state)
+                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
+                    return found
+            victim = policy.stalled_younger_than(state, self._book.prefilling) if insists else None
+            if victim is None or not builder.preempt(victim):
+                return None
+
+    def _admit(self, state: RequestState, found: Sequence[int], builder: StepBuilder) -> None:
+        """Grants what was found in the cache and the blocks of the first chunk, or those of everything.
+
+        What was found may reach to an image without features. Then there is no chunk yet, but the features that lie
+        before are let go, which the image may be waiting for.
+        """
+        num_tokens = policy.kv_tokens_to_admit(state)
+        self._book.start(state, len(found), builder.now)
+        chunk = builder.chunk_of(state)
+        if not policy.takes_all_at_once(state):
+            num_tokens = state.num_computed + chunk
+        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
+        assert granted, "room was found and is gone"
+        self._book.place(state)
+        builder.add(state, chunk)

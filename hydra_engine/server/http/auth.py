@@ -1,0 +1,196 @@
+"""API keys, the admin key, and which tenant a request belongs to. An API key opens every route but the admin routes,
+the admin key only those.
+
+A tenant is whoever holds a key: keys of one name are one tenant's, a key without a name is one by itself. Does not know
+what a tenant may do or has asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_key_file, environment_api_keys
+from hydra_engine.errors import ConfigError, InvalidApiKey
+from hydra_engine.server.context import CLIENT, TENANT
+
+logger = logging.getLogger(__name__)
+
+PAGE_FILES = frozenset({"/", "/ui/{file}"})  # they hold nothing; what the page shows comes from /ui/events
+OPEN_PATHS = frozenset({"/health", "/livez"}) | PAGE_FILES
+ADMIN_PATHS = frozenset({"/admin/topology", "/debug/trace", "/reset_prefix_cache", "/reset_mm_cache"})
+
+MAX_KEYS = 1024  # each request is compared with every one
+MAX_KEY_CHARS = 512
+MAX_FILE_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9._\-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    digest: bytes  # of the key; the key itself is not kept
+    tenant: str  # a keyed digest that means nothing to another server
+    name: str  # for logs and metrics; empty: none was given
+
+
+class KeyRing:
+    """The keys of the configuration, the environment and the file, which is read again when asked to; only digests are
+    kept. What asks for keys is decided once: `asks` and `has_admin_key` never change. `secret` makes tenants
+    unguessable from outside and different in every server."""
+
+    def __init__(self, keys: Iterable[str], path: str | None, admin_key: str | None, secret: bytes) -> None:
+        """Raises ConfigError."""
+        self.keys: tuple[Key, ...] = ()
+        self._admin = None if admin_key is None else _digest(admin_key)
+        self._given = [(None, key.strip()) for key in keys if key.strip()]
+        self._path = path
+        self._secret = secret
+        self._read()
+
+    @classmethod
+    def empty(cls) -> KeyRing:
+        """Asks for no key and has no administrator."""
+        return cls((), None, None, b"")
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, secret: bytes) -> KeyRing:
+        return cls(
+            (*config.api_key, *environment_api_keys()),
+            config.api_key_file or environment_api_key_file(),
+            config.admin_key or environment_admin_key(),
+            secret,
+        )
+
+    @property
+    def asks(self) -> bool:
+        """Whether an API key is asked for."""
+        return bool(self.keys)
+
+    @property
+    def has_admin_key(self) -> bool:
+        return self._admin is not None
+
+    def find(self, request: web.Request) -> Key | None:
+        """Every key is compared in full, so the time does not tell how close a guess was."""
+        matched = None
+        for presented in _presented(request):
+            for key in self.keys:
+                if hmac.compare_digest(presented, key.digest):
+                    matched = key
+        return matched
+
+    def is_admin(self, request: web.Request) -> bool:
+        admin = self._admin
+        matches = [hmac.compare_digest(digest, admin) for digest in _presented(request)] if admin is not None else []
+        return any(matches)
+
+    @property
+    def has_file(self) -> bool:
+        return self._path is not None
+
+    def reload(self) -> None:
+        """Reads the file again. What is wrong with it, no key in it too, is logged, and the keys stay as they were."""
+        try:
+            self._read()
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error.message)
+        else:
+            logger.warning("API keys were read again: %d hold now", len(self.keys))
+
+    def _read(self) -> None:
+        named = [*self._given, *(_read_file(self._path) if self._path is not None else [])]
+        if len(named) > MAX_KEYS:
+            raise ConfigError(f"there are {len(named)} API keys; at most {MAX_KEYS} are allowed", param="api_key")
+        if any(len(key) > MAX_KEY_CHARS for _, key in named):
+            raise ConfigError(f"an API key may have at most {MAX_KEY_CHARS} characters", param="api_key")
+        keys = tuple(self._key(name, _digest(key)) for name, key in named)
+        if self._admin in {key.digest for key in keys}:
+            raise ConfigError("admin_key must not be one of the API keys; choose another one", param="admin_key")
+        self.keys = keys
+
+    def _key(self, name: str | None, digest: bytes) -> Key:
+        identity = b"name\0" + name.encode() if name is not None else b"key\0" + digest
+        tenant = hmac.new(self._secret, b"tenant\0" + identity, hashlib.sha256).hexdigest()[:32]
+        return Key(digest, tenant, name or "")
+
+
+KEYS = web.AppKey("keys", KeyRing)
+
+
+def auth_middleware(keys: KeyRing) -> Middleware:
+    """Default deny: without a key there are only the open paths, and without an admin key nobody gets to ADMIN_PATHS.
+    Where there are no API keys everything else is open and nobody is a tenant."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        path = None if resource is None else resource.canonical
+        if path in ADMIN_PATHS:
+            if not keys.is_admin(request):
+                raise InvalidApiKey("the admin key is needed: send Authorization: Bearer KEY")
+        elif keys.asks and path not in OPEN_PATHS:
+            key = keys.find(request)
+            if key is None:
+                # litellm tells a wrong key from other invalid requests by OpenAI's first four words.
+                raise InvalidApiKey("Incorrect API key provided, or none: send Authorization: Bearer KEY")
+            request[TENANT] = key.tenant
+            if key.name:
+                request[CLIENT] = key.name
+        return await handler(request)
+
+    return check
+
+
+def _presented(request: web.Request) -> list[bytes]:
+    """Digests of what may be a key: OpenAI's header and Anthropic's."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    presented = [bearer.strip()] if scheme.lower() == "bearer" else []
+    presented += [request.headers["X-Api-Key"].strip()] if "X-Api-Key" in request.headers else []
+    return [_digest(key) for key in presented]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _read_file(path: str) -> list[tuple[str | None, str]]:
+    """(name, key) of each line. Errors name the line, never what is in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+                logger.warning("the file of API keys is open to other users of this machine; chmod 600 closes it")
+            text = file.read(MAX_FILE_BYTES + 1)
+    except UnicodeDecodeError as error:
+        raise ConfigError("the file of API keys is not UTF-8 text", param="api_key_file") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the file of API keys: {error.strerror}", param="api_key_file") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"the file of API keys has more than {MAX_FILE_BYTES} characters", param="api_key_file")
+    lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
+    keys = [_parse_line(number, line) for number, line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError("the file of API keys holds no key", param="api_key_file")
+    return keys
+
+
+def _parse_line(number: int, line: str) -> tuple[str | None, str]:
+    name, colon, key = line.partition(":")
+    if not colon:
+        name, key = "", line
+    key = key.strip()
+    if not key or any(c.isspace() for c in key) or (colon and not _NAME.fullmatch(name)):
+        raise ConfigError(
+            f"line {number} of the file of API keys must be KEY or NAME:KEY; a name has letters, digits, dots, dashes "
+            "and underscores",
+            param="api_key_file",
+        )
+    return name or None, key

@@ -1,0 +1,98 @@
+"""Reads a request body within the limits of its client, of type, size, time and speed, and of what all bodies may hold
+together. Does not know what is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from hydra_engine.core.byte_budget import Lease
+from hydra_engine.core.units import size
+from hydra_engine.errors import PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
+from hydra_engine.server.context import CONFIG
+from hydra_engine.server.http.access import ACCESS
+from hydra_engine.server.http.admission import client_of
+from hydra_engine.server.protocol.names import parse_request
+from hydra_engine.server.state import STATE
+
+LEAST_RATE = 1024  # bytes a second of a body that is not there yet
+_PACE = 1 / 6  # of the time that a body may take: over so much of it the rate is taken
+_LARGE_BYTES = 1 << 18  # from here on parsing takes a good part of a millisecond, and the thread
+# One: parsing holds the interpreter's lock, so that more of them would only take more turns from the loop.
+_parser = ThreadPoolExecutor(1, "large-bodies")
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_LEASE = web.RequestKey("body_lease", Lease)
+
+
+@web.middleware
+async def body_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What a body holds, as text and as what was made of it, is held until its answer has been made."""
+    with request.app[STATE].bodies.lease(client_of(request)) as lease:
+        request[_LEASE] = lease
+        try:
+            return await handler(request)
+        finally:
+            request[ACCESS].bytes_in = lease.held
+
+
+async def read_request(request: web.Request, kind: type[R]) -> R:
+    """The one way to a body; every request that has one counts for its client."""
+    config = request.app[CONFIG]
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType("compressed request bodies are not accepted; send plain JSON")
+    if request.content_type != "application/json":
+        raise UnsupportedMediaType("the request body must be JSON: send Content-Type: application/json")
+    request.app[STATE].clients.count(client_of(request))
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            body = await _read(request, config.max_body_bytes, config.body_timeout_s * _PACE)
+    except TimeoutError:
+        raise RequestTimeout(f"the request body did not arrive within {config.body_timeout_s:g} seconds") from None
+    if len(body) < _LARGE_BYTES:
+        return parse_request(body, kind)
+    return await asyncio.get_running_loop().run_in_executor(_parser, parse_request, body, kind)
+
+
+async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:
+    """Bytes count as they come, so that a length that was only announced takes nothing from others; and they have to
+    come, as nobody else has what these hold."""
+    lease = request[_LEASE]
+    announced = request.content_length or 0
+    if announced > most:
+        raise _too_large(most)
+    if not lease.fits(announced):
+        raise _overloaded()
+    body, num_paced = bytearray(), 0
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(pace_s) as pace:
+            async for chunk in request.content.iter_any():
+                if len(body) + len(chunk) > most:
+                    raise _too_large(most)
+                if not lease.take(len(chunk)):
+                    raise _overloaded()
+                body += chunk
+                if len(body) - num_paced >= LEAST_RATE * pace_s:
+                    num_paced = len(body)
+                    pace.reschedule(loop.time() + pace_s)
+    except TimeoutError:
+        message = f"the request body came slower than {LEAST_RATE} bytes a second for {pace_s:g} s"
+        raise RequestTimeout(message) from None
+    return body
+
+
+def _too_large(most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is larger than {size(most)}")
+
+
+def _overloaded() -> Unavailable:
+    return Unavailable("request bodies in progress have reached their limit (max_inflight_body_bytes); try again later")

@@ -1,0 +1,190 @@
+"""The one place where exceptions become HTTP: as a status before the first byte of an answer and as an event after it.
+
+Bodies have OpenAI's shape, under /v1/messages Anthropic's: the style follows the route. An endpoint whose streams end
+in an event of their own says so with `FAILURE`. Does not know what any request meant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from hydra_engine.errors import (
+    HydraError,
+    InvalidApiKey,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+    UnsupportedMediaType,
+)
+from hydra_engine.server.context import REQUEST_ID
+from hydra_engine.server.http.access import ACCESS
+from hydra_engine.server.http.sse import EventStream, event
+from hydra_engine.server.state import STATE
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE = 500
+_REFUSALS = frozenset({401, 408, 413, 415, 429, 503})  # by the server's state or its limits, whatever was asked
+
+_BY_STATUS: dict[int, tuple[type[HydraError], str]] = {
+    404: (NotFound, "no such route; see /v1/models, /v1/chat/completions and /v1/completions"),
+    405: (MethodNotAllowed, "this route does not take that method; the Allow header lists the ones it takes"),
+    408: (RequestTimeout, "the request did not arrive in time"),
+    413: (PayloadTooLarge, "the request body is larger than this server accepts"),
+    415: (UnsupportedMediaType, "the request body has a type that this server does not read"),
+}
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+STREAM = web.RequestKey("stream", EventStream)  # once started, its status is sent
+FAILURE = web.RequestKey[Callable[[HydraError], bytes]]("failure")  # the last event of a stream that fails
+
+
+def error_body(error: HydraError) -> ErrorBody:
+    message = " ".join(error.message.split())
+    if len(message) > _MAX_MESSAGE:
+        message = message[: _MAX_MESSAGE - 1] + "…"
+    return ErrorBody(message, error.error_type, error.param, error.code)
+
+
+def error_json(error: HydraError) -> bytes:
+    return msgspec.json.encode(ErrorAnswer(error_body(error)))
+
+
+# ---- Anthropic's shape
+
+_ANTHROPIC = "/v1/messages"
+
+AnthropicErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+]
+_ANTHROPIC_TYPES: dict[int, AnthropicErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    type: AnthropicErrorType
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+    request_id: str | None
+
+
+def has_anthropic_style(path: str) -> bool:
+    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
+
+
+def _anthropic_json(error: HydraError, request_id: str | None) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    body = AnthropicErrorBody(kind, error_body(error).message)
+    return msgspec.json.encode(AnthropicErrorAnswer(error=body, request_id=request_id))
+
+
+# ---- answers
+
+
+def _last_event(request: web.Request, error: HydraError) -> bytes:
+    if FAILURE in request:
+        return request[FAILURE](error)
+    if has_anthropic_style(request.path):
+        return event(_anthropic_json(error, request.get(REQUEST_ID)), "error")
+    return event(error_json(error))
+
+
+def error_response(
+    error: HydraError, headers: Mapping[str, str] | None = None, request: web.BaseRequest | None = None
+) -> web.Response:
+    """In the style of the route of `request`, where there is one."""
+    if request is not None and has_anthropic_style(request.path):
+        body = _anthropic_json(error, request.get(REQUEST_ID))
+    else:
+        body = error_json(error)
+    response = web.Response(status=error.status, body=body, content_type="application/json")
+    response.headers.update(headers or {})
+    if error.status in (429, 503):
+        response.headers["Retry-After"] = str(error.retry_after_s or 1)
+    if isinstance(error, InvalidApiKey):
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    headers: dict[str, str] = {}
+    try:
+        return await handler(request)
+    except web.HTTPException as exception:
+        error = _from_http(exception)
+        if "Allow" in exception.headers:
+            headers["Allow"] = exception.headers["Allow"]
+    except RequestAborted:
+        # Ended by the engine or by its id: the owner of this one still waits for it.
+        error = RequestFailed("the request was stopped before it had finished")
+        headers["X-Should-Retry"] = "false"  # what OpenAI's and Anthropic's clients go by
+    except HydraError as exception:
+        error = exception
+        if error.status >= 500 and request.method == "POST":
+            logger.warning("%s %d %s: %s", request[REQUEST_ID], error.status, error.code, error.message)
+    except asyncio.CancelledError:
+        logger.info("%s 499 the client has gone", request[REQUEST_ID])
+        raise
+    except ConnectionError as exception:
+        logger.info("%s 499 %s", request[REQUEST_ID], exception)
+        return web.Response(status=499)
+    except Exception:  # the server's one boundary: our bug fails this request and is logged
+        logger.exception("%s 500 unexpected error", request[REQUEST_ID])
+        error = RequestFailed("internal error; the server's log has the details under this request's id")
+    if ACCESS in request:
+        request[ACCESS].error_code = error.code
+    if error.status in _REFUSALS and request.method == "POST":
+        request.app[STATE].metrics.traffic.refused(error.code)
+    stream = request.get(STREAM)
+    if stream is not None and stream.started:
+        return await stream.fail(_last_event(request, error))
+    return error_response(error, headers, request)
+
+
+def _from_http(exception: web.HTTPException) -> HydraError:
+    if exception.status in _BY_STATUS:
+        kind, message = _BY_STATUS[exception.status]
+        return kind(message)
+    if exception.status < 500:
+        return InvalidRequest("the HTTP request is malformed")
+    return RequestFailed("internal error")

@@ -1,0 +1,164 @@
+"""Sockets and connections: an application on an address.
+
+Does not know routes, signals or what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from functools import partial
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
+from hydra_engine.server.http import sse
+from hydra_engine.server.http.errors import error_response
+
+logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.001  # a thread that computes, such as one that parses a large body, lets the loop go on within this
+CLOSE_S = 2.0  # what the last answers get for leaving after a drain
+
+_IDLE_S = 75.0  # an idle connection is closed after this
+_HEADERS_S = 20.0  # one whose first or next headers do not come in full
+_SLOWEST_READER = 16 << 10  # bytes a second at which a whole answer must leave, besides STALL_S
+_READ_AHEAD_BYTES = 64 << 10  # of a body that nobody has asked for yet
+_LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
+_MAX_HEADER_BYTES = 16 << 10
+_MAX_CONNECTIONS = 4096
+_BACKLOG = 1024
+
+
+class Connection(RequestHandler):
+    """aiohttp's connection with our words for what is not HTTP, a cap on their number, and an end to those that do not
+    send their headers or do not read their answers. None of that holds a place in the engine."""
+
+    __slots__ = ("_headers_timer",)
+
+    _headers_timer: asyncio.TimerHandle | None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._headers_timer = None
+        super().connection_made(transport)
+        self._expect_headers()
+        assert self._manager is not None
+        if len(self._manager.connections) > _MAX_CONNECTIONS:
+            logger.warning("closing a new connection: %d are open", _MAX_CONNECTIONS)
+            self.force_close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._waiter is None or self._waiter.done():
+            self._stop_timer()  # headers are here, or a request is being answered
+        elif self._headers_timer is None:
+            self._expect_headers()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._headers_timer = asyncio.get_running_loop().call_later(_HEADERS_S, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _give_up(self) -> None:
+        self._headers_timer = None
+        if self._waiter is not None and not self._waiter.done():
+            self.force_close()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """A stream has sent all by now (`sse.py` cuts slow readers off); a whole answer leaves here."""
+        limit_s = sse.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
+        try:
+            async with asyncio.timeout(limit_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
+            if self.transport is not None:
+                self.transport.abort()
+            return resp, True
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
+            raise ConnectionError("the client has gone") from exc
+        if status < 500:
+            response = error_response(InvalidRequest("the request is not valid HTTP or its headers are too large"))
+        else:
+            logger.error("an answer could not be sent", exc_info=exc)
+            response = error_response(RequestFailed("internal error"))
+        response.force_close()
+        return response
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """An application on an address."""
+
+    runner: web.AppRunner
+    server: asyncio.Server
+    url: str
+
+    @property
+    def addresses(self) -> list[str]:
+        return [str(sock.getsockname()[0]) for sock in self.server.sockets]
+
+    async def close(self) -> None:
+        """Ends idle connections at once and busy ones after a moment."""
+        self.server.close()
+        await self.runner.cleanup()
+
+
+async def listen(app: web.Application, host: str, port: int) -> Listening:
+    """Raises ResourceError when the address cannot be had."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S)
+    await runner.setup()
+    assert runner.server is not None
+    loop = asyncio.get_running_loop()
+    connection = partial(
+        Connection,
+        runner.server,
+        loop=loop,
+        auto_decompress=False,  # a small compressed body must not become a large one
+        keepalive_timeout=_IDLE_S,
+        lingering_time=_LINGER_S,
+        read_bufsize=_READ_AHEAD_BYTES,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
+        logger=logger,
+        access_log=None,  # type: ignore[arg-type]  # None turns it off; the annotation forgets that
+    )
+    try:
+        server = await loop.create_server(connection, host, port, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        await runner.cleanup()
+        raise ResourceError(f"cannot listen on {host}:{port}: {_why(error)}", param="port") from error
+    return Listening(runner, server, _url(host, server.sockets[0].getsockname()[1]))
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, socket.gaierror):
+        return "no such host"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno).lower()
+    return "not a port number"
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

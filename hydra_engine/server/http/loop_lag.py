@@ -1,0 +1,58 @@
+"""The lag of the event loop: how much later than planned a timer runs, which shows whether something blocks the loop.
+
+A block that is shorter than the timer's period is seen by chance, in proportion to its length, so the distribution is
+right even though single blocks are missed. Does not know what ran.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.1
+LATE_S = 0.1  # what streams and health checks begin to notice
+_QUIET_S = 10.0  # between two log lines
+
+
+class LoopLag:
+    """`observe` gets seconds, once in a period. Belongs to the loop that is running when it is started.
+
+    A log line tells of a long one while `is_serving()`: before that nobody waits.
+    """
+
+    def __init__(
+        self,
+        observe: Callable[[float], None],
+        *,
+        is_serving: Callable[[], bool] = lambda: True,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self._observe = observe
+        self._is_serving = is_serving
+        self._period_s = period_s
+        self._due_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged_s = float("-inf")
+
+    def start(self) -> None:
+        self._plan(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = loop.time() + self._period_s
+        self._timer = loop.call_at(self._due_s, self._note, loop)
+
+    def _note(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        late_s = max(now - self._due_s, 0.0)  # a loop may run a timer within its clock's resolution early
+        self._observe(late_s)
+        if late_s > LATE_S and now - self._logged_s >= _QUIET_S and self._is_serving():
+            self._logged_s = now
+            logger.warning("the event loop was blocked for %.0f ms; streams and health checks waited", late_s * 1e3)
+        self._plan(loop)

@@ -1,0 +1,197 @@
+"""Writes one event stream: headers late, one write per step, comments while nothing happens, an end to slow readers.
+
+Headers wait for the first event or the first comment, so an error before either is still a plain status. An error
+after them is one event (`errors.py`) and the end of the connection, without `[DONE]`: OpenAI's clients raise on
+`data: {"error": ...}` and never read on, and a client that ignores it sees a stream that did not end properly.
+Does not know what the events mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from aiohttp import web
+
+from hydra_engine.server.context import REQUEST_ID
+from hydra_engine.server.http.access import ACCESS
+from hydra_engine.server.http.json_slices import Slices
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 30.0  # a reader that takes nothing from a full buffer for this long has lost interest
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(data: bytes, name: str = "") -> bytes:
+    """OpenAI's events have no name."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + data + b"\n\n"
+
+
+def json_events(data: Iterable[msgspec.Struct], slices: Slices | None = None) -> bytes | Iterator[bytes]:
+    """One event for each, named by the type of its data where that has one; in parts where there are long lists."""
+    events = b"".join(map(json_event, data))
+    return events if slices is None else slices.fill(events)
+
+
+def json_event(data: msgspec.Struct) -> bytes:
+    tag = data.__struct_config__.tag
+    return event(msgspec.json.encode(data), tag if isinstance(tag, str) else "")
+
+
+DONE = event(b"[DONE]")
+
+
+async def send_parts(request: web.Request, parts: Iterable[bytes], headers: Mapping[str, str]) -> web.StreamResponse:
+    """A whole answer of JSON whose length nobody knows. Raises ConnectionError as EventStream does."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json", **headers})
+    await response.prepare(request)
+    for part in parts:
+        await patiently(request, response.write(part), STALL_S)
+        request[ACCESS].bytes_out += len(part)
+        await asyncio.sleep(0)  # what the reader takes at once has not been waited for
+    await patiently(request, response.write_eof(), STALL_S)
+    return response
+
+
+async def patiently(request: web.Request, writing: Awaitable[None], limit_s: float) -> None:
+    """Cuts the connection when its reader lets a write wait for too long."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await writing
+    except TimeoutError:
+        logger.warning("%s slow_reader: cut off, nothing was read for %g s", request[REQUEST_ID], limit_s)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionAbortedError("the reader was too slow") from None
+
+
+class EventStream:
+    """`async with` keeps it alive. Raises ConnectionError when the reader has gone or does not read."""
+
+    def __init__(self, request: web.Request, *, keepalive_s: float, stall_s: float | None = None) -> None:
+        self._request = request
+        self._access = request[ACCESS]
+        self._stall_s = STALL_S if stall_s is None else stall_s
+        self._keepalive_s = keepalive_s
+        self._response = web.StreamResponse(headers=_HEADERS)
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()
+        self._transport: asyncio.Transport | None = None  # from the headers on, if they announce chunks, to the end
+        self._num_sending = 0
+        self._last_write_s = 0.0
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._response.prepared
+
+    async def __aenter__(self) -> Self:
+        self._last_write_s = self._loop.time()
+        if self._keepalive_s > 0:
+            self._keeper = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._transport = None
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+
+    async def send(self, data: bytes) -> None:
+        """`data` holds whole events."""
+        if self.is_free:
+            self.put(data)
+            return
+        self._num_sending += 1
+        try:
+            async with self._lock:
+                await self._write(data)
+        finally:
+            self._num_sending -= 1
+
+    async def send_parts(self, parts: Iterable[bytes]) -> None:
+        """Together they are whole events. Others have a turn of the loop between two of them."""
+        self._num_sending += 1
+        try:
+            async with self._lock:
+                for part in parts:
+                    await self._write(part)
+                    await asyncio.sleep(0)
+        finally:
+            self._num_sending -= 1
+
+    @property
+    def is_free(self) -> bool:
+        """Nothing is to be waited for: headers are out, nobody else writes or is about to (a lock that is given back is
+        free before the next one has it), and the reader has taken what was sent."""
+        transport = self._transport
+        return (
+            transport is not None
+            and not transport.get_write_buffer_size()
+            and not transport.is_closing()
+            and not self._num_sending
+        )
+
+    def put(self, data: bytes) -> None:
+        """As `send`, while it `is_free`: straight to the connection, past all that can wait. What the reader does not
+        take is in the way of the next write, which waits then."""
+        assert self._transport is not None
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._access.bytes_out += len(data)
+        self._last_write_s = self._loop.time()
+
+    async def finish(self, last: bytes = DONE) -> web.StreamResponse:
+        """`last`: the event behind all others; empty for none."""
+        async with self._lock:
+            if last:
+                await self._write(last)
+            await self._end()
+        return self._response
+
+    async def fail(self, last: bytes) -> web.StreamResponse:
+        """`last`: the event that says why; the connection closes after it."""
+        self._response.force_close()
+        with contextlib.suppress(ConnectionError):
+            async with self._lock:
+                await self._write(last)
+                await self._end()
+        return self._response
+
+    async def _keep_alive(self) -> None:
+        loop = self._loop
+        while True:
+            quiet_s = loop.time() - self._last_write_s
+            if quiet_s < self._keepalive_s:
+                await asyncio.sleep(self._keepalive_s - quiet_s)
+            elif self._lock.locked():  # a write waits for the reader: a comment would only wait behind it
+                await asyncio.sleep(self._keepalive_s)
+            else:
+                try:
+                    await self.send(b": keep-alive\n\n")
+                except ConnectionError:
+                    return  # the handler learns it from its own write or is cancelled
+
+    async def _write(self, data: bytes) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+            if self._response.headers.get("Transfer-Encoding") == "chunked":  # it is not for HTTP/1.0
+                self._transport = self._request.transport
+        await patiently(self._request, self._response.write(data), self._stall_s)
+        self._access.bytes_out += len(data)
+        self._last_write_s = self._loop.time()
+
+    async def _end(self) -> None:
+        await patiently(self._request, self._response.write_eof(), self._stall_s)

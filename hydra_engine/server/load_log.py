@@ -1,0 +1,115 @@
+"""Logs the load every ten seconds while requests run: running and waiting requests, tokens in and out, caches and hits.
+
+In vLLM's words, which many know and some search for. Does not know where lines go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from hydra_engine import log
+from hydra_engine.core.messages import Status
+from hydra_engine.core.outputs import Result
+from hydra_engine.server.port import EnginePort
+
+EVERY_S = 10.0
+logger = logging.getLogger("hydra_engine.load")
+
+_WORDS = (
+    ("prompt_tokens_per_s", "Avg prompt throughput: {:.1f} tokens/s"),
+    ("generation_tokens_per_s", "Avg generation throughput: {:.1f} tokens/s"),
+    ("running", "Running: {} reqs"),
+    ("encoding", "Encoding: {} reqs"),
+    ("waiting", "Waiting: {} reqs"),
+    ("kv_cache_usage", "KV cache usage: {:.1%}"),
+    ("image_cache_usage", "Image cache usage: {:.1%}"),
+    ("prefix_cache_hit_rate", "Prefix cache hit rate: {:.1%}"),
+    ("image_cache_hit_rate", "Image cache hit rate: {:.1%}"),
+)
+
+
+@dataclass(slots=True)
+class _Ended:
+    """Of the requests that ended well in one interval."""
+
+    num: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    images: int = 0
+    cached_images: int = 0
+
+
+class Load:
+    """Fed with every result; each `take` begins a new interval. `stats` as `Engine.stats`."""
+
+    def __init__(self, stats: Callable[[], Status | None], now_s: float) -> None:
+        self._stats = stats
+        self._ended = _Ended()
+        self._began_s = now_s
+        self._before = self._totals(stats())
+
+    def add(self, result: Result) -> None:
+        usage, ended = result.usage, self._ended
+        ended.num += 1
+        ended.prompt_tokens += usage.prompt_tokens
+        ended.cached_tokens += usage.cached_tokens
+        ended.images += usage.num_images
+        ended.cached_images += usage.cached_images
+
+    def take(self, now_s: float) -> dict[str, object] | None:
+        """The interval's facts; None: nothing ran in it. Hit rates are those of the requests that ended in it."""
+        status, ended, span_s = self._stats(), self._ended, max(now_s - self._began_s, 1e-9)
+        totals = self._totals(status)
+        # Less where an instance was started again.
+        prompt, generated = (max(now - before, 0) for now, before in zip(totals, self._before, strict=True))
+        self._ended, self._began_s, self._before = _Ended(), now_s, totals
+        if status is None or not (
+            prompt or generated or ended.num or status.num_running or status.num_encoding or status.num_waiting
+        ):
+            return None
+        facts: dict[str, object] = {
+            "prompt_tokens_per_s": round(prompt / span_s, 3),
+            "generation_tokens_per_s": round(generated / span_s, 3),
+            "running": status.num_running,
+            "encoding": status.num_encoding,
+            "waiting": status.num_waiting,
+            "kv_cache_usage": round(status.kv_used, 6),
+        }
+        if status.image_blocks_total:
+            facts["image_cache_usage"] = round(status.image_cache_used, 6)
+        if ended.prompt_tokens:
+            facts["prefix_cache_hit_rate"] = round(ended.cached_tokens / ended.prompt_tokens, 6)
+        if ended.images:
+            facts["image_cache_hit_rate"] = round(ended.cached_images / ended.images, 6)
+        return facts
+
+    @staticmethod
+    def _totals(status: Status | None) -> tuple[int, int]:
+        return (0, 0) if status is None else (status.prompt_tokens, status.generation_tokens)
+
+
+@contextlib.asynccontextmanager
+async def telling(engine: EnginePort) -> AsyncIterator[None]:
+    """Lines are written, whatever the level of the rest of the log, until this is left."""
+    load = Load(engine.stats, time.monotonic())
+    engine.add_observer(load.add)
+    logger.setLevel(logging.INFO)
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if (facts := load.take(time.monotonic())) is not None:
+                words = (form.format(facts[name]) for name, form in _WORDS if name in facts)
+                logger.info("%s", ", ".join(words), extra={log.FACTS: facts})
+
+    task = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,197 @@
+"""A file of requests in OpenAI's batch form, answered by the application that serves them over HTTP: one line in, one
+line out, as many at once as there is room for.
+
+Requests go through a socket that only this process can reach, so that a line is read, refused and answered as the same
+body is at its route. Answers are written as they come, in any order; `custom_id` says whose they are. Does not know
+files, command lines or engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from hydra_engine.core.units import size
+from hydra_engine.errors import HydraError, InvalidRequest
+from hydra_engine.server.http.errors import ErrorBody, error_json
+from hydra_engine.server.http.strict_json import NO_NUL, parse
+
+MAX_ID_CHARS = 512
+MOST_OVERHEAD = 1 << 16  # bytes of a line beside its body
+_ATTEMPTS = 5  # where the server has no room, or an instance was lost
+_MOST_WAIT_S = 30.0
+_CLOSE_S = 1.0
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    custom_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=NO_NUL)]
+    method: Literal["POST"]
+    url: Annotated[str, Meta(max_length=MAX_ID_CHARS)]
+    body: msgspec.Raw
+
+
+class BatchAnswer(msgspec.Struct, frozen=True):
+    """`body` is what the route has answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """`custom_id` is null where it cannot be read. `error` repeats what the body of a refusal says."""
+
+    id: str
+    custom_id: str | None
+    response: BatchAnswer
+    error: ErrorBody | None
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    """Of OpenAI's form or Anthropic's."""
+
+    error: _Error
+
+
+class _Streaming(msgspec.Struct, frozen=True):
+    stream: bool | None = None
+
+
+class _Named(msgspec.Struct, frozen=True):
+    custom_id: str | None = None
+
+
+class Batch:
+    """Sends lines to an application that listens on its own socket; made by `serving`."""
+
+    def __init__(self, session: aiohttp.ClientSession, most_bytes: int) -> None:
+        self.num_done = 0
+        self.num_failed = 0  # of those
+        self._session = session
+        self._most_bytes = most_bytes
+
+    @property
+    def most_line_bytes(self) -> int:
+        return self._most_bytes + MOST_OVERHEAD
+
+    async def run(
+        self, lines: AsyncIterator[tuple[int, bytes]], write: Callable[[bytes], None], concurrency: int
+    ) -> None:
+        """`lines`: (number, text), of which no more are read than are under way; too long ones may be cut to more than
+        `most_line_bytes`. `write` takes a line without its end; what it raises ends all."""
+        room = asyncio.Semaphore(concurrency)
+
+        async def run_line(number: int, line: bytes) -> None:
+            try:
+                write(msgspec.json.encode(await self._answered(number, line)))
+            finally:
+                room.release()
+
+        try:
+            async with asyncio.TaskGroup() as running:
+                await room.acquire()
+                async for number, line in lines:
+                    running.create_task(run_line(number, line))
+                    await room.acquire()
+        except ExceptionGroup as failures:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # connections that are cut fail in many ways
+                raise asyncio.CancelledError from None
+            raise failures.exceptions[0] from None
+
+    async def _answered(self, number: int, line: bytes) -> BatchResult:
+        try:
+            answer = await self._ask(self._read(number, line))
+        except HydraError as error:
+            answer = BatchAnswer(error.status, "", msgspec.Raw(error_json(error)))
+        self.num_done += 1
+        failed = answer.status_code != 200
+        self.num_failed += failed
+        name = f"batch_req_{uuid.uuid4().hex}"
+        return BatchResult(name, _custom_id(line), answer, _error_of(answer) if failed else None)
+
+    def _read(self, number: int, line: bytes) -> BatchLine:
+        """Raises InvalidRequest, which names the line where nothing else does."""
+        if len(line) > self.most_line_bytes:
+            raise InvalidRequest(f"line {number} is longer than {size(self.most_line_bytes)}")
+        try:
+            item, _ = parse(line, BatchLine)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"line {number}: {error.message}", param=error.param) from None
+        if item.url not in ENDPOINTS:
+            raise InvalidRequest(f"line {number}: url must be one of {', '.join(ENDPOINTS)}", param="url")
+        return item
+
+    async def _ask(self, item: BatchLine) -> BatchAnswer:
+        body = bytes(item.body)
+        if _is_streamed(body):
+            raise InvalidRequest("answers of a batch are whole; leave out stream", param="stream")
+        for attempt in range(1, _ATTEMPTS + 1):
+            headers = {"Content-Type": "application/json"}
+            async with self._session.post("http://localhost" + item.url, data=body, headers=headers) as response:
+                answer = BatchAnswer(
+                    response.status, response.headers.get("X-Request-Id", ""), msgspec.Raw(await response.read())
+                )
+                wait_s = min(float(response.headers.get("Retry-After", 0)), _MOST_WAIT_S)
+            if answer.status_code != 503 or attempt == _ATTEMPTS:
+                break
+            await asyncio.sleep(wait_s)
+        return answer
+
+
+def _custom_id(line: bytes) -> str | None:
+    try:
+        name = msgspec.json.decode(line, type=_Named).custom_id
+    except msgspec.DecodeError:
+        return None
+    return name if name is None or len(name) <= MAX_ID_CHARS else None
+
+
+def _is_streamed(body: bytes) -> bool:
+    """What is wrong with a body, its route says."""
+    try:
+        return bool(msgspec.json.decode(body, type=_Streaming).stream)
+    except msgspec.DecodeError:
+        return False
+
+
+def _error_of(answer: BatchAnswer) -> ErrorBody:
+    """In OpenAI's form, of a route with errors of another form too."""
+    error = msgspec.json.decode(answer.body, type=_Refusal).error
+    return ErrorBody(error.message, error.type, error.param, error.code)
+
+
+@asynccontextmanager
+async def serving(app: web.Application, most_bytes: int) -> AsyncIterator[Batch]:
+    """`most_bytes` of one body. The socket lies in a folder that nobody else may enter."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None)
+    await runner.setup()
+    try:
+        with tempfile.TemporaryDirectory(prefix="hydra-") as folder:
+            path = str(Path(folder) / "batch")
+            await web.UnixSite(runner, path).start()
+            connector = aiohttp.UnixConnector(path, limit=0)
+            timeout = aiohttp.ClientTimeout(total=None)
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+                yield Batch(session, most_bytes)
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,170 @@
+"""POST /v1/chat/completions. Does not know how the engine answers, how events are written or how models call tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from hydra_engine.core.outputs import FinishReason, Piece, Result
+from hydra_engine.server.context import CONFIG
+from hydra_engine.server.generate import Answer, Identity, UsageMeter, call_of, read_generation, respond
+from hydra_engine.server.openai.chunks import TextEvents
+from hydra_engine.server.port import Handle
+from hydra_engine.server.protocol.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatDelta,
+    chat_logprobs,
+    chat_messages,
+)
+from hydra_engine.server.protocol.common import Metrics, Usage, prompt_logprobs, usage_of
+from hydra_engine.server.protocol.tools import CallDelta, Function, FunctionDelta, MessageCall
+from hydra_engine.server.tools.tool_calls import ToolUse, collect
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    engine, body, identity = await read_generation(request, ChatCompletionRequest, "chatcmpl-")
+    use = body.tool_use()
+    dialect = use.dialect(request.app[CONFIG].tool_parser, engine.chat_template)
+    sampling = use.sampling(body.sampling(engine.default_sampling_params), dialect)
+    call = replace(
+        call_of(request, body, sampling),
+        template=body.template(use),
+        pixels=body.pixels,
+        messages=chat_messages(body.messages),
+    )
+    return await respond(request, [call], ChatAnswer(body, identity, use, dialect), body)
+
+
+class _Choice:
+    """One of the answers of a stream: which deltas its pieces become."""
+
+    def __init__(self, use: ToolUse, dialect: str) -> None:
+        self._parser = use.parser(dialect)
+        self.begun = False
+        self.calls = False
+
+    @property
+    def is_plain(self) -> bool:
+        """From here on text is sent as it comes."""
+        return self.begun and self._parser is None
+
+    def deltas(self, piece: Piece) -> list[ChatDelta]:
+        """An empty one where there are log probabilities and the text is held back."""
+        if self._parser is None:
+            return [ChatDelta(content=piece.text)] if piece.text or piece.logprobs else []
+        events = self._parser.feed(piece.text) if piece.text else []
+        if piece.result is not None:
+            events += self._parser.finish()
+        self.calls = self.calls or any(isinstance(event, CallStart) for event in events)
+        deltas = [_delta(event) for event in events]
+        return deltas if deltas or not piece.logprobs else [ChatDelta(content="")]
+
+
+class ChatAnswer(Answer):
+    def __init__(self, body: ChatCompletionRequest, identity: Identity, use: ToolUse, dialect: str) -> None:
+        super().__init__(body, identity)
+        self._body = body
+        self._use = use
+        self._dialect = dialect
+        self._choices = [_Choice(use, dialect) for _ in range(body.n or 1)]
+        self._num_open = len(self._choices)
+        self._texts = TextEvents(self._text_chunk)
+        self.meter = UsageMeter(body)
+
+    def whole(self, result: Result) -> ChatCompletion:
+        results = result.choices or (result,)
+        return ChatCompletion(
+            *self._identity.head("chat.completion"),
+            choices=[self._whole_choice(index, choice) for index, choice in enumerate(results)],
+            usage=usage_of(result.usage),
+            prompt_logprobs=prompt_logprobs(result.prompt_logprobs, self._body.prompt_logprobs, self.slices),
+            metrics=self._metrics(result),
+        )
+
+    def _whole_choice(self, index: int, result: Result) -> ChatChoice:
+        logprobs = chat_logprobs(result.logprobs, self.slices) if result.logprobs is not None else None
+        message, has_calls = AssistantMessage(result.text), False
+        parser = self._use.parser(self._dialect)
+        if parser is not None:
+            text, calls = collect([*parser.feed(result.text), *parser.finish()])
+            tool_calls = [MessageCall(call.id, Function(call.name, call.arguments)) for call in calls]
+            has_calls = bool(tool_calls)
+            message = AssistantMessage(text or (None if has_calls else ""), tool_calls=tool_calls or UNSET)
+        return ChatChoice(index, message, logprobs, self._reason(result, has_calls), result.stop_reason)
+
+    def _reason(self, result: Result, has_calls: bool) -> str:
+        """OpenAI's: a call that the request named ends an answer like text does."""
+        if has_calls and self._use.mode != "named" and result.finish_reason is FinishReason.STOP:
+            return "tool_calls"
+        return result.finish_reason.value
+
+    def begin(self, handle: Handle) -> None:
+        self.meter.begin(handle)
+
+    def text_event(self, piece: Piece) -> bytes | None:
+        choice = self._choices[piece.index]
+        if not choice.is_plain or piece.logprobs:
+            return None
+        self.meter.add(piece)
+        return self._texts.event(piece.index, piece.text, self.meter.now()) if piece.text else b""
+
+    def _chunks(self, piece: Piece) -> Iterable[ChatChunk]:
+        self.meter.add(piece)
+        index, choice = piece.index, self._choices[piece.index]
+        if not choice.begun:
+            choice.begun = True
+            yield self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+        logprobs = chat_logprobs(piece.logprobs, self.slices) if piece.logprobs else None
+        for delta in choice.deltas(piece):
+            yield self._chunk(ChatChunkChoice(index, delta, logprobs))
+            logprobs = None  # with the first of them
+        if piece.result is not None:
+            yield from self._closing(index, piece.result, choice.calls)
+
+    def _text_chunk(self, index: int, text: str, usage: Usage | None) -> ChatChunk:
+        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text)), usage=usage)
+
+    def _closing(self, index: int, result: Result, has_calls: bool) -> Iterable[ChatChunk]:
+        """The last choice to close brings the metrics, and the usage of all."""
+        self._num_open -= 1
+        is_last = not self._num_open
+        choice = ChatChunkChoice(
+            index, ChatDelta(), finish_reason=self._reason(result, has_calls), stop_reason=result.stop_reason
+        )
+        yield self._chunk(choice, self._metrics(result, streamed=True) if is_last else UNSET)
+        if is_last and self.meter.included:
+            counted = self.meter.num_tokens if len(self._choices) > 1 else None
+            yield self._chunk(None, usage=usage_of(result.usage, counted))
+
+    def _chunk(
+        self,
+        choice: ChatChunkChoice | None,
+        metrics: Metrics | UnsetType = UNSET,
+        usage: Usage | None = None,
+    ) -> ChatChunk:
+        return ChatChunk(
+            *self._identity.head("chat.completion.chunk"),
+            choices=[choice] if choice is not None else [],
+            usage=usage or self.meter.now(),
+            metrics=metrics,
+        )
+
+
+def _delta(event: Event) -> ChatDelta:
+    match event:
+        case Content(text):
+            return ChatDelta(content=text)
+        case CallStart(index, id, name):
+            call = CallDelta(index, FunctionDelta("", name), id, "function")
+        case CallArguments(index, text):
+            call = CallDelta(index, FunctionDelta(text))
+    return ChatDelta(tool_calls=[call])

@@ -1,0 +1,60 @@
+"""POST /tokenize and /detokenize, in vLLM's form: load generators count tokens with them."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from hydra_engine.core.call import GenerationCall
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.context import loaded_engine
+from hydra_engine.server.generate import check_model, json_response
+from hydra_engine.server.http.body import read_request
+from hydra_engine.server.http.isolation import cache_salt
+from hydra_engine.server.protocol.chat import chat_messages
+from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from hydra_engine.server.protocol.tools import plain_tool, template_options
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """`token_strs`: as the vocabulary spells them, where that was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    engine = loaded_engine(request)
+    body = await read_request(request, TokenizeRequest)
+    check_model(request, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    call = GenerationCall(
+        prompt=body.prompt,
+        messages=chat_messages(body.messages or ()),
+        raw=True,
+        cache_salt=cache_salt(request, None),
+        template=template_options(
+            [plain_tool(tool) for tool in body.tools or ()],
+            body.chat_template_kwargs,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.add_special_tokens,
+        ),
+    )
+    tokens = await engine.tokenize(call)
+    spelled = await engine.atoken_strs(tokens) if body.return_token_strs else None
+    return json_response(Tokens(len(tokens), engine.max_model_len, tokens, spelled))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    engine = loaded_engine(request)
+    body = await read_request(request, DetokenizeRequest)
+    check_model(request, body.model)
+    return json_response(Text(await engine.adetokenize(body.tokens)))

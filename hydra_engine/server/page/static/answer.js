@@ -1,0 +1,111 @@
+// One answer on the page: what it waits for, its text while it streams, then one line of figures with its stages as a
+// coloured bar, which opens, and an error in the server's words where there is one.
+
+import { copyButton } from "./clipboard.js";
+import { count, duration, el, plural, rate, setText } from "./dom.js";
+import { icon } from "./icons.js";
+import { renderMarkdown } from "./markdown.js";
+import { asCurl, asPython } from "./snippets.js";
+import { drawTimeline, foldedTimeline } from "./timeline.js";
+
+const THOUGHT = /^\s*(?:<think>)?([\s\S]*?)<\/think>\s*|^\s*<think>([\s\S]*)$/;
+
+export class AnswerView {
+  #turn;
+  #thought = el("details", { class: "thought", hidden: true }, el("summary", {}), el("div", { class: "text" }));
+  #text = el("div", { class: "text", "data-testid": "answer" });
+  #status = el("p", { class: "status", "data-testid": "status" });
+  #below = el("div", { class: "below" });
+  #frame = 0;
+  #actions;
+
+  /** `actions`: bodyOf(turn), the request that this answers, and its pictures; again(turn) asks for another answer. */
+  constructor(turn, actions) {
+    this.#turn = turn;
+    this.#actions = actions;
+    this.element = el("li", { class: "message assistant" }, this.#thought, this.#text, this.#status, this.#below);
+  }
+
+  /** Before the first token. */
+  wait(words) {
+    this.element.classList.add("busy");
+    setText(this.#status, words);
+  }
+
+  /** The text has grown: drawn with the next frame, and not more often. `drawn()` is called then. */
+  grow(drawn) {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      this.#drawText(true);
+      const { tokens, firstMs } = this.#turn.facts ?? {};
+      if (tokens) setText(this.#status, `${plural(tokens.out, "token")} · first after ${duration(firstMs / 1e3)}`);
+      drawn();
+    });
+  }
+
+  #drawText(growing) {
+    const [found, closed, open] = THOUGHT.exec(this.#turn.text) ?? ["", "", ""];
+    const thought = (closed ?? open ?? "").trim();
+    const thinking = growing && open !== undefined && found;
+    this.#thought.hidden = !thought;
+    setText(this.#thought.firstChild, thinking ? "Thinking" : "Thoughts");
+    if (thought) renderMarkdown(this.#thought.lastChild, thought, { growing: Boolean(thinking) });
+    renderMarkdown(this.#text, this.#turn.text.slice(found.length), { growing });
+  }
+
+  finish() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = 0;
+    this.element.classList.remove("busy");
+    this.#drawText(false);
+    const { error } = this.#turn;
+    setText(this.#status, "");
+    this.#below.replaceChildren(...(error ? [errorOf(error)] : []), this.#tools(), this.#details());
+  }
+
+  #tools() {
+    const again = el("button", { type: "button", class: "quiet icon", "aria-label": "Answer again", title: "Answer again", onclick: () => this.#actions.again(this.#turn) }, icon("redo"));
+    return el("div", { class: "tools" }, copyButton("Copy", () => this.#turn.text), again);
+  }
+
+  #details() {
+    const { facts } = this.#turn;
+    const base = new URL(".", location.href).href.replace(/\/$/, "");
+    const copying = (name, text) => el("span", { class: "copying" }, copyButton(`Copy ${name}`, text), name);
+    const summary = el("summary", { "data-testid": "usage" }, ...(facts?.timeline?.length ? [foldedTimeline(facts)] : []),
+      el("span", { class: "figures" }, figuresOf(facts ?? {})));
+    return el("details", { class: "stages", "data-testid": "answer-timeline" }, summary,
+      facts?.timeline?.length ? drawTimeline(facts.timeline, facts) : null,
+      facts?.tokens ? el("p", { class: "counts", "data-testid": "counts" }, countsOf(facts)) : null,
+      el("div", { class: "buttons" },
+        copying("as curl", () => asCurl(...this.#actions.bodyOf(this.#turn), base)),
+        copying("as Python", () => asPython(...this.#actions.bodyOf(this.#turn), base)),
+        facts?.id ? copying("request id", () => facts.id) : null));
+  }
+}
+
+function errorOf({ message, code, retryAfter }) {
+  return el("div", { class: "error", role: "alert", "data-testid": "error" },
+    el("p", {}, inWords(message, retryAfter)), code ? el("span", { class: "code" }, code) : null);
+}
+
+/** The server's message as a sentence, and when to try again. */
+export function inWords(message, retryAfter) {
+  const sentence = /[.!?]$/.test(message) ? message : `${message}.`;
+  return retryAfter ? `${sentence} Try again in ${retryAfter} s.` : sentence;
+}
+
+function figuresOf({ tokens, ttft_s, tpot_s, reason }) {
+  const parts = [];
+  if (ttft_s !== null && ttft_s !== undefined) parts.push(`first token ${duration(ttft_s)}`);
+  if (tpot_s) parts.push(`${rate(1 / tpot_s)} tokens/s`);
+  if (tokens) parts.push(plural(tokens.out, "token"));
+  if (reason && reason !== "stop") parts.push(reason === "length" ? "cut at the token limit" : reason);
+  return parts.join(" · ") || "Details";
+}
+
+function countsOf({ tokens, reason, id }) {
+  const pictures = tokens.image ? ` (${count(tokens.in - tokens.image)} text, ${count(tokens.image)} picture)` : "";
+  const cached = tokens.cached ? `, ${count(tokens.cached)} of them cached` : "";
+  return `${plural(tokens.in, "prompt token")}${pictures}${cached} · ${plural(tokens.out, "token")} out · ended by ${reason ?? "an error"} · ${id}`;
+}

@@ -1,0 +1,287 @@
+"""POST /v1/messages and /v1/messages/count_tokens: requests, answers and the events of a stream, as Anthropic has them.
+
+Tools that the server would run itself are refused by name. `message_history.py` makes messages for the engine of a
+request's turns. Does not know how a request is run or when an event is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hydra_engine.core import outputs
+from hydra_engine.core.chat import MAX_MESSAGES, MAX_PARTS
+from hydra_engine.core.outputs import FinishReason, Result
+from hydra_engine.core.prompting import MAX_TOOLS
+from hydra_engine.core.request import MAX_STOPS, SamplingParams
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.protocol.common import Metrics
+from hydra_engine.server.protocol.fields import (
+    GenerationFields,
+    MediaUrl,
+    Name,
+    StopString,
+    Text,
+    TokenCount,
+    sampling_of,
+)
+from hydra_engine.server.protocol.names import log_once
+from hydra_engine.server.protocol.structured import schema_grammar
+from hydra_engine.server.protocol.tools import (
+    CalledName,
+    CallId,
+    Description,
+    Schema,
+    ToolName,
+    plain_function,
+    unsupported_tool,
+)
+from hydra_engine.server.tools.tool_calls import ToolUse
+
+# ---- the requests
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: Text
+
+
+class Base64Source(msgspec.Struct, frozen=True, tag_field="type", tag="base64"):
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: MediaUrl
+
+
+class UrlSource(msgspec.Struct, frozen=True, tag_field="type", tag="url"):
+    url: MediaUrl
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    source: Base64Source | UrlSource
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call in an earlier turn of the assistant."""
+
+    id: CallId
+    name: CalledName
+    input: Schema
+
+
+class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
+    """What came of it, in the turn of the user behind it."""
+
+    tool_use_id: CallId
+    content: Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_PARTS)] | Text | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock
+
+
+class InputMessage(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], Meta(max_length=MAX_PARTS)] | Text
+
+
+InputMessages = Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+System = Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | Text
+
+
+class JsonSchemaOutput(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    format: JsonSchemaOutput | None = None
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class InputTool(msgspec.Struct, frozen=True):
+    """With a type other than `custom` it is refused by name. `strict` is not told to models; where the output is
+    constrained, it is so in any case."""
+
+    name: ToolName
+    input_schema: Schema | None = None
+    description: Description | None = None
+    type: Annotated[str, Meta(max_length=64)] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`name` is that of a `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+InputTools = Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)]
+_MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "container": (),
+}
+
+
+class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED,
+        "n": (1,),
+        "stop": (),  # as others name stop_sequences
+        "max_completion_tokens": (),
+    }
+
+    messages: InputMessages
+    max_tokens: TokenCount
+    system: System | None = None
+    tools: InputTools | None = None
+    tool_choice: ToolChoice | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    output_config: OutputConfig | None = None
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        config = self.output_config or OutputConfig()
+        if config.effort is not None:
+            log_once("output_config.effort")
+        grammar = None if config.format is None else schema_grammar(config.format.schema, "output_config.format.schema")
+        stop = tuple(self.stop_sequences or ())
+        return sampling_of(self, defaults, max_tokens=self.max_tokens, stop=stop, grammar=grammar)
+
+
+class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
+
+    model: Name | None = None
+    messages: InputMessages
+    system: System | None = None
+    tools: InputTools | None = None
+    tool_choice: ToolChoice | None = None
+
+
+def tool_use_of(body: MessagesRequest | CountTokensRequest) -> ToolUse:
+    """Without tools, `auto` and `none` ask for nothing."""
+    tools = tuple(_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ()))
+    choice = body.tool_choice or ToolChoice("auto")
+    if choice.type == "tool" and choice.name is None:
+        raise InvalidRequest("tool_choice.name is required", param="tool_choice.name")
+    return ToolUse(tools, _MODES[choice.type], choice.name or "", parallel=not choice.disable_parallel_tool_use)
+
+
+def _plain_tool(tool: InputTool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise unsupported_tool(where, tool.type or "")
+    if tool.input_schema is None:
+        raise InvalidRequest(f"{where}.input_schema is required", param=f"{where}.input_schema")
+    return plain_function(tool.name, tool.description, tool.input_schema)
+
+
+# ---- the answers
+
+
+class OutputBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """`input_tokens` are those of the prompt that were not read from the cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class ToolUseOutput(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+AnyOutputBlock = OutputBlock | ToolUseOutput
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnyOutputBlock] = []
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+    metrics: Metrics | UnsetType = UNSET
+
+
+class TokensCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+def message_usage(usage: outputs.Usage) -> MessageUsage:
+    return MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def stop_of(result: Result, *, has_calls: bool = False) -> tuple[StopReason, str | None]:
+    """(reason, which of the stop sequences it was)."""
+    if result.finish_reason is FinishReason.LENGTH:
+        return "max_tokens", None
+    if isinstance(result.stop_reason, str):
+        return "stop_sequence", result.stop_reason
+    return "tool_use" if has_calls else "end_turn", None
+
+
+# ---- the events of a stream, in their order
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
+    message: AnthropicMessage
+
+
+class ContentBlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
+    content_block: AnyOutputBlock
+    index: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
+    pass
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class InputJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class ContentBlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
+    delta: TextDelta | InputJsonDelta
+    index: int
+
+
+class ContentBlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class StopDelta(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
+    delta: StopDelta
+    usage: MessageUsage
+    metrics: Metrics | UnsetType = UNSET
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
+    pass
+
+
+AnyMessageEvent = (
+    MessageStart | ContentBlockStart | Ping | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
+)

@@ -1,0 +1,191 @@
+"""Tool calls: what a request allows, the grammar that makes a model call, and calls as events.
+
+Each endpoint shows the events in its API's own words. How calls are read out of a
+model's text is `tool_parsers.py`. Does not know HTTP or the requests of any endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
+from hydra_engine.server.tools.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
+
+# What a function takes that says nothing about it.
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+# By these a schema may mean properties that it does not list itself.
+_ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
+_LITERALS = frozenset({"enum", "const", "default", "examples"})  # values, in which nothing is a reference
+
+
+class ParsedCall(NamedTuple):
+    """`arguments` as the model wrote them: JSON, unless it was cut off or nothing constrained it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolParser(Protocol):
+    """Turns a growing text into events. All text comes out again in some event, but for marks of calls, white space
+    around calls, and calls beyond those that are allowed. Events do not depend on where the text is cut."""
+
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What was held back; nothing may be fed afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request allows. `tools` in OpenAI's form, `mode` none, auto, required or named (then `name`); at most one
+    call unless `parallel`. Raises InvalidRequest, naming the fields of OpenAI's API."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    mode: str = "none"
+    name: str = ""
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode in ("required", "named") and not self.tools:
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        if self.mode == "named" and self.name not in self._names:
+            raise InvalidRequest("tool_choice names a function that is not among the tools", param="tool_choice")
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+    @property
+    def shown(self) -> tuple[Mapping[str, Any], ...]:
+        """Tools that the prompt names: none where none may be called."""
+        return () if self.mode == "none" else self.tools
+
+    def grammar(self) -> Grammar | None:
+        """What the output has to be for a call to come in any case."""
+        if self.mode == "named":
+            tool = next(tool for tool in self.tools if tool["function"]["name"] == self.name)
+            schema = _parameters(tool)
+        elif self.mode == "required":
+            schema = _calls_schema(self.tools, self.parallel)
+        else:
+            return None
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), param="tools")
+
+    def parser(self, dialect: str) -> ToolParser | None:
+        """A new one, for one answer; None where the text is the answer. `dialect` says how the model writes calls."""
+        if not self.shown:
+            return None
+        most = None if self.parallel else 1
+        if self.mode == "named":
+            return ForcedCall(self.name)
+        if self.mode == "required":
+            return JsonParser(self._names, most)
+        if dialect == "hermes":
+            return HermesParser(self._names, most)
+        return JsonParser(self._names, most) if dialect == "json" else PlainText()
+
+    def _reads_marks(self, dialect: str) -> bool:
+        return self.mode == "auto" and bool(self.tools) and dialect == "hermes"
+
+    def sampling(self, params: SamplingParams, dialect: str) -> SamplingParams:
+        """`params`, made to give calls. Raises InvalidRequest."""
+        grammar = self.grammar()
+        if grammar is None:  # the marks of calls are special tokens of some models
+            return replace(params, skip_special_tokens=False) if self._reads_marks(dialect) else params
+        if params.grammar is not None:
+            raise InvalidRequest(
+                "a call that has to come and another form of the output contradict each other; leave out one of them",
+                param="tool_choice",
+            )
+        return replace(params, grammar=grammar)
+
+    def dialect(self, configured: str, chat_template: str | None) -> str:
+        """As `dialect_of`. Raises InvalidRequest where a model would never hear of the tools that it may call."""
+        unheard = configured == "auto" and chat_template is not None and "tools" not in chat_template
+        if self.mode == "auto" and self.tools and unheard:
+            raise InvalidRequest(
+                "the chat template of this model knows no tools, so the model cannot choose one; set tool_choice so "
+                "that a call has to come, or so that none may",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return dialect_of(configured, chat_template)
+
+
+def dialect_of(configured: str, chat_template: str | None) -> str:
+    """hermes, json or none: what the server was told, or what the template tells the model to write."""
+    if configured != "auto":
+        return configured
+    return "hermes" if "<tool_call>" in (chat_template or "") else "none"
+
+
+def parsed(events: Iterable[Event]) -> list[str | ParsedCall]:
+    """The texts and calls of a whole answer."""
+    items: list[tuple[CallStart | None, list[str]]] = []
+    for event in events:
+        match event:
+            case CallStart():
+                items.append((event, []))
+            case Content(text) if not items or items[-1][0] is not None:
+                items.append((None, [text]))
+            case Content(text=text) | CallArguments(text=text):
+                items[-1][1].append(text)
+    joined = ((start, "".join(texts)) for start, texts in items)
+    return [text if start is None else ParsedCall(start.id, start.name, text) for start, text in joined]
+
+
+def collect(events: Iterable[Event]) -> tuple[str, tuple[ParsedCall, ...]]:
+    """A whole answer's text and calls."""
+    items = parsed(events)
+    calls = tuple(item for item in items if not isinstance(item, str))
+    return "".join(item for item in items if isinstance(item, str)), calls
+
+
+def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of objects. One that lists its parameters and does not say whether there may be others has no others:
+    a function would not know them, and clients send such schemas of plain functions."""
+    schema = tool["function"].get("parameters")
+    if schema is None:
+        return _NO_PARAMETERS
+    listed = "properties" in schema and not _ELSEWHERE & schema.keys()
+    closed = {"additionalProperties": False} if listed else {}
+    return closed | (dict(schema) if _SHAPES & schema.keys() else {"type": "object", **schema})
+
+
+def _calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
+    """A list of calls. Each tool's schema lies among the definitions, and its references by path are led there."""
+    calls, definitions = [], {}
+    for index, tool in enumerate(tools):
+        place = f"#/$defs/tool{index}"
+        own = {name: value for name, value in _parameters(tool).items() if name not in ("$schema", "$id")}
+        definitions[f"tool{index}"] = _moved(own, place)
+        properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": {"$ref": place}}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    limits = {"minItems": 1} if parallel else {"minItems": 1, "maxItems": 1}
+    return {"type": "array", **limits, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose root is now at `place` of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[name] = place + value[1:]
+        else:
+            moved[name] = value if name in _LITERALS else _moved(value, place)
+    return moved

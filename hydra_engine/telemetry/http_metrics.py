@@ -1,0 +1,80 @@
+"""What is counted at the HTTP surface: answers, refusals by reason, and how late the event loop runs.
+
+Labels are routes, statuses, known methods, reasons from a fixed list and what the operator calls API keys, at most
+`MAX_CLIENTS` of them: nothing that a client chose. Does not know HTTP itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from hydra_engine.telemetry.families import Families, Histogram
+
+MAX_CLIENTS = 64  # names of keys with series of their own; the others share one
+OTHER = "other"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_REASONS = (
+    *("overloaded", "draining", "not_ready", "instance_lost"),  # 503
+    *("rate_limit_exceeded", "request_timeout", "payload_too_large", "unsupported_media_type", "invalid_api_key"),
+    OTHER,
+)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class HttpTraffic:
+    """One per server."""
+
+    def __init__(self) -> None:
+        self._refused: Counter[str] = Counter()
+        self._by_route: Counter[tuple[str, ...]] = Counter()  # route, status
+        self._by_client: Counter[tuple[str, ...]] = Counter()  # client, status
+        self._by_class: Counter[tuple[str, ...]] = Counter()  # method, route, status in hundreds
+        self._clients: set[str] = set()
+        self._seconds = Histogram(
+            "http_request_duration_seconds", "Time to an answer's end, by route.", _SECONDS, ("method", "handler")
+        )
+        self._lag = Histogram(
+            "hydra:event_loop_lag_seconds", "How late the event loop ran a timer, ten times a second.", _LAG_SECONDS
+        )
+
+    def refused(self, reason: str | None) -> None:
+        """A request was refused because of the server's state or one of its limits."""
+        self._refused[reason if reason in _REASONS else OTHER] += 1
+
+    def answered(
+        self, route: str, status: int, client: str | None = None, *, method: str = "GET", seconds: float = 0.0
+    ) -> None:
+        """`route` is a route's pattern, never a path; `client` what the operator calls an API key."""
+        method = method if method in _METHODS else OTHER
+        self._by_route[route, str(status)] += 1
+        self._by_class[method, route, f"{status // 100}xx"] += 1
+        self._seconds.observe(seconds, method, route)
+        if client is not None:
+            self._by_client[self._known(client), str(status)] += 1
+
+    def lagged(self, seconds: float) -> None:
+        """The event loop ran a timer that much later than planned."""
+        self._lag.observe(seconds)
+
+    def _known(self, client: str) -> str:
+        if client not in self._clients:
+            if len(self._clients) >= MAX_CLIENTS:
+                return OTHER
+            self._clients.add(client)
+        return client
+
+    def families(self, make: Families) -> Iterator[Metric]:
+        refused = "Requests refused because of the server's state or a limit, by reason."
+        yield make.counter_by("hydra:admission_rejections", refused, "reason", _REASONS, self._refused)
+        answers = "HTTP answers by route and status."
+        yield make.table("hydra:http_responses", answers, ("route", "status"), dict(self._by_route))
+        by_key = "HTTP answers by API key and status."
+        yield make.table("hydra:client_responses", by_key, ("client", "status"), dict(self._by_client))
+        in_hundreds = "HTTP answers by method, route and status in hundreds."
+        yield make.table("http_requests", in_hundreds, ("method", "handler", "status"), dict(self._by_class))
+        yield self._seconds.family(make.labels)
+        yield self._lag.family(make.labels)

@@ -1,0 +1,73 @@
+"""The metrics page: under vLLM's names for dashboards where the meaning is the same, and under `hydra:` for our own.
+
+Fed once per finished request and once per HTTP answer; what instances report is read when the page is asked for. Labels
+are the served model's name, names and roles of instances, names of API keys and words from fixed lists, never anything
+a client sent. Does not know HTTP or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from hydra_engine import __version__, log
+from hydra_engine.core.instances import InstanceState
+from hydra_engine.core.messages import Status
+from hydra_engine.telemetry.families import LABELS, Families
+from hydra_engine.telemetry.http_metrics import HttpTraffic
+from hydra_engine.telemetry.instance_metrics import instance_families
+from hydra_engine.telemetry.request_metrics import FinishedRequests
+from hydra_engine.telemetry.status_metrics import BusyShares, status_families
+
+_ENGINE = "0"
+_OPENMETRICS = "application/openmetrics-text"
+_WITH_COLONS = f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8"  # other escapings lose those of our names
+
+
+class Metrics(Collector):
+    """One per server. `requests` is fed with what has ended, `traffic` with what happens at the HTTP surface."""
+
+    def __init__(self, model_name: str) -> None:
+        self._make = Families((model_name, _ENGINE))
+        self.requests = FinishedRequests()
+        self.traffic = HttpTraffic()
+        self._busy = BusyShares()
+        self._status: Status | None = None
+        self._instances: Sequence[InstanceState] = ()
+        self._statuses: Mapping[str, Status] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory, CPU time and open files of this process, start included
+
+    def page(
+        self,
+        accept: str,
+        status: Status | None,
+        instances: Sequence[InstanceState] = (),
+        statuses: Mapping[str, Status] | None = None,
+    ) -> tuple[bytes, str]:
+        """The page and its content type: OpenMetrics where `accept`, as HTTP has it, asks for that. Gauges are as of
+        `status`, the sum over all instances, and of `statuses`, by their names."""
+        if status is not None:
+            self._busy.put(status)
+        self._status = status
+        self._instances, self._statuses = instances, statuses or {}
+        # Only what this line finds goes on: the library trips over other words in a header.
+        escaping = _WITH_COLONS if _OPENMETRICS in accept.lower() else ""
+        encode, content_type = choose_encoder(escaping)
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        make = self._make
+        yield make.info("hydra:build_info", "Which version serves.", {"version": __version__})
+        yield from self.requests.families(make)
+        yield from self.traffic.families(make)
+        dropped = "Lines of the log that were dropped since standard error could not be written."
+        yield make.counter("hydra:log_lines_dropped", dropped, log.num_dropped())
+        if self._status is not None:
+            yield from status_families(make, self._status, self._busy, self.requests.cached_tokens)
+        yield from instance_families(LABELS, make.labels, self._instances, self._statuses)

@@ -1,0 +1,164 @@
+"""Traces for OpenTelemetry: one span for a request, below it one for each stage that it went through.
+
+Names and attributes are OpenTelemetry's, those of generative AI included, as far as they exist; `gen_ai.latency.*` are
+vLLM's; `hydra.*` are ours. Spans are made when a request has ended and leave on a thread of the library's, through a
+queue that drops what does not fit: a collector that is slow or away holds nobody up. Neither prompts nor answers. The
+library is loaded only where traces are asked for, and reads the OTEL_* variables itself. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hydra_engine import __version__, log
+from hydra_engine.core.outputs import Result, StageSpan
+from hydra_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+MAX_STAGE_SPANS = 200  # of one answer; the rest is only counted
+_QUEUE = 2048  # spans that wait to leave
+_BATCH = 256
+_EXPORT_S = 5.0  # for one batch, tries included
+_CLOSE_S = 3.0  # what the last spans get for leaving
+_PARENTS = ("traceparent", "tracestate")
+
+Value = str | int | float | bool | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A request that has ended. Times on the monotonic clock. `answers`: each with when its result was known; `failed`:
+    what went wrong if the server is to blame, in a word; `parent`: headers of W3C Trace Context."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    attributes: Mapping[str, Value]
+    answers: Sequence[tuple[Result, float]] = ()
+    failed: str | None = None
+    parent: Mapping[str, str] | None = None
+
+
+class Tracer:
+    """Exports spans; used from one thread. Needs `hydra-engine[otel]`: raises ConfigError without."""
+
+    def __init__(self, endpoint: str) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(
+                "otlp_endpoint needs OpenTelemetry: pip install 'hydra-engine[otel]'", param="otlp_endpoint"
+            ) from error
+        log.take_over("opentelemetry")
+        self._trace = trace
+        self._propagator = TraceContextTextMapPropagator()
+        self._exporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_EXPORT_S)
+        resource = Resource.create({"service.version": __version__})
+        if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "hydra-engine"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(self._exporter, max_queue_size=_QUEUE, max_export_batch_size=_BATCH)
+        )
+        self._tracer = self._provider.get_tracer("hydra_engine", __version__)
+
+    def add(self, request: Traced) -> None:
+        """Never waits for the collector. A parent that is not sampled makes no spans."""
+        trace = self._trace
+        offset_ns = time.time_ns() - time.monotonic_ns()  # of the wall clock, which stamps are on outside
+        parent = self._parent(request.parent or {})
+        span = self._tracer.start_span(
+            request.name,
+            context=parent,
+            kind=trace.SpanKind.SERVER,
+            attributes=dict(request.attributes),
+            start_time=offset_ns + _ns(request.began_s),
+        )
+        if span.is_recording():
+            below = trace.set_span_in_context(span)
+            for result, known_s in request.answers:
+                arrival_s = max(known_s - result.metrics.e2e_s, request.began_s)
+                left_out = self._add_stages(result.timeline, offset_ns + _ns(arrival_s), below)
+                if left_out:
+                    span.set_attribute("hydra.stages_left_out", left_out)
+            if request.failed is not None:
+                span.set_attribute("error.type", request.failed)
+                span.set_status(trace.StatusCode.ERROR)
+        span.end(offset_ns + _ns(request.ended_s))
+
+    def _parent(self, headers: Mapping[str, str]) -> Context:
+        from opentelemetry.context import Context
+
+        known = {name: headers[name] for name in _PARENTS if name in headers}
+        return self._propagator.extract(known, context=Context())
+
+    def _add_stages(self, timeline: Sequence[StageSpan], arrival_ns: int, below: Context) -> int:
+        for stage in timeline[:MAX_STAGE_SPANS]:
+            span = self._tracer.start_span(
+                stage.stage, context=below, attributes=_facts(stage), start_time=arrival_ns + _ns(stage.start_s)
+            )
+            span.end(arrival_ns + _ns(stage.end_s))
+        return max(len(timeline) - MAX_STAGE_SPANS, 0)
+
+    def close(self) -> None:
+        """Sends what waits, for a moment at most; what the collector does not take by then is lost."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
+        sending.start()
+        sending.join(_CLOSE_S)
+        if sending.is_alive():
+            self._exporter.shutdown()  # ends its tries
+
+
+def answer_attributes(answers: Iterable[tuple[Result, float]]) -> dict[str, Value]:
+    """Span attributes of a request with these answers: tokens, reasons, and where the time of the first went."""
+    results = [result for result, _ in answers]
+    if not results:
+        return {}
+    first = results[0]
+    metrics, usage = first.metrics, first.usage
+    values: dict[str, Value] = {
+        "gen_ai.response.id": first.request_id,
+        "gen_ai.response.finish_reasons": [result.finish_reason.value for result in results],
+        "gen_ai.usage.output_tokens": sum(result.usage.completion_tokens for result in results),
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.latency.e2e": metrics.e2e_s,
+        "gen_ai.latency.time_in_queue": metrics.queue_s,
+        "gen_ai.latency.time_in_model_prefill": metrics.prefill_s,
+        "gen_ai.latency.time_in_model_decode": metrics.decode_s,
+        "hydra.images": usage.num_images,
+    }
+    if metrics.ttft_s is not None:
+        values["gen_ai.latency.time_to_first_token"] = metrics.ttft_s
+    return values
+
+
+def _facts(stage: StageSpan) -> dict[str, Any]:
+    facts: dict[str, Any] = {"hydra.instance": stage.instance, "hydra.lane": stage.lane}
+    if stage.batch:
+        facts["hydra.batch_size"] = stage.batch
+    if stage.tokens:
+        facts["hydra.patches" if stage.lane == "vision" else "hydra.tokens"] = stage.tokens
+    if stage.cause:
+        facts["hydra.cause"] = stage.cause
+    return facts
+
+
+def _traces_url(endpoint: str) -> str:
+    """The URL with the protocol's path, unless it has another one."""
+    return endpoint.rstrip("/") + "/v1/traces" if urlsplit(endpoint).path in ("", "/") else endpoint
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

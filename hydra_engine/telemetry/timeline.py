@@ -1,0 +1,208 @@
+"""The stage timeline of one request: spans relative to its arrival, what follows from them, and a drawing.
+
+Spans come from intake (fetch, preprocess, tokenize) and from the instance (waits and runs of the stages), all stamped
+on one monotonic clock. What follows: sums, the verdict on latency limits and what a missed one was lost to. Does not
+know where they are shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from hydra_engine.core.outputs import RequestMetrics, Result, SloReport, StageSpan
+from hydra_engine.core.request import Slo
+from hydra_engine.telemetry.phases import intake_s, phases
+
+# The order in which a request meets them; a wait is drawn even when it took no time.
+_ORDER = (
+    *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "pull_features", "prefill_wait", "cached", "prefill"),
+    *("offered_features", "offered_kv", "pull_kv", "preempted", "lost", "decode_wait", "decode"),
+)
+_ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
+_QUEUES = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
+_WAITS = _QUEUES | {"offered_features", "offered_kv", "lost"}
+_ELSEWHERE = ("images", "transfer")  # causes of a wait during which others work on the request
+_MAX_LATE_SHARE = 0.1  # of the gaps between tokens (HydraInfer, section 5.1)
+_MAX_LATE_LINES = 3
+_MAX_DESCRIPTION = 600  # characters in a header
+_TOLD_BESIDE = frozenset({"transfer", "preemption", "lost"})  # blame for times of which other spans tell too
+_BLAME = {"step": "slow steps", "cpu": "time between steps", "decode": "decode steps alone", "lost": "a lost instance"}
+_UNITS = {"prefill": "tokens", "encode": "patches"}
+
+
+def relative(spans: Iterable[StageSpan], arrival_s: float) -> tuple[StageSpan, ...]:
+    """Absolute spans -> seconds since arrival, in order of start."""
+    moved = [replace(s, start_s=s.start_s - arrival_s, end_s=s.end_s - arrival_s) for s in spans]
+    return tuple(sorted(moved, key=lambda s: (s.start_s, s.end_s)))
+
+
+def metrics_of(
+    timeline: Sequence[StageSpan],
+    *,
+    arrival_s: float,
+    first_token_s: float | None,
+    last_token_s: float | None,
+    finished_s: float,
+    num_tokens: int,
+    num_preemptions: int,
+) -> RequestMetrics:
+    """Sums per stage; `timeline` is relative, the stamps absolute. A prefill that waits for images runs beside its
+    encode, so that wait is not queueing."""
+
+    def total(stages: frozenset[str]) -> float:
+        return sum(s.end_s - s.start_s for s in timeline if s.stage in stages)
+
+    tpot_s = None
+    if first_token_s is not None and last_token_s is not None and num_tokens > 1:
+        tpot_s = (last_token_s - first_token_s) / (num_tokens - 1)
+    return RequestMetrics(
+        ttft_s=None if first_token_s is None else first_token_s - arrival_s,
+        tpot_s=tpot_s,
+        e2e_s=finished_s - arrival_s,
+        queue_s=sum(s.end_s - s.start_s for s in timeline if _is_queueing(s)),
+        encode_s=total(frozenset({"encode"})),
+        prefill_s=total(frozenset({"prefill"})),
+        decode_s=total(frozenset({"decode"})),
+        num_preemptions=num_preemptions,
+    )
+
+
+def _is_queueing(span: StageSpan) -> bool:
+    beside = span.stage == "decode_wait" and any(blame.kind in _TOLD_BESIDE for blame in span.blame)
+    return span.stage in _QUEUES and span.cause not in _ELSEWHERE and not beside
+
+
+def slo_report(
+    limits: Slo, *, ttft_s: float | None, late_by: Mapping[str, int], num_gaps: int, timeline: Sequence[StageSpan]
+) -> SloReport:
+    """Which limits a request met, as `SloReport` defines it, and what a missed one was lost to.
+
+    `limits` are those that held for it, its own or the engine's; `late_by` counts the late ones of `num_gaps` gaps
+    between its tokens by the kind of their blame; `timeline` is relative to the arrival.
+    """
+    late_gaps = sum(late_by.values())
+    ttft_met = tpot_met = None
+    reasons = []
+    if limits.ttft_s is not None and ttft_s is not None:
+        ttft_met = ttft_s <= limits.ttft_s
+        if not ttft_met:
+            took = f"first token after {_ms(ttft_s)}, limit {_ms(limits.ttft_s)}"
+            reasons.append(took + _lost_before_first_token(timeline, ttft_s))
+    if limits.tpot_s is not None and num_gaps:
+        tpot_met = late_gaps <= _MAX_LATE_SHARE * num_gaps
+        if not tpot_met:
+            reasons.append(f"{late_gaps} of {num_gaps} gaps over {_ms(limits.tpot_s)}" + _lost_between_tokens(timeline))
+    return SloReport(
+        ttft_limit_s=limits.ttft_s,
+        tpot_limit_s=limits.tpot_s,
+        ttft_met=ttft_met,
+        tpot_met=tpot_met,
+        late_gaps=late_gaps,
+        num_gaps=num_gaps,
+        reason="; ".join(reasons) or None,
+        late_by=dict(late_by),
+    )
+
+
+def _lost_before_first_token(timeline: Sequence[StageSpan], ttft_s: float) -> str:
+    """The wait or stage that took longest, with its cause. A wait for images is told by what the images waited for."""
+    if not timeline:
+        return ""
+    seconds: dict[tuple[str, str | None], float] = defaultdict(float)
+    seconds["intake", None] = min(intake_s(timeline), ttft_s)
+    encodes = any(span.stage in ("encode", "encode_wait") for span in timeline)
+    for span in timeline:
+        if span.lane != "front" and not (encodes and (span.stage, span.cause) == ("prefill_wait", "images")):
+            seconds[span.stage, span.cause] += max(0.0, min(span.end_s, ttft_s) - span.start_s)
+    stage, cause = max(seconds, key=lambda key: seconds[key])
+    return f": {stage} {_ms(seconds[stage, cause])}" + (f" ({cause})" if cause else "")
+
+
+def _lost_between_tokens(timeline: Sequence[StageSpan]) -> str:
+    """The kind of blame that summed to most, and the request that had the largest part in it."""
+    kinds: dict[str, float] = defaultdict(float)
+    culprits: dict[tuple[str, int], tuple[float, int]] = {}
+    for blame in (blame for span in timeline for blame in span.blame):
+        kinds[blame.kind] += blame.seconds
+        if blame.request is not None:
+            seconds, amount = culprits.get((blame.kind, blame.request), (0.0, 0))
+            culprits[blame.kind, blame.request] = seconds + blame.seconds, amount + blame.amount
+    if not kinds:
+        return ""
+    kind = max(kinds, key=lambda kind: kinds[kind])
+    lost = f"{_BLAME.get(kind, kind)} {_ms(kinds[kind])}"
+    of_kind = [(seconds, amount, who) for (other, who), (seconds, amount) in culprits.items() if other == kind]
+    if not of_kind:
+        return f": {lost}"
+    _, amount, who = max(of_kind)
+    return f": {lost}, most of it for request {who} ({amount} {_UNITS[kind]})"
+
+
+def server_timing(result: Result) -> str:
+    """The value of a `Server-Timing` header: phases that took time, the total, and `late` with the reason where a limit
+    was missed. Durations in milliseconds; ASCII, at most about 1 KB."""
+    metrics = result.metrics
+    durations = phases(result.timeline, metrics.e2e_s, ttft_s=metrics.ttft_s)
+    entries = [f"{name};dur={seconds * 1e3:.1f}" for name, seconds in durations.items() if seconds > 0]
+    entries.append(f"total;dur={metrics.e2e_s * 1e3:.1f}")
+    if metrics.slo.met is False:
+        reason = "".join(
+            c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in metrics.slo.reason or ""
+        )
+        entries.append(f'late;desc="{reason[:_MAX_DESCRIPTION]}"')
+    return ", ".join(entries)
+
+
+def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
+    """The timeline as lines of text, one per stage, bars to scale, then the gaps between tokens that lost most time and
+    to what: what `demo` and `generate --timeline` print."""
+    if not timeline:
+        return []
+    end = max(max(s.end_s for s in timeline), 1e-9)
+    lines = []
+    present = {s.stage for s in timeline}
+    shown = present | {wait for run, wait in _ALWAYS.items() if run in present}
+    for stage in (stage for stage in _ORDER if stage in shown):
+        spans = [s for s in timeline if s.stage == stage]
+        cells = [" "] * width
+        for span in spans:
+            first = min(round(span.start_s / end * width), width - 1)
+            last = min(max(round(span.end_s / end * width), first + 1), width)
+            cells[first:last] = ("░" if stage in _WAITS else "█") * (last - first)
+        total_ms = sum(s.end_s - s.start_s for s in spans) * 1e3
+        lines.append(f"{stage:12} |{''.join(cells)}| {total_ms:8.1f} ms  {_detail(spans)}".rstrip())
+    return lines + _late_lines(timeline)
+
+
+def _late_lines(timeline: Sequence[StageSpan]) -> list[str]:
+    late = [(sum(blame.seconds for blame in span.blame), span) for span in timeline if span.blame]
+    late.sort(key=lambda pair: -pair[0])
+    lines = [f"late: {span.cause} {_ms(seconds)}" for seconds, span in late[:_MAX_LATE_LINES]]
+    if rest := late[_MAX_LATE_LINES:]:
+        lines.append(f"late: {len(rest)} more, {_ms(sum(seconds for seconds, _ in rest))}")
+    return lines
+
+
+def _detail(spans: Sequence[StageSpan]) -> str:
+    if not spans:
+        return ""
+    parts = [spans[0].lane] if spans[0].lane != "front" else []
+    tokens = sum(s.tokens for s in spans)
+    if tokens:
+        unit = "patches" if spans[0].lane == "vision" else "tokens"
+        parts.append(f"{tokens} {unit}")
+    if len(spans) > 1:
+        parts.append(f"{len(spans)} spans")
+    batch = max(s.batch for s in spans)
+    if batch > 1:
+        parts.append(f"batch {batch}")
+    causes = [s.cause for s in spans if s.cause and not s.blame]
+    if causes:
+        parts.append("for " + ", ".join(dict.fromkeys(causes)))
+    return " · ".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"

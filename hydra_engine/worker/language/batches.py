@@ -1,0 +1,236 @@
+"""Plans -> model inputs: numpy arrays built in one go, sent in one go.
+
+Slot of position p: `block_ids[p // S] * S + p % S`. Does not know requests, models or sampling; allocates no block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Ops
+from hydra_engine.backend.device import Device
+from hydra_engine.core.media import ImageItem, PixelPayload
+from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
+from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
+from hydra_engine.worker.language.plan_rows import counts_of, starts_of
+from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.language.slot_table import SlotTable
+from hydra_engine.worker.language.states import StateTable
+
+
+def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Ints:
+    """Slots of rows [offset, offset + count) of what lies in `block_ids`."""
+    rows = np.arange(offset, offset + count)
+    return block_ids[rows // block_size].astype(np.int64) * block_size + rows % block_size
+
+
+class StepRows(NamedTuple):
+    """A language step in host arrays; those of int32 go to `Ops.plan_attention`."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T] or [3, T]
+    position_end: int  # more than the largest of them
+    slots: Ints  # [T]
+    logit_rows: Ints  # [B']
+    cu_q: BlockIds  # [B + 1]
+    num_context: BlockIds  # [B]
+    block_tables: BlockIds  # [B, W]
+
+
+def step_rows(
+    plan: LanguagePlan, slot_table: SlotTable, block_size: int, rope: Sequence[PromptPositions] | None = None
+) -> StepRows:
+    """Of a plan with at least one row, whose chunks have at least one token each.
+
+    `slot_table` knows the tokens that nobody has read yet (-1) and the rotary deltas of decodes, whose requests own
+    their slots (`SlotTable.take`; a benchmark may set `slot_table.owners[decodes.seq_slots] = decodes.request_ids`
+    instead). `rope` has the multimodal rotary positions of each chunk, `()` for a plan of decodes, and is None where
+    positions are 1-D.
+    """
+    if plan.chunks:
+        return _mixed_rows(plan, slot_table, block_size, rope)
+    return _decode_rows(plan.decodes, slot_table, block_size, multimodal=rope is not None)
+
+
+def sent_input(
+    plan: LanguagePlan,
+    rows: StepRows,
+    ops: Ops,
+    device: Device,
+    *,
+    image_block_size: int,
+    states: StateTable | None = None,
+    scored: Scored | None = None,
+    beside: Sequence[npt.NDArray[np.generic]] = (),
+) -> tuple[LanguageInput, tuple[Tensor, ...]]:
+    """`rows` of the plan on the device, and the arrays `beside` them."""
+    merges = _image_merges(plan, rows.cu_q, image_block_size) if plan.chunks else ()
+    attention = ops.plan_attention(
+        torch.from_numpy(rows.cu_q), torch.from_numpy(rows.num_context), torch.from_numpy(rows.block_tables)
+    )
+    sent = device.send((rows.token_ids, rows.positions, rows.slots, rows.logit_rows, *merges, *beside))
+    token_ids, positions, slots, logit_rows, *others = sent
+    image_rows, image_slots = others[:2] if merges else (None, None)
+    inputs = LanguageInput(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        attention=attention,
+        logit_rows=logit_rows,
+        position_end=rows.position_end,
+        image_rows=image_rows,
+        image_slots=image_slots,
+        states=None if states is None else States(states.cache, ops.plan_states(states.rows(plan))),
+        scored=scored,
+    )
+    return inputs, tuple(others[len(merges) :])
+
+
+def _decode_rows(decodes: DecodeRows, slot_table: SlotTable, block_size: int, *, multimodal: bool) -> StepRows:
+    """Nothing here is done row by row: this is what most steps are."""
+    starts, tables = decodes.starts, decodes.block_tables
+    longest = int(starts.max())
+    assert longest // block_size < tables.shape[1], "plan lacks blocks"
+    blocks = starts // block_size
+    rows, cu_q = _one_each(len(decodes))
+    positions = _decode_positions(decodes, slot_table, multimodal=multimodal)
+    return StepRows(
+        token_ids=slot_table.tokens(decodes),
+        positions=positions,
+        position_end=int(positions.max()) + 1 if multimodal else longest + 1,
+        slots=(tables[rows, blocks].astype(np.int64) - blocks) * block_size + starts,
+        logit_rows=rows,
+        cu_q=cu_q,
+        num_context=(starts + 1).astype(np.int32),
+        block_tables=tables,
+    )
+
+
+@lru_cache(maxsize=256)
+def _one_each(num_rows: int) -> tuple[Ints, BlockIds]:
+    """(rows [B], where each begins [B + 1]) of a step of one token a row. Nobody changes them."""
+    bounds = np.arange(num_rows + 1)
+    return bounds[:-1], bounds.astype(np.int32)
+
+
+def _mixed_rows(
+    plan: LanguagePlan, slot_table: SlotTable, block_size: int, rope: Sequence[PromptPositions] | None
+) -> StepRows:
+    counts, starts = counts_of(plan), starts_of(plan)
+    num_rows, num_decodes = plan.num_rows, len(plan.decodes)
+    cu_q = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(counts, out=cu_q[1:])
+    num_tokens = int(cu_q[-1])
+    num_context = starts + counts
+    tables = _block_tables(plan, -(-num_context // block_size))
+    row_of_token = np.repeat(np.arange(num_rows), counts)
+    places = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
+    positions = places
+    if rope is not None:
+        pieces = [known.of(chunk.start, len(chunk.token_ids)) for chunk, known in zip(plan.chunks, rope, strict=True)]
+        positions = np.concatenate([_decode_positions(plan.decodes, slot_table, multimodal=True), *pieces], axis=1)
+    token_ids = np.empty(num_tokens, dtype=np.int64)
+    token_ids[:num_decodes] = slot_table.tokens(plan.decodes)
+    prompts = chain.from_iterable(chunk.token_ids for chunk in plan.chunks)
+    token_ids[num_decodes:] = np.fromiter(prompts, dtype=np.int64, count=num_tokens - num_decodes)
+    sampled = np.ones(num_rows, dtype=np.bool_)
+    sampled[num_decodes:] = [chunk.sample for chunk in plan.chunks]
+    return StepRows(
+        token_ids=token_ids,
+        positions=positions,
+        position_end=int(positions.max()) + 1,
+        slots=tables[row_of_token, places // block_size].astype(np.int64) * block_size + places % block_size,
+        logit_rows=cu_q[1:][sampled] - 1,
+        cu_q=cu_q.astype(np.int32),
+        num_context=num_context.astype(np.int32),
+        block_tables=tables,
+    )
+
+
+def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal: bool) -> Ints:
+    """[B], or [3, B]: behind its prompt a request counts on all axes alike."""
+    if not multimodal:
+        return decodes.starts
+    positions = np.empty((3, len(decodes)), dtype=np.int64)
+    positions[:] = decodes.starts + slot_table.rope_deltas[decodes.seq_slots]
+    return positions
+
+
+def _block_tables(plan: LanguagePlan, num_blocks: Ints) -> BlockIds:
+    """[B, max blocks] with the blocks that hold each row's context; zeros, or blocks of its own, behind."""
+    width, num_decodes = int(num_blocks.max()), len(plan.decodes)
+    given = plan.decodes.block_tables[:, :width]
+    tables = np.zeros((plan.num_rows, width), dtype=np.int32)
+    tables[:num_decodes, : given.shape[1]] = given
+    assert num_blocks[:num_decodes].max(initial=0) <= given.shape[1], "plan lacks blocks"
+    for row, (chunk, needed) in enumerate(
+        zip(plan.chunks, num_blocks[num_decodes:].tolist(), strict=True), num_decodes
+    ):
+        assert chunk.num_blocks >= needed, "plan lacks blocks"
+        tables[row, :needed] = chunk.block_ids[:needed]
+    return tables
+
+
+def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> tuple[Ints, ...]:
+    """(rows of the step that take image features, their slots in the image cache), or nothing."""
+    targets: list[Ints] = []
+    sources: list[Ints] = []
+    for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
+        for piece in chunk.images:
+            assert piece.row + piece.count <= len(chunk.token_ids), "image slice reaches beyond its chunk"
+            first = begin + piece.row
+            targets.append(np.arange(first, first + piece.count))
+            sources.append(feature_slots(piece.block_ids, piece.offset, piece.count, image_block_size))
+    return (np.concatenate(targets), np.concatenate(sources)) if targets else ()
+
+
+def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Ints:
+    """Where the features of all items go."""
+    return np.concatenate([feature_slots(item.block_ids, 0, item.num_tokens, block_size) for item in items])
+
+
+def vision_input(
+    images: Sequence[ImageItem],
+    payloads: Sequence[PixelPayload],
+    slots: Ints,
+    device: Device,
+) -> VisionInput:
+    """`images[i]` and `payloads[i]` belong together; `slots` as `vision_slots` says."""
+    plain = not payloads[0].arrays
+    given = [{"pixels": _pictures(payload)} if plain else _arrays(payload) for payload in payloads]
+    sent_slots, *sent = device.send((slots, *chain.from_iterable(arrays.values() for arrays in given)))
+    values = iter(sent)
+    arrays = tuple({name: next(values) for name in arrays} for arrays in given)
+    return VisionInput(
+        pixels=tuple(one["pixels"] for one in arrays) if plain else (),
+        sources=tuple((image.width, image.height) for image in images),
+        grids=tuple(image.grid for image in images),
+        slots=sent_slots,
+        arrays=() if plain else arrays,
+        send=device.send,
+    )
+
+
+def _pictures(payload: PixelPayload) -> npt.NDArray[np.uint8]:
+    """[pictures, height, width, 3]. Copied, because bytes are read-only."""
+    flat = np.frombuffer(payload.data, dtype=np.uint8).copy()
+    return flat.reshape(payload.count, payload.height, payload.width, 3)
+
+
+def _arrays(payload: PixelPayload) -> dict[str, npt.NDArray[np.generic]]:
+    arrays, begin = {}, 0
+    for layout in payload.arrays:
+        dtype, count = np.dtype(layout.dtype), math.prod(layout.shape)
+        values = np.frombuffer(payload.data, dtype=dtype, count=count, offset=begin).reshape(layout.shape)
+        arrays[layout.name] = values.copy()
+        begin += count * dtype.itemsize
+    return arrays

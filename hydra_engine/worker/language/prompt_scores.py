@@ -1,0 +1,79 @@
+"""Log probabilities of prompt tokens: which rows of a step score which tokens, and their scores.
+
+The row at a position scores the next token. Logits come in slices while the model runs, and only the requested entries
+of them are kept. Does not know models, nor who asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from hydra_engine.backend.device import Device
+from hydra_engine.core.plans import LanguagePlan, TokenLogprobs
+from hydra_engine.models.inputs import Scored
+from hydra_engine.worker.boundary import not_finite
+from hydra_engine.worker.language.plan_rows import Samples
+from hydra_engine.worker.language.sampler import Scores, finite_rows, token_logprobs
+from hydra_engine.worker.ports import WorkerRequest
+
+
+class PromptScoring:
+    """The scored chunks of one run of a step; a step that is run again needs a new one."""
+
+    def __init__(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
+        self._rows: list[int] = []  # of the step's tokens
+        self._targets: list[tuple[int, int, int]] = []  # for each of them: (row of the plan, token id, how many best)
+        self._found: dict[int, list[TokenLogprobs]] = {}  # by row of the plan
+        self._broken: set[int] = set()
+        self._num_taken = 0
+        begin = len(plan.decodes)
+        for row, (chunk, record) in enumerate(zip(plan.chunks, records, strict=True), len(plan.decodes)):
+            num_top = record.request.sampling.prompt_logprobs
+            if chunk.scored and num_top is not None:
+                first = chunk.start + 1
+                targets = record.request.prompt_token_ids[first : first + len(chunk.token_ids)]
+                self._rows += range(begin, begin + len(targets))
+                self._targets += [(row, token_id, num_top) for token_id in targets]
+                self._found[row] = []
+            begin += len(chunk.token_ids)
+
+    @classmethod
+    def of(cls, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> PromptScoring | None:
+        """None where nothing is scored, which costs a look at the chunks."""
+        return cls(plan, records) if any(chunk.scored for chunk in plan.chunks) else None
+
+    def wanted(self, device: Device) -> Scored:
+        (rows,) = device.send((np.array(self._rows, dtype=np.int64),))
+        return Scored(rows, self._take)
+
+    def put(self, samples: Samples) -> None:
+        """A chunk with a row that is not finite fails, and what it has sampled is worth nothing."""
+        assert self._num_taken == len(self._rows), "the model left out scored rows"
+        for row, logprobs in self._found.items():
+            if row in self._broken:
+                samples.token_ids[row] = -1
+                samples.failures.append((row, not_finite("logits")))
+            else:
+                samples.scores.append((row, tuple(logprobs)))
+
+    def _take(self, part: Tensor) -> None:
+        logits = part.cpu().numpy()
+        targets = self._targets[self._num_taken : self._num_taken + len(logits)]
+        self._num_taken += len(logits)
+        for (row, token_id, num_top), raw, finite in zip(targets, logits, finite_rows(logits).tolist(), strict=True):
+            if finite:
+                self._found[row].append(_score(raw.astype(np.float64), token_id, num_top))
+            else:
+                self._broken.add(row)
+
+
+def _score(raw: Scores, token_id: int, num_top: int) -> TokenLogprobs:
+    """A placeholder that the head has no logit for is impossible, and ranks behind all others."""
+    if token_id < raw.size:
+        return token_logprobs(raw, token_id, num_top)
+    top = token_logprobs(raw, 0, num_top).top
+    return TokenLogprobs(token_id, -math.inf, raw.size + 1, top)

@@ -1,0 +1,165 @@
+"""The language lane's state of running requests by sequence slot, so that a decode in a plan carries no data.
+
+A request takes its slot with its first chunk there and has it until a chunk of another request comes. The lane's thread
+alone uses this, in the order of the plans; whoever planned a token ahead (-1) therefore finds it here. Only `fail` and
+`failed` are for the thread that reads results too. Does not decide which slot a request gets, nor when it ends:
+what a slot holds of an ended request is overwritten by its next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hydra_engine.core.plans import DecodeRows, Ints, LanguagePlan
+from hydra_engine.core.request import Request
+from hydra_engine.worker.language.plan_rows import request_ids_of, seq_slots_of
+from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState
+from hydra_engine.worker.ports import WorkerRequest
+
+_NOBODY = -1
+_NEVER = -1
+
+
+class SlotOwners(NamedTuple):
+    """Slots of a step's rows, [num_rows] each."""
+
+    step: int
+    seq_slots: Ints
+    since: Ints  # since when the request owns the slot; later than `step`: the slot is another's
+
+
+class SamplingRows(NamedTuple):
+    """The rows of a plan that sample, in order."""
+
+    rows: Ints  # [B'] row of the plan
+    seq_slots: Ints  # [B']
+    num_generated: Ints  # [B']
+    fast_path: npt.NDArray[np.bool_]  # [B'] these are sampled at once, see `SlotTable.fast_path_from`
+
+
+class SlotTable:
+    """Every array below has one entry per sequence slot.
+
+    A request owns its slot from the step `since`; one that begins anew owns it anew. Steps are numbered from 1 on.
+    """
+
+    def __init__(self, num_seq_slots: int) -> None:
+        self.step = 0  # the number of the step in hand
+        self.owners: Ints = np.full(num_seq_slots, _NOBODY, dtype=np.int64)  # request ids
+        self.rope_deltas: Ints = np.zeros(num_seq_slots, dtype=np.int64)
+        self.fast_path_from: Ints = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # see SamplingState
+        self.since: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # the step that the request owns it from
+        self._last_tokens: Ints = np.full(num_seq_slots, -1, dtype=np.int64)
+        self._checked: Ints | None = None  # slots of decodes that their requests owned; no owner has changed since
+        self._requests: list[Request | None] = [None] * num_seq_slots
+        self._sampling_states: list[SamplingState | None] = [None] * num_seq_slots
+        self._lock = threading.Lock()  # for what follows
+        self._any_failed = False
+        self._failed_in: Ints = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # the first step in which a row failed
+
+    # ---- owners
+
+    def take(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
+        """A step begins: gives slots to the requests of its chunks; `records[i]` belongs to `plan.chunks[i]`."""
+        self.step += 1
+        for chunk, record in zip(plan.chunks, records, strict=True):
+            seq_slot = chunk.seq_slot
+            if self.owners[seq_slot] != chunk.request_id:
+                self.owners[seq_slot] = chunk.request_id
+                self._checked = None
+                self._last_tokens[seq_slot] = -1  # not another request's: no model takes it
+                self.since[seq_slot] = self.step
+            elif chunk.start == 0:
+                self.since[seq_slot] = self.step  # it begins anew
+            self._requests[seq_slot] = record.request
+            self._sampling_states[seq_slot] = record.sampling_state
+            self._assign(seq_slot, record)
+
+    def _assign(self, seq_slot: int, record: WorkerRequest) -> None:
+        """What steps need of the slot's request."""
+        self.rope_deltas[seq_slot] = record.request.rope_delta
+        self.fast_path_from[seq_slot] = record.sampling_state.fast_path_from
+
+    # ---- rows that failed: rows of their requests that were planned ahead have nothing to go on from
+
+    def slot_owners(self, plan: LanguagePlan) -> SlotOwners:
+        """Those of the plan's rows, now."""
+        seq_slots = seq_slots_of(plan)
+        owned = self.owners[seq_slots] == request_ids_of(plan)
+        return SlotOwners(self.step, seq_slots, np.where(owned, self.since[seq_slots], self.step + 1))
+
+    def fail(self, slot_owners: SlotOwners, rows: Sequence[int]) -> None:
+        """These rows failed. Rows whose request no longer owns the slot are left out."""
+        step, seq_slots, since = slot_owners.step, slot_owners.seq_slots[rows], slot_owners.since[rows]
+        with self._lock:
+            before = self._failed_in[seq_slots]
+            first = (since <= step) & ((before < since) | (before > step))
+            self._failed_in[seq_slots[first]] = step
+            self._any_failed = True
+
+    def barred(self, plan: LanguagePlan) -> list[int]:
+        """As `failed` of the step in hand; `take` comes first."""
+        return self.failed(self.slot_owners(plan)) if self._any_failed else []
+
+    def failed(self, slot_owners: SlotOwners) -> list[int]:
+        """Rows, ascending, whose request had a failed row before this step, as far as that is known."""
+        if not self._any_failed:
+            return []
+        with self._lock:
+            before = self._failed_in[slot_owners.seq_slots]
+        rows: list[int] = np.flatnonzero((before >= slot_owners.since) & (before < slot_owners.step)).tolist()
+        return rows
+
+    def requests(self, plan: LanguagePlan) -> Iterator[Request]:
+        """The requests of the plan's rows."""
+        for seq_slot in seq_slots_of(plan).tolist():
+            request = self._requests[seq_slot]
+            if request is not None:
+                yield request
+
+    def sampling_state(self, seq_slot: int) -> SamplingState:
+        state = self._sampling_states[seq_slot]
+        assert state is not None, f"slot {seq_slot} has no request"
+        return state
+
+    # ---- tokens
+
+    def tokens(self, decodes: DecodeRows) -> Ints:
+        """[B]: the rows' tokens, where -1 is replaced by the token that was sampled last for the slot."""
+        return self.known_tokens(decodes)
+
+    def known_tokens(self, decodes: DecodeRows) -> Ints:
+        """As `tokens`, right for rows off the fast path also where other rows' tokens are on the device."""
+        self.check_owners(decodes)
+        ids = decodes.token_ids
+        unread = ids < 0
+        return np.where(unread, self._last_tokens[decodes.seq_slots], ids) if np.count_nonzero(unread) else ids
+
+    def check_owners(self, decodes: DecodeRows) -> None:
+        """Plans share the array of slots as long as the same requests decode: then there is nothing new to check."""
+        if decodes.seq_slots is not self._checked:
+            owned = self.owners[decodes.seq_slots] == decodes.request_ids
+            assert owned.all(), "a decode names a slot that is not its request's"
+            self._checked = decodes.seq_slots
+
+    def put(self, seq_slots: Ints, token_ids: Ints) -> None:
+        """What was sampled for `seq_slots`; -1 for a row that failed, whose later rows are barred."""
+        self._last_tokens[seq_slots] = token_ids
+
+    # ---- sampling
+
+    def sampling_rows(self, plan: LanguagePlan) -> SamplingRows:
+        decodes, first = plan.decodes, len(plan.decodes)
+        rows, seq_slots, num_generated = np.arange(first), decodes.seq_slots, decodes.num_generated
+        sampling = [(first + i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.sample]
+        if sampling:
+            more = np.array([(row, chunk.seq_slot, chunk.num_generated) for row, chunk in sampling], dtype=np.int64)
+            rows = np.concatenate((rows, more[:, 0]))
+            seq_slots = np.concatenate((seq_slots, more[:, 1]))
+            num_generated = np.concatenate((num_generated, more[:, 2]))
+        return SamplingRows(rows, seq_slots, num_generated, num_generated >= self.fast_path_from[seq_slots])

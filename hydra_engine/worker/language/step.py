@@ -1,0 +1,224 @@
+"""One step of the language lane: a plan -> logits -> sampled tokens. What both forms of a step share, and the one that
+is over when the call returns, whose tokens are sampled on the host.
+
+A step that raises leaves nothing behind that matters: KV writes are idempotent, recurrent states are written to
+another state slot than they are read from, and the slot table gets a step's tokens at its very end. So it can be run
+again, row by row. Does not know lanes, what becomes of rows that fail, or when a request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.backend.device import Device, Fetch
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import Ints, LanguagePlan
+from hydra_engine.errors import ErrorInfo
+from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.worker.boundary import attempt, not_finite
+from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
+from hydra_engine.worker.language.batches import StepRows, sent_input, step_rows
+from hydra_engine.worker.language.plan_rows import Samples
+from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.language.prompt_scores import PromptScoring
+from hydra_engine.worker.language.sampler import Logits, best_tokens, finite_rows, sample_row
+from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable
+from hydra_engine.worker.language.states import StateTable
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.vision.gate import LaneGate
+
+
+class Unread(NamedTuple):
+    """A step whose tokens the device samples; the fetch brings (token ids, finite) of the rows that sample, or nothing
+    where none does."""
+
+    num_rows: int
+    rows: Ints  # that sample
+    fetch: Fetch
+
+    def read(self) -> Samples:
+        """Waits for the device. Raises BackendError where it failed."""
+        found = self.fetch.result()
+        return sampled(self.num_rows, self.rows, *found) if found else Samples.none(self.num_rows)
+
+
+class Step(Protocol):
+    """`vision_s` is how long the vision lane ran beside the runs since it was set to 0, as far as the step knows."""
+
+    vision_s: float
+
+    def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | Unread:
+        """Of a plan with at least one row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a step is made with."""
+
+    model: ServedModel
+    ops: Ops
+    device: Device
+    kv_cache: PagedCache
+    image_cache: PagedCache | None
+    faults: FaultPoints
+    states: StateTable | None
+    multimodal_rope: bool
+
+
+class Begun(NamedTuple):
+    """What is known of a step before its rows are built."""
+
+    sampling: SamplingRows
+    scoring: PromptScoring | None
+    poisoned: frozenset[RequestId]  # whose logits a test wants to be no numbers
+
+
+class StepForm:
+    """What both forms do."""
+
+    def __init__(self, parts: StepParts, slot_table: SlotTable) -> None:
+        self._parts = parts
+        self._slot_table = slot_table
+        self.vision_s = 0.0
+
+    def _begin(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Begun:
+        poisoned = self._parts.faults.hit(BEFORE_LANGUAGE_STEP, self._slot_table.requests(plan))
+        sampling = self._slot_table.sampling_rows(plan)
+        self._record_histories(plan, records, sampling)
+        return Begun(sampling, PromptScoring.of(plan, records), poisoned)
+
+    def _rows(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> StepRows:
+        rope: list[PromptPositions] | None = None
+        if self._parts.multimodal_rope:
+            rope = [record.rope for record in records if record.rope is not None]
+        return step_rows(plan, self._slot_table, self._parts.kv_cache.block_size, rope)
+
+    def _sent(
+        self,
+        plan: LanguagePlan,
+        rows: StepRows,
+        scoring: PromptScoring | None,
+        beside: Sequence[npt.NDArray[np.generic]] = (),
+    ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
+        parts = self._parts
+        return sent_input(
+            plan,
+            rows,
+            parts.ops,
+            parts.device,
+            image_block_size=1 if parts.image_cache is None else parts.image_cache.block_size,
+            states=parts.states,
+            scored=None if scoring is None else scoring.wanted(parts.device),
+            beside=beside,
+        )
+
+    def _forward(self, inputs: LanguageInput) -> Tensor:
+        """[B', V] float32"""
+        return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
+
+    def _poisoned(self, plan: LanguagePlan, begun: Begun) -> Ints:
+        """Which of the rows that sample get logits that are no numbers, now that KV is written."""
+        poisoned = begun.poisoned | self._parts.faults.hit(MID_LANGUAGE_STEP, self._slot_table.requests(plan))
+        if not poisoned:
+            return _NO_ROWS
+        return np.flatnonzero(np.isin(self._slot_table.owners[begun.sampling.seq_slots], list(poisoned)))
+
+    def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], sampling: SamplingRows) -> None:
+        """Tells the requests with penalties which tokens they have now. They are never on the fast path."""
+        for chunk, record in zip(plan.chunks, records, strict=True):
+            if record.sampling_state.history is not None:
+                record.sampling_state.history.record(chunk.start, chunk.token_ids)
+        decodes = plan.decodes
+        special = np.flatnonzero(~sampling.fast_path[: len(decodes)])
+        if not special.size:
+            return
+        token_ids = self._slot_table.known_tokens(decodes)
+        for row in special.tolist():
+            history = self._slot_table.sampling_state(int(decodes.seq_slots[row])).history
+            if history is not None:
+                history.record(int(decodes.starts[row]), (int(token_ids[row]),))
+
+    def _draw(self, samples: Samples, sampling: SamplingRows, index: int, logits: Logits) -> None:
+        """Samples one of the rows that sample, whose logits [V] are finite, by its own sampling state."""
+        row, state = int(sampling.rows[index]), self._slot_table.sampling_state(int(sampling.seq_slots[index]))
+        sample = attempt("sampling", partial(sample_row, logits, state, int(sampling.num_generated[index])))
+        if isinstance(sample, ErrorInfo):
+            samples.token_ids[row] = -1
+            samples.failures.append((row, sample))
+            return
+        samples.token_ids[row] = sample.token_id
+        if sample.logprobs is not None:
+            samples.logprobs.append((row, sample.logprobs))
+
+
+class SynchronousStep(StepForm):
+    """Logits come to host memory; rows on the fast path are sampled at once, the others one by one."""
+
+    def __init__(self, parts: StepParts, slot_table: SlotTable, gate: LaneGate | None = None) -> None:
+        super().__init__(parts, slot_table)
+        self._gate = gate
+
+    def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
+        begun = self._begin(plan, records)
+        inputs, _ = self._sent(plan, self._rows(plan, records), begun.scoring)
+        logits = self._logits(inputs, plan.vision_s)
+        poisoned = self._poisoned(plan, begun)
+        if poisoned.size:
+            logits[poisoned] = np.nan
+        samples = self._sample(logits, plan.num_rows, begun.sampling)
+        if begun.scoring is not None:
+            begun.scoring.put(samples)
+        # Nothing below raises: from here on the step has been.
+        if self._parts.states is not None:
+            self._parts.states.advance(plan)
+        self._slot_table.put(begun.sampling.seq_slots, samples.token_ids[begun.sampling.rows])
+        return samples
+
+    def _logits(self, inputs: LanguageInput, vision_s: float) -> Logits:
+        """Of the `vision_s` seconds that the vision lane has beside this plan, a step that is run again gets what is
+        left."""
+        gate = self._gate
+        if gate is not None:
+            gate.begin(max(vision_s - self.vision_s, 0.0))
+        try:
+            logits: Logits = self._forward(inputs).cpu().numpy()
+            return logits
+        finally:
+            if gate is not None:
+                self.vision_s += gate.end()
+
+    def _sample(self, logits: Logits, num_rows: int, sampling: SamplingRows) -> Samples:
+        """Logits of the rows in `sampling`, in their order, to what all rows of the plan get."""
+        if not len(sampling.rows):
+            return Samples.none(num_rows)
+        finite = finite_rows(logits)
+        chosen = best_tokens(logits) if sampling.fast_path.any() else _NO_TOKEN
+        samples = sampled(num_rows, sampling.rows, chosen, finite)
+        if not sampling.fast_path.all():
+            for index in np.flatnonzero(finite & ~sampling.fast_path).tolist():
+                self._draw(samples, sampling, index, logits[index])
+        return samples
+
+
+def sampled(num_rows: int, rows: Ints, token_ids: npt.NDArray[np.generic], finite: npt.NDArray[np.generic]) -> Samples:
+    """Of the rows that sample, those that are finite have their tokens, and the others have failed."""
+    samples = Samples.none(num_rows)
+    if finite.all():
+        samples.token_ids[rows] = token_ids
+        return samples
+    samples.token_ids[rows] = np.where(finite, token_ids, -1)
+    samples.failures += [(int(row), not_finite("logits")) for row in rows[np.logical_not(finite)]]
+    return samples
+
+
+_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+_NO_TOKEN: Ints = np.full(1, -1, dtype=np.int64)

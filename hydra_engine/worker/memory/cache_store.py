@@ -1,0 +1,130 @@
+"""Allocates the tensors behind the two paged caches and the recurrent states, and says what peers may map of them.
+
+Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know who uses which block,
+nor which peers there are.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import PagedCache, StateCache
+from hydra_engine.backend.cpu.shared_memory import ControlWords
+from hydra_engine.backend.device import SharedMemory
+from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.worker.memory.plan import CachePlan
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_CPU = torch.device("cpu")
+
+Share = Callable[[int], SharedMemory]  # `Device.share`
+
+
+def allocate_kv_cache(
+    spec: ModelSpec,
+    plan: CachePlan,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = _CPU,
+    poison: bool = False,
+    share: Share | None = None,
+) -> PagedCache:
+    """[N, L, 2, S, Hkv, D]. `poison` fills it with NaN, so that a read of what was never written shows (tests).
+    `share`: peers read this cache, which they do where prefill is computed. Elsewhere own memory is better: the
+    system gives it larger pages."""
+    language = spec.language
+    shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
+    return _paged(shape, dtype, device, poison, share)
+
+
+def allocate_image_cache(
+    spec: ModelSpec,
+    plan: CachePlan,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = _CPU,
+    poison: bool = False,
+    share: Share | None = None,
+) -> PagedCache | None:
+    """[N, planes, 1, S, 1, C]; None where no image feature ever comes. `share`: peers read this cache, which they do
+    where images are encoded."""
+    if spec.vision is None or plan.num_image_blocks == 0:
+        return None
+    shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
+    return _paged(shape, dtype, device, poison, share)
+
+
+def allocate_states(
+    spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU, poison: bool = False
+) -> StateCache | None:
+    """None where the model keeps none. Every sequence slot has two state slots, 2 * seq_slot and the
+    next: a step reads one and writes the other, so that a step that raised can be run again."""
+    shape = spec.language.delta
+    if shape is None or not plan.num_state_slots:
+        return None
+    size = (2 * plan.num_state_slots, spec.language.num_state_layers)
+    conv = (*size, shape.num_taps - 1, shape.num_channels)
+    recurrent = (*size, shape.num_value_heads, shape.key_dim, shape.value_dim)
+    return StateCache(_allocate(conv, dtype, device, poison), _allocate(recurrent, torch.float32, device, poison))
+
+
+def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
+    data = cache.data
+    dtype = str(data.dtype).removeprefix("torch.")
+    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
+
+
+def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
+    """CRC-32 of each block's bytes."""
+    return tuple(zlib.crc32(cache.data[block].cpu().flatten().view(torch.uint8).numpy().data) for block in blocks)
+
+
+def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
+    """Those of `caches` that peers can map, and the words; and the descriptors, by their place in what is exported."""
+    pools, descriptors = [], [words.descriptor]
+    for kind, cache in caches.items():
+        memory = cache.memory
+        if memory is None:
+            continue
+        place = -1
+        if memory.descriptor >= 0:
+            place = len(descriptors)
+            descriptors.append(memory.descriptor)
+        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, place, memory.handle))
+    return Exports(tuple(pools), words=0, num_words=words.num_words), tuple(descriptors)
+
+
+def _paged(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool, share: Share | None
+) -> PagedCache:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if share is None or num_bytes == 0:
+        return PagedCache(_allocate(shape, dtype, device, poison))
+    memory = share(num_bytes)
+    data = memory.tensor()[:num_bytes].view(dtype).view(shape)
+    return PagedCache(data.fill_(float("nan")) if poison else data, memory)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:
+    if device.type == "cpu":
+        data = _lazy_zeros(shape, dtype)
+    else:
+        data = torch.zeros(shape, dtype=dtype, device=device)
+    return data.fill_(float("nan")) if poison else data
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # torch.zeros writes every page; calloc, behind numpy, hands out pages that are zero already.
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[first : first + num_bytes]).view(dtype).view(shape)

@@ -1,0 +1,337 @@
+"""How many blocks each cache gets, how many slots recurrent states, and the longest request: once, at start.
+
+Works from the spec's byte formulas and the free memory it is told. Host memory is shared with everything else on the
+machine: caches get what requests are likely to need, bounded by a part of what is free. A GPU's memory is filled: what
+weights, the measured working memory of steps and a margin leave of the instance's share goes to the caches. Allocates
+nothing, asks no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.roles import Role
+from hydra_engine.core.units import GIB, size
+from hydra_engine.models.specs.base import ModelSpec, VisionSpec
+from hydra_engine.worker.memory import refusals
+from hydra_engine.worker.memory.refusals import CacheSize, typed_gib
+from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory, estimate
+
+MEMORY_SHARE = 0.4  # of what is free beside the weights, for each cache; of a GPU's, at most, for the image cache
+MARGIN_BYTES = 1 << 29  # of a GPU: what its allocators lose between pieces, and what no measured step has taken
+TYPICAL_TOKENS = 2048  # of one request, for the default size of the KV cache
+TYPICAL_IMAGES = 16
+MIN_TEXT_TOKENS = 8  # a request with one largest picture has room for this much text at least
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one role of a model asks of a device by its configuration, in bytes and in blocks of caches."""
+
+    spec: ModelSpec
+    role: Role
+    config: EngineConfig
+    dtype_bytes: int
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """(vision, language) bytes of the parts that the role loads."""
+        language = self.spec.language.num_parameters() if self.role.needs_language else 0
+        vision = self.spec.vision.num_parameters() if self.spec.vision is not None and self.role.needs_vision else 0
+        return vision * self.dtype_bytes, language * self.dtype_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of recurrent states: two state slots for every request that may run, see `cache_store.py`."""
+        slot_bytes = 2 * self.spec.language.state_bytes(self.dtype_bytes) if self.role.needs_language else 0
+        return self.config.scheduler.max_num_seqs * slot_bytes
+
+    @property
+    def pictures(self) -> VisionSpec | None:
+        """None where no image feature ever comes."""
+        return self.spec.vision if Role.E in self.role or Role.P in self.role else None
+
+    @property
+    def kv_block_bytes(self) -> int:
+        return self.config.cache.block_size * self.spec.language.kv_bytes_per_token(self.dtype_bytes)
+
+    def image_sizes(self, vision: VisionSpec) -> tuple[int, int]:
+        """Blocks of one largest image, bytes of a block."""
+        block_size = self.config.cache.image_block_size
+        block_bytes = block_size * vision.num_planes * vision.feature_size * self.dtype_bytes
+        return _ceil(vision.max_tokens_per_item, block_size), block_bytes
+
+    @property
+    def wanted_images(self) -> int:
+        """Largest pictures that an image cache has room for unless told otherwise."""
+        return max(TYPICAL_IMAGES, self.config.media.max_images)
+
+    def flag(self, kind: str) -> str:
+        """The one that says how large a cache is, if one does."""
+        for name in (f"num_{kind}_blocks", f"{kind}_cache_gib"):
+            if getattr(self.config.cache, name) is not None:
+                return "--" + name.replace("_", "-")
+        return ""
+
+    def given(self, kind: str, block_bytes: int, reasons: list[str] | None = None) -> int | None:
+        """What the configuration says about one cache, in blocks."""
+        flag = self.flag(kind)
+        if not flag:
+            return None
+        number: int | None = getattr(self.config.cache, f"num_{kind}_blocks")
+        gib: float = getattr(self.config.cache, f"{kind}_cache_gib") or 0
+        if reasons is not None:
+            reasons.append(f"{flag} {gib if number is None else number:g} as configured")
+        return int(gib * GIB) // block_bytes if number is None else number
+
+    @property
+    def caches_are_given(self) -> bool:
+        """None of the caches takes what is left."""
+        kv, images = bool(self.flag("kv")), bool(self.flag("image"))
+        return (kv or not self.role.needs_language) and (images or self.pictures is None)
+
+    @property
+    def usual_cache_bytes(self) -> int:
+        """States and caches of given or usual sizes, KV only where its size is given."""
+        total = self.state_bytes
+        if self.role.needs_language:
+            total += self.kv_block_bytes * (self.given("kv", self.kv_block_bytes) or 0)
+        if self.pictures is not None:
+            per_image, block_bytes = self.image_sizes(self.pictures)
+            given = self.given("image", block_bytes)
+            total += block_bytes * (self.wanted_images * per_image if given is None else given)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """An instance's part of a device whose memory is filled (`own_part`). `weights_bytes` None: they are not
+    loaded yet, the spec says how many."""
+
+    own_bytes: int
+    working: WorkingMemory = NOT_COUNTED
+    weights_bytes: int | None = None
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """`max_model_len` is the longest request that fits both the model and the KV cache; without a KV cache, the model.
+    Bytes of weights are what the spec makes of the role's part, without padding."""
+
+    num_kv_blocks: int
+    num_image_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    image_bytes: int
+    reasons: tuple[str, ...]
+    num_state_slots: int = 0  # 0: the model keeps no recurrent states
+    state_bytes: int = 0
+    vision_weights_bytes: int = 0
+    language_weights_bytes: int = 0
+    working: WorkingMemory = NOT_COUNTED
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.vision_weights_bytes + self.language_weights_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.image_bytes + self.state_bytes + self.working.total_bytes
+
+
+def plan_memory(
+    spec: ModelSpec,
+    role: Role,
+    config: EngineConfig,
+    dtype_bytes: int,
+    free_bytes: int,
+    *,
+    shares: int = 1,
+    filling: Filling | None = None,
+) -> CachePlan:
+    """`free_bytes` is what is free before the weights are loaded, which `shares` instances on the device divide;
+    `filling` says instead what this one has. Sizes that the configuration gives are those of each instance. Raises
+    ResourceError, saying what to change, when the longest request cannot be served."""
+    needs, reasons = Needs(spec, role, config, dtype_bytes), list[str]()
+    vision_bytes, language_bytes = needs.weights
+    weights_bytes = vision_bytes + language_bytes
+    device = refusals.DevicePart(spec, role, dtype_bytes, shares, filling is not None)
+    if filling is None:
+        part_bytes, beside_bytes, working = _divided(free_bytes, shares, reasons), 0, NOT_COUNTED
+    else:
+        reasons += filling.reasons
+        weights_bytes = weights_bytes if filling.weights_bytes is None else filling.weights_bytes
+        part_bytes, beside_bytes, working = filling.own_bytes, MARGIN_BYTES, filling.working
+    terms = [("weights", weights_bytes), ("working memory", working.total_bytes), ("margin", beside_bytes)]
+    left_bytes = part_bytes - sum(num_bytes for _, num_bytes in terms)
+    if left_bytes <= 0 and (filling is not None or not needs.caches_are_given):
+        raise refusals.no_room(device, terms, part_bytes)
+    num_state_slots = _state_slots(needs, left_bytes, reasons)
+    left_bytes -= needs.state_bytes
+    share_bytes = int(MEMORY_SHARE * max(left_bytes, 0))
+    image_reasons: list[str] = []
+    most_bytes = share_bytes if filling is None or role.needs_language else left_bytes
+    image = _images(needs, most_bytes, image_reasons)
+    room_bytes = share_bytes if filling is None else left_bytes - image.num_bytes
+    kv, wanted_len = _kv(needs, room_bytes, reasons, filled=filling is not None)
+    holds = kv.num_blocks * config.cache.block_size
+    if kv.too_small or image.too_small:
+        useful = holds >= (TYPICAL_TOKENS if config.max_model_len is None else 2) and not image.too_small
+        raise refusals.caches_too_small(device, (kv, image), left_bytes, lower_to=holds if useful else None)
+    if filling is not None and kv.num_bytes + image.num_bytes > left_bytes:
+        raise refusals.caches_too_large(role, kv.num_bytes + image.num_bytes, left_bytes)
+    max_model_len = min(wanted_len, holds) if role.needs_language else wanted_len
+    if max_model_len < wanted_len:
+        needed_bytes = _ceil(wanted_len, config.cache.block_size) * kv.block_bytes
+        reasons.append(_lowered(wanted_len, max_model_len, needed_bytes, fills=device.filled and not kv.given))
+    return CachePlan(
+        kv.num_blocks,
+        image.num_blocks,
+        max_model_len,
+        kv.num_bytes,
+        image.num_bytes,
+        (*reasons, *image_reasons),
+        num_state_slots,
+        needs.state_bytes,
+        vision_bytes,
+        language_bytes,
+        working,
+    )
+
+
+def _divided(free_bytes: int, shares: int, reasons: list[str]) -> int:
+    if shares > 1:
+        reasons.append(f"{shares} instances share the device: {size(free_bytes // shares)} of its free memory each")
+    return free_bytes // shares
+
+
+def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
+    """One for every request that may run, where the model keeps recurrent states."""
+    num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.max_num_seqs
+    if not num_bytes:
+        return 0
+    if num_bytes > free_bytes:
+        raise refusals.no_states(needs.role, num_slots, num_bytes, max(free_bytes, 0))
+    reasons.append(f"recurrent states: {size(num_bytes)} for {num_slots} requests; KV is not reused")
+    return num_slots
+
+
+def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> tuple[CacheSize, int]:
+    """And the longest request that is wanted. `filled`: the cache takes all of `room_bytes`."""
+    spec, config = needs.spec, needs.config
+    wanted_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        reasons.append(f"max_model_len {config.max_model_len} exceeds the model's {spec.max_model_len}, which is taken")
+    if not needs.role.needs_language:
+        return CacheSize("kv"), wanted_len
+    block_bytes = needs.kv_block_bytes
+    given = needs.given("kv", block_bytes, reasons)
+    if given is not None:
+        num_blocks = given
+    elif filled:
+        num_blocks = max(room_bytes, 0) // block_bytes
+        reasons.append(
+            f"KV cache: {size(num_blocks * block_bytes)}, all that is left of the instance's part of the device"
+        )
+    else:
+        num_blocks = _kv_blocks(config, wanted_len, block_bytes, room_bytes, reasons)
+    least, least_is = _least_request(spec, config, wanted_len, reasons)
+    least_blocks = _ceil(least, config.cache.block_size)
+    return CacheSize("kv", num_blocks, block_bytes, least_blocks, least_is, needs.flag("kv")), wanted_len
+
+
+def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
+    max_num_seqs = config.scheduler.max_num_seqs
+    per_request = _ceil(min(max_model_len, TYPICAL_TOKENS), config.cache.block_size)
+    wanted = max(max_num_seqs * per_request, _ceil(max_model_len, config.cache.block_size))
+    affordable = share_bytes // block_bytes
+    what = f"KV cache: room for {max_num_seqs} requests of {min(max_model_len, TYPICAL_TOKENS)} tokens"
+    if wanted <= affordable:
+        reasons.append(what)
+        return wanted
+    reasons.append(f"{what} does not fit; {size(share_bytes)} taken, {MEMORY_SHARE:.0%} of the free memory")
+    return affordable
+
+
+def _least_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
+    """(tokens, why): the one that was asked for by name, or one with a largest picture."""
+    least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
+    if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
+        reasons.append(f"pictures of more than {wanted_len - MIN_TEXT_TOKENS} tokens do not fit max_model_len")
+        least = wanted_len
+    if config.max_model_len is not None:
+        return wanted_len, f"{wanted_len} tokens, --max-model-len"
+    picture = "" if spec.vision is None else ", one largest picture with a line of text"
+    return least, f"{least} tokens{picture}"
+
+
+def _lowered(wanted_len: int, max_model_len: int, needed_bytes: int, *, fills: bool) -> str:
+    """`fills`: the KV cache has all that is left, so that asking for more would not help."""
+    whole = f"--kv-cache-gib {typed_gib(needed_bytes)} holds"
+    if fills:
+        whole = f"a KV cache of {size(needed_bytes)} would hold"
+    return f"max_model_len lowered from {wanted_len} to {max_model_len}, what the KV cache holds; {whole} it all"
+
+
+def _images(needs: Needs, most_bytes: int, reasons: list[str]) -> CacheSize:
+    """Without blocks where no feature ever comes."""
+    if needs.pictures is None:
+        return CacheSize("image")
+    per_image, block_bytes = needs.image_sizes(needs.pictures)
+    num_blocks = needs.given("image", block_bytes, reasons)
+    if num_blocks is None:
+        num_blocks = min(needs.wanted_images * per_image, most_bytes // block_bytes)
+        waiting = "" if Role.P in needs.role else ", until other instances have fetched them"
+        reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images{waiting}")
+    fitting = num_blocks // per_image
+    if fitting < needs.config.media.max_images:
+        reasons.append(f"a request with more than {fitting} of the largest images does not fit the image cache")
+    return CacheSize("image", num_blocks, block_bytes, per_image, "one largest picture", needs.flag("image"))
+
+
+# ---- an instance's part of a device
+
+
+def own_part(
+    spec: ModelSpec,
+    role: Role,
+    config: EngineConfig,
+    dtype_bytes: int,
+    *,
+    total_bytes: int,
+    free_bytes: int,
+    neighbours: Sequence[Role] = (),
+) -> tuple[int, tuple[str, ...]]:
+    """(bytes, why): what one instance may take of a GPU that it fills. `neighbours`: roles of all instances on the
+    device, this one's among them. Each finds the same parts, from what the model's JSON files and the
+    configuration say of all: it gets what its role needs, and those that keep KV divide what is left. What is free
+    before loading counts for one that is alone there only: beside others it depends on how far those have come."""
+    utilization = config.cache.gpu_memory_utilization
+    budget = int(utilization * total_bytes)
+    if len(neighbours) <= 1:
+        if free_bytes >= budget:
+            return budget, ()
+        return free_bytes, (f"{size(budget - free_bytes)} of the {size(budget)} for the instance are in use already",)
+    left = budget - sum(_claim(Needs(spec, neighbour, config, dtype_bytes)) for neighbour in neighbours)
+    filling = [neighbour for neighbour in neighbours if _fills(neighbour, config)] or list(neighbours)
+    own = _claim(Needs(spec, role, config, dtype_bytes))
+    if left < 0 or role in filling:
+        own += left // (len(filling) if left >= 0 else len(neighbours))
+    return max(own, 0), (f"{len(neighbours)} instances share the device: {size(own)} of {size(budget)} for this one",)
+
+
+def _fills(role: Role, config: EngineConfig) -> bool:
+    return role.needs_language and config.cache.kv_cache_gib is None and config.cache.num_kv_blocks is None
+
+
+def _claim(needs: Needs) -> int:
+    """Without KV that fills. Working memory counts twice, as it is only estimated."""
+    working = estimate(needs.spec, needs.role, needs.config, needs.dtype_bytes)
+    return sum(needs.weights) + needs.usual_cache_bytes + 2 * (working.total_bytes + MARGIN_BYTES)
+
+
+def _ceil(amount: int, unit: int) -> int:
+    return -(-amount // unit)

@@ -1,0 +1,130 @@
+"""Error messages for what does not fit on a device: what, by how much, and which flags change it, as they are typed.
+
+Weights come first, then what steps take, then caches with the least that they need. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_engine.core.roles import Role
+from hydra_engine.core.units import GIB, size
+from hydra_engine.errors import ResourceError
+from hydra_engine.models.specs.base import ModelSpec
+
+_NAMES = {"kv": "KV cache", "image": "image cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Blocks that a cache gets and the least that it works with; `least_is` says what that is for. `given`: the flag
+    that says its size, if one does."""
+
+    kind: str  # kv or image
+    num_blocks: int = 0
+    block_bytes: int = 0
+    least_blocks: int = 0
+    least_is: str = ""
+    given: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        return self.least_blocks * self.block_bytes
+
+    @property
+    def too_small(self) -> bool:
+        return self.num_blocks < self.least_blocks
+
+    @property
+    def least_flag(self) -> str:
+        """The flag with the least value, as it is typed."""
+        if self.given == f"--num-{self.kind}-blocks":
+            return f"{self.given} {self.least_blocks}"
+        return f"--{self.kind}-cache-gib {typed_gib(self.least_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePart:
+    """What an instance has. `filled`: its part of a GPU, which caches fill."""
+
+    spec: ModelSpec
+    role: Role
+    dtype_bytes: int
+    shares: int
+    filled: bool
+
+    def more_room(self) -> str:
+        """What gives caches more of a device. Lower budgets make the largest steps smaller."""
+        has_tower = self.spec.vision is not None and self.role.needs_vision
+        ways = ["raise --gpu-memory-utilization"] if self.filled else ["free memory"]
+        if self.filled:
+            lower = ["--token-budget", "--max-num-seqs"] if self.role.needs_language else []
+            lower += ["--image-budget", "--max-pixels"] if has_tower else []
+            ways.append(f"lower {' or '.join(lower)}")
+        if self.dtype_bytes > 2:
+            ways.append("take a smaller --dtype")
+        ways.append("put fewer instances on the device with --topology" if self.shares > 1 else "take a smaller model")
+        return f"{', '.join(ways[:-1])} or {ways[-1]}"
+
+
+def typed_gib(num_bytes: int) -> str:
+    """The least number of GiB with three digits that holds so many bytes."""
+    digits = max(2 - math.floor(math.log10(max(num_bytes, 1) / GIB)), 0)
+    return f"{math.ceil(num_bytes / GIB * 10**digits) / 10**digits:.{digits}f}"
+
+
+def no_room(part: DevicePart, terms: Sequence[tuple[str, int]], own_bytes: int) -> ResourceError:
+    """`terms` (name, bytes) together are more than there is, or leave nothing for caches."""
+    needed = " + ".join(f"{name} {size(num_bytes)}" for name, num_bytes in terms if num_bytes)
+    shared = ""
+    if part.shares > 1 and not part.filled:
+        shared = f", its part of the {size(own_bytes * part.shares)} that {part.shares} instances share"
+    return ResourceError(
+        f"{needed} > {size(max(own_bytes, 0))} for instance role {part.role.letters}{shared}; {part.more_room()}",
+        param="gpu_memory_utilization" if part.filled else "model",
+    )
+
+
+def no_states(role: Role, num_slots: int, num_bytes: int, left_bytes: int) -> ResourceError:
+    return ResourceError(
+        f"recurrent states {size(num_bytes)} of {num_slots} requests > {size(left_bytes)} that the weights leave to "
+        f"instance role {role.letters}; lower --max-num-seqs or free memory",
+        param="max_num_seqs",
+    )
+
+
+def caches_too_small(
+    part: DevicePart, caches: Sequence[CacheSize], left_bytes: int, *, lower_to: int | None
+) -> ResourceError:
+    """`lower_to`: with a --max-model-len of that many tokens the KV cache would do."""
+    short = [cache for cache in caches if cache.too_small]
+    told = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.least_bytes)} ({c.least_is})" for c in short)
+    ways = [cache.least_flag for cache in short if cache.given]
+    least_bytes = sum(max(c.least_bytes, c.num_bytes if c.given else 0) for c in caches)
+    if not all(cache.given for cache in short):
+        if not part.filled and least_bytes <= left_bytes:
+            ways = [cache.least_flag for cache in short]
+        else:
+            ways = []
+    change = f"give at least {' '.join(ways)}" if ways else part.more_room()
+    if lower_to is not None:
+        change += f", or lower --max-model-len to {lower_to}"
+    left = f", {size(max(left_bytes, 0))} are left beside the weights" if not ways and not part.filled else ""
+    return ResourceError(
+        f"{told} for instance role {part.role.letters}{left}; {change}",
+        param=f"{short[0].kind}_cache_gib",
+    )
+
+
+def caches_too_large(role: Role, cache_bytes: int, left_bytes: int) -> ResourceError:
+    return ResourceError(
+        f"caches {size(cache_bytes)} > {size(left_bytes)} that are left of the device for instance role "
+        f"{role.letters}; lower --kv-cache-gib or --image-cache-gib, or raise --gpu-memory-utilization",
+        param="kv_cache_gib",
+    )

@@ -1,0 +1,123 @@
+"""What an instance's steps take of a device beside weights and caches, from the spec and the configuration.
+
+The largest step of each stage that a role runs, as a scheduler may plan it: one largest picture, or as many as the
+image budget holds; a prefill of the token budget at the end of the longest context, with as many rows that are sampled
+as may run; a decode of all of them. At each place of a divided device a lane has another stream, and the allocator
+gives no stream what it keeps for another: all of it counts once for every place. Does not know lanes or requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.roles import Role
+from hydra_engine.models.inputs import SCORED_ROWS
+from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
+from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
+from hydra_engine.worker.vision.graphs import most_captured
+
+GRAPH_BYTES = 1 << 28  # what captured decode steps take at a place, besides the memory that they compute in
+ENCODE_GRAPH_BYTES = 1 << 26  # and captured encodes
+DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution come near it
+
+# Sizes of pictures that a family may make its most patches of: as large as the largest allowed, of several shapes.
+_PICTURES = ((6300, 6300), (8900, 4450), (4450, 8900), (12000, 3000), (3000, 12000))
+_VALUES_PER_PATCH = 4  # times the features' width: what a tower, the narrower one, holds of a patch at once, about
+_LOGIT_COPIES = 4  # of the rows that are sampled: the logits, their probabilities, sorted, summed up
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingMemory:
+    """What an instance's steps take beside weights and caches, in bytes. An encode and a language step run at the same
+    time, each at its largest. `graph_bytes` is kept free for steps that are captured."""
+
+    encode_bytes: int = 0
+    language_bytes: int = 0
+    graph_bytes: int = 0
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.encode_bytes + self.language_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.activation_bytes + self.graph_bytes
+
+    def times(self, places: int) -> WorkingMemory:
+        return WorkingMemory(self.encode_bytes * places, self.language_bytes * places, self.graph_bytes * places)
+
+
+NOT_COUNTED = WorkingMemory()
+
+
+class LargestEncode(NamedTuple):
+    picture: tuple[int, int]
+    span: ItemPlan
+    num_spans: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.num_spans * self.span.num_patches
+
+
+def image_budget(config: EngineConfig, vision: VisionSpec) -> int:
+    """Most patches of a vision step that has more than one picture."""
+    given = config.scheduler.image_budget
+    return given if given > 0 else min(2 * vision.max_patches_per_image, DEFAULT_IMAGE_BUDGET)
+
+
+def largest_encode(vision: VisionSpec, budget: int) -> LargestEncode:
+    spans = [(size, item) for size in _PICTURES for item in vision.plan_image(*size).items]
+    picture, span = max(spans, key=lambda found: found[1].num_patches)
+    return LargestEncode(picture, span, max(1, -(-budget // span.num_patches)))
+
+
+def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]:
+    """Tokens of each row of a step: one of every row, and as many more as its last rows may have."""
+    counts, left = [1] * min(num_rows, num_tokens), max(num_tokens - num_rows, 0)
+    for row in reversed(range(len(counts))):
+        more = min(left, longest - 1)
+        counts[row] += more
+        left -= more
+    return counts
+
+
+def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
+    """Before anything is loaded: of the right size, not more."""
+    encode = language = graphs = 0
+    if spec.vision is not None and role.needs_vision:
+        encode = estimated_encode(spec.vision, config, dtype_bytes)
+        graphs += encode_graph_bytes(spec.vision, role, config, encode)
+    if role.needs_language:
+        rows, tokens = config.scheduler.max_num_seqs, config.scheduler.token_budget
+        scored = SCORED_ROWS if Role.P in role else 0
+        decode = _estimated_step(spec, rows, rows, 0, dtype_bytes)
+        language = max(decode, _estimated_step(spec, tokens, rows, scored, dtype_bytes) if Role.P in role else 0)
+        graphs += decode + GRAPH_BYTES if Role.D in role else 0
+    both = spec.vision is not None and role.needs_vision and role.needs_language
+    return WorkingMemory(encode, language, graphs).times(1 + len(config.sm_counts) if both else 1)
+
+
+def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:
+    budget = image_budget(config, vision)
+    generic = isinstance(vision, GenericVisionSpec)
+    patches = vision.max_patches_per_image if generic else largest_encode(vision, budget).num_patches
+    return patches * _VALUES_PER_PATCH * vision.feature_size * dtype_bytes
+
+
+def encode_graph_bytes(vision: VisionSpec, role: Role, config: EngineConfig, encode_bytes: int) -> int:
+    """Of captured encodes, which do not compute where others do; `encode_bytes`: what the largest encode takes."""
+    pauses = config.scheduler.slices_layers and role.needs_language
+    if isinstance(vision, GenericVisionSpec) or pauses:
+        return 0
+    largest = largest_encode(vision, image_budget(config, vision)).num_patches
+    captured = most_captured(config, largest)
+    return -(-encode_bytes * captured // largest) + ENCODE_GRAPH_BYTES if captured else 0
+
+
+def _estimated_step(spec: ModelSpec, num_tokens: int, num_rows: int, num_scored: int, dtype_bytes: int) -> int:
+    language = spec.language
+    layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * dtype_bytes
+    return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)

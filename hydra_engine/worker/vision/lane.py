@@ -1,0 +1,116 @@
+"""A vision plan -> features in the image cache -> a vision result.
+
+Runs in the vision lane's thread. A picture that makes the tower raise, or whose features are not finite, fails alone.
+With a gate the tower waits between its pieces when a language step has no more room for it; where it never has to, an
+encode is replayed if a graph fits. Does not know where pixels come from, nor who else runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.clock import Clock
+from hydra_engine.core.plans import EncodeItem, VisionPlan, VisionResult
+from hydra_engine.errors import ErrorInfo
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
+from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
+from hydra_engine.worker.language.batches import vision_input, vision_slots
+from hydra_engine.worker.ports import ServedModel, WorkerRequest
+from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.vision.graphs import EncodeGraphs
+
+
+class VisionLane:
+    """`gate`: where a language lane runs on the same device. `piece_rows` is that of `VisionInput`. `graphs`: those of
+    encodes that need not wait between pieces; what they do not fit is launched op by op."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: Backend,
+        image_cache: PagedCache,
+        clock: Clock,
+        faults: FaultPoints,
+        gate: LaneGate | None = None,
+        piece_rows: int = 0,
+        graphs: EncodeGraphs | None = None,
+    ) -> None:
+        self._model = model
+        self._device = backend.device
+        self._cache = image_cache
+        self._clock = clock
+        self._faults = faults
+        self._gate = gate
+        self._piece_rows = piece_rows
+        self._graphs = graphs
+
+    def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
+        """`records[i]` belongs to `plan.items[i]`. Never raises because of a request's content, and BackendError where
+        the device failed. The times of the result include waits at the gate."""
+        started_s = self._clock.now()
+        if self._gate is None:
+            errors = self._all(plan.items, records)
+        else:
+            self._gate.enter()
+            try:
+                errors = self._all(plan.items, records)
+            finally:
+                self._gate.leave()
+        return VisionResult(plan.step_id, started_s, self._clock.now(), errors)
+
+    def _all(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[ErrorInfo | None, ...]:
+        with torch.inference_mode():
+            return self._errors(items, records)
+
+    def _errors(
+        self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest], *, alone: bool = False
+    ) -> tuple[ErrorInfo | None, ...]:
+        """A step that raises is run again picture by picture, so that only the guilty one fails; a single picture that
+        found too little memory is tried once more, now that memory has been given back."""
+        if not items:
+            return ()
+        errors = attempt_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
+        if not isinstance(errors, ErrorInfo):
+            return errors
+        if alone or (len(items) == 1 and errors is not OUT_OF_MEMORY):
+            return (errors,)
+        pairs = zip(items, records, strict=True)
+        return tuple(error for item, record in pairs for error in self._errors((item,), (record,), alone=True))
+
+    def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[ErrorInfo | None, ...]:
+        poisoned = self._faults.hit(BEFORE_VISION_STEP, [record.request for record in records])
+        payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
+        images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
+        slots = vision_slots(items, self._cache.block_size)
+        inputs = vision_input(images, payloads, slots, self._device)
+        if self._gate is not None:
+            inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
+        num_patches = sum(item.num_patches for item in items)
+        if self._graphs is None or not self._graphs.replay(inputs, slots, num_patches):
+            self._model.encode(inputs, self._cache)
+        finite = self._finite(items)
+        return tuple(
+            None if good and item.request_id not in poisoned else not_finite("image features")
+            for item, good in zip(items, finite, strict=True)
+        )
+
+    def _finite(self, items: Sequence[EncodeItem]) -> list[bool]:
+        """Of each picture, whether what the tower wrote is made of numbers. Waits once for all of them."""
+        places = self._device.send([item.block_ids.astype(np.int64) for item in items])
+        flags = [self._is_finite(item, blocks) for item, blocks in zip(items, places, strict=True)]
+        (found,) = self._device.fetch((torch.stack(flags),)).result()
+        finite: list[bool] = found.tolist()
+        return finite
+
+    def _is_finite(self, item: EncodeItem, blocks: Tensor) -> Tensor:
+        features = self._cache.data[blocks]  # [n, planes, 1, S, 1, C]
+        num_blocks, planes, _, block_size, _, width = features.shape
+        rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
+        return torch.isfinite(rows).all()

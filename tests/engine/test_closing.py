@@ -1,0 +1,133 @@
+"""Engines close wherever they are: under a running loop, from tasks, at the interpreter's exit; and twice."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from hydra_engine import Engine
+from hydra_engine.errors import CheckpointError, EngineClosed
+from tests.engine.conftest import EngineFactory
+
+ASKED = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+
+
+async def by_with(engine: Engine) -> None:
+    with engine:
+        await engine.agenerate("Hello", **ASKED)
+
+
+async def by_async_with(engine: Engine) -> None:
+    async with engine:
+        await engine.agenerate("Hello", **ASKED)
+
+
+async def by_close(engine: Engine) -> None:
+    engine.generate("Hello", **ASKED)  # as in a notebook's cell
+    engine.close()
+
+
+async def by_aclose(engine: Engine) -> None:
+    await engine.aclose()
+    await engine.aclose()
+
+
+async def by_an_error(engine: Engine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with engine:
+            1 / 0
+
+
+async def by_several_at_once(engine: Engine) -> None:
+    await asyncio.gather(engine.aclose(), asyncio.to_thread(engine.close), engine.aclose())
+
+
+async def by_a_task_that_is_cancelled(engine: Engine) -> None:
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    engine.close()  # waits for what the task began
+
+
+@pytest.mark.parametrize(
+    "way",
+    [by_with, by_async_with, by_close, by_aclose, by_an_error, by_several_at_once, by_a_task_that_is_cancelled],
+    ids=lambda way: way.__name__,
+)
+async def test_under_a_running_loop(make_engine: EngineFactory, way: Callable[[Engine], Awaitable[None]]) -> None:
+    engine = make_engine()
+    assert engine._thread is not None and engine._loop is not None
+    await way(engine)
+    assert engine._loop.is_closed() and not engine._thread._thread.is_alive()
+    engine.close()
+    assert engine.health() == (False, "closed")
+    with pytest.raises(EngineClosed):
+        await engine.agenerate("Hello")
+
+
+async def test_whoever_waits_is_told(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    handle = engine.submit("Hello", **LONG)
+    several = asyncio.create_task(engine.agenerate(["Hello", "there"], **LONG))
+    async for _ in handle:
+        break
+    await engine.aclose()
+    for waiting in (several, handle):
+        with pytest.raises(EngineClosed):
+            await asyncio.wait_for(asyncio.ensure_future(waiting), 10)
+
+
+def test_its_own_thread_may_not_wait_for_itself(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    told: list[str] = []
+
+    def close(result: object) -> None:
+        for blocking in (engine.close, engine.ledger):
+            with pytest.raises(RuntimeError) as caught:
+                blocking()
+            told.append(str(caught.value))
+
+    engine.add_observer(close)
+    engine.generate("Hello", **ASKED)
+    assert len(told) == 2 and all("own loop" in words for words in told)
+
+
+def test_an_engine_that_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(CheckpointError):
+        Engine(tmp_path, threads=1)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "hydra-engine"]
+
+
+FORGOTTEN = """
+import asyncio, sys
+from hydra_engine import Engine
+
+async def main():
+    global engine
+    engine = Engine(sys.argv[1], threads=1, block_size=4, num_kv_blocks=512, token_budget=64)
+    async for piece in engine.submit("Hello", max_tokens=400, ignore_eos=True):
+        return print("answered")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_at_the_interpreters_exit(tiny_model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", FORGOTTEN, str(tiny_model)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "answered\n", "")

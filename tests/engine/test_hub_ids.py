@@ -1,0 +1,36 @@
+"""A hub id in a real engine: from the cache's links, in the instance's own process too, under its own name."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from hydra_engine import Engine
+from hydra_engine.errors import CheckpointError
+from tests.engine.conftest import EngineFactory
+from tests.unit.hub import fill_cache
+
+NAME = "acme/tiny-vlm"
+
+
+def test_the_same_answer_as_from_the_folder(
+    make_engine: EngineFactory, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    fill_cache(tmp_path, NAME, tiny_model, revision="v2")
+    # A process of its own knows nothing of this test's cache: it is told the folder.
+    engine = make_engine(model=NAME, revision="v2", processes=True)
+    assert engine.model_name == engine.summary.model == NAME
+    asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    assert engine.generate("Hello", **asked).token_ids == make_engine().generate("Hello", **asked).token_ids
+
+
+def test_nothing_is_started_for_one_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match="`hf download acme/none` fetches it"):
+        Engine("acme/none")
+    assert threading.active_count() == before

@@ -1,0 +1,62 @@
+"""The scheduler's wings are what only some deployments need: a copy of the package without them serves the demo."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.test_layers import PACKAGE, WINGS
+
+NO_HOOKS = """
+from types import SimpleNamespace
+
+from hydra_engine.core.messages import LimitSummary
+
+Connect = Hooks = object
+
+
+def make_hooks(*given):
+    return SimpleNamespace(
+        budgets=None, observer=None, connector=None, migration=None, limits=LimitSummary(), notes=()
+    )
+"""
+SCRIPT = """
+import json
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+import hydra_engine
+
+if __name__ == "__main__":
+    home = Path(hydra_engine.__file__).parent
+    assert home == Path(sys.argv[1]), "not the copy"
+    (asked, *_) = json.loads((home / "demo" / "questions.json").read_text())
+    with hydra_engine.Engine("demo") as engine:
+        image = Image.open(home / "demo" / asked["picture"])
+        answer = engine.generate(asked["question"], image, temperature=0, max_tokens=64)
+    assert answer.text.strip() == asked["answer"], answer.text
+    print([span.stage for span in answer.timeline if span.stage in ("encode", "prefill", "decode")])
+"""
+
+
+@pytest.mark.slow
+def test_the_demo_answers_without_the_wings(tmp_path: Path) -> None:
+    copy = tmp_path / "hydra_engine"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for wing in WINGS:
+        shutil.rmtree(copy / wing)
+    (copy / "instance" / "hooks.py").write_text(NO_HOOKS)
+    script = tmp_path / "answer.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(script), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "'encode', 'prefill'" in done.stdout and "'decode'" in done.stdout

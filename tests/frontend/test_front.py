@@ -1,0 +1,399 @@
+"""The front over several instances: health, reports, faults, roles at run time. Instances and supervisor are played;
+intake, messages and handles are real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from hydra_engine.cluster.listener import ClusterListener, InstanceLink
+from hydra_engine.config import ClusterConfig, EngineConfig, SchedulerConfig
+from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.messages import (
+    InstanceSummary,
+    LedgerReport,
+    Loading,
+    QueryLedger,
+    SetFault,
+    StageReport,
+    Status,
+    ToInstance,
+    TransferReport,
+)
+from hydra_engine.core.outputs import FinishReason, Result
+from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.roles import Role, Topology
+from hydra_engine.errors import ConfigError, EngineClosed, Unavailable
+from hydra_engine.frontend.frontend import Front
+from tests.calls import asked
+from tests.frontend.played import Played
+from tests.frontend.rig import token
+from tests.frontend.test_router import status
+from tests.virtual_clock import VirtualClock
+
+
+class PlayedEnd:
+    """The front's end of a channel to a played instance, which answers on the loop."""
+
+    def __init__(self, supervisor: PlayedSupervisor, name: str) -> None:
+        self.supervisor = supervisor
+        self.name = name
+        self.faults: list[SetFault] = []
+        self.answers_queries = True
+
+    def send(self, messages: Sequence[ToInstance]) -> None:
+        one = self.supervisor.played.get(self.name)
+        for message in messages:
+            if isinstance(message, SetFault):
+                self.faults.append(message)
+            elif isinstance(message, QueryLedger):
+                if self.answers_queries:
+                    self.supervisor.tell(self.name, self.ledger(message.query_id))
+            elif one is not None:
+                one.inbox.append(message)
+        self.supervisor.pump_soon()
+
+    def ledger(self, query_id: int) -> LedgerReport:
+        return LedgerReport(1, 2, 10, 3, 20, ("r1",), ("odd",), query_id=query_id, pixel_bytes=4, offers=5)
+
+
+class PlayedSupervisor:
+    """`works`: instances do all they can whenever the loop is idle."""
+
+    def __init__(self, config: EngineConfig, lengths: dict[str, int]) -> None:
+        topology = Topology.parse(config.topology)
+        self.roles = {n: spec.role for n, spec in zip(topology.names, topology.instances, strict=True)}
+        self.loaded = dict(self.roles)
+        self.lengths = lengths
+        self.played: dict[str, Played] = {}
+        self.ends: dict[str, PlayedEnd] = {}
+        self.works = True
+        self.stopped = False
+        self.incarnation = 0
+        self.listener: ClusterListener | None = None
+
+    async def start(self, listener: ClusterListener) -> list[InstanceLink]:
+        self.listener = listener
+        links = []
+        for name in self.roles:
+            listener.on_progress(name, Loading("weights", 1, 2))
+            links.append(self.link(name))
+        for link in links:
+            listener.on_up(link)
+        self.connect()
+        return links
+
+    def link(self, name: str) -> InstanceLink:
+        self.incarnation += 1
+        self.played[name] = Played(name)
+        self.ends[name] = PlayedEnd(self, name)
+        summary = InstanceSummary(
+            *(name, self.roles[name].letters, "demo", "demo", "cpu", "float32", "native", True, 1),
+            *(0, 0, 0, 10, 20, 16, 64, self.lengths.get(name, 256), 64, 64, 0.1),
+        )
+        role = self.loaded[name]
+        return InstanceLink(name, role, "cpu", self.incarnation, self.ends[name], summary, 4000 + self.incarnation)
+
+    def connect(self) -> None:
+        assert self.listener is not None
+        for one in self.played:
+            for other in self.played:
+                if one < other:
+                    self.listener.on_pair(one, other, True)
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def states(self) -> tuple[InstanceState, ...]:
+        return tuple(
+            InstanceState(
+                name,
+                role.letters,
+                self.loaded[name].letters,
+                Condition.READY if name in self.played else Condition.STARTING,
+                1,
+            )
+            for name, role in self.roles.items()
+        )
+
+    def set_role(self, name: str, role: Role) -> None:
+        assert self.played[name].idle, "a role is switched only while nothing is held"
+        self.roles[name] = role
+
+    # ---- what happens
+
+    def die(self, name: str, *, restarts: bool = True) -> None:
+        assert self.listener is not None
+        del self.played[name]
+        for other in self.played:
+            self.listener.on_pair(name, other, False)
+        self.listener.on_down(name, "was killed", restarts=restarts)
+
+    def back(self, name: str) -> None:
+        assert self.listener is not None
+        self.listener.on_up(self.link(name))
+        self.connect()
+
+    def tell(self, name: str, *messages: Any) -> None:
+        assert self.listener is not None
+        asyncio.get_running_loop().call_soon(self.listener.on_messages, name, list(messages))
+
+    def pump_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Everything that can be done now, one step for each instance in turn."""
+        assert self.listener is not None
+        progress = self.works
+        while progress:
+            progress = False
+            for name, one in list(self.played.items()):
+                before = len(one.inbox), len(one.outbox), len(one.parts), len(one.jobs)
+                if one.inbox:
+                    one.receive()
+                for number in [*one.parts, *one.jobs]:
+                    if number in one.parts or number in one.jobs:
+                        one.work(number, self.played)
+                messages = list(one.outbox)
+                one.outbox.clear()
+                if messages:
+                    self.listener.on_messages(name, messages)
+                progress |= bool(messages) or before != (len(one.inbox), 0, len(one.parts), len(one.jobs))
+
+
+@asynccontextmanager
+async def started(topology: str, lengths: dict[str, int] | None = None, **cluster: Any) -> AsyncIterator[Any]:
+    config = EngineConfig(
+        topology=topology, cluster=ClusterConfig(**cluster), scheduler=SchedulerConfig(max_queue=4, max_num_seqs=4)
+    )
+    supervisor = PlayedSupervisor(config, lengths or {})
+    front = Front(config, processes=True, clock=VirtualClock(50.0), supervisor=supervisor)  # type: ignore[arg-type]
+    await front.start(lambda loading: None)
+    try:
+        yield front, supervisor
+    finally:
+        await front.close()
+
+
+async def ask(front: Front, *, images: Any = None, max_tokens: int = 5) -> tuple[int, Awaitable[Result]]:
+    number, handle = front.open_handle()
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    await front.submit(number, handle, asked("Hello", images=images, sampling=sampling))
+    return number, handle
+
+
+@pytest.mark.parametrize("topology", ["EPD", "EP+D", "ED+P", "2E+P+D", "E+PD", "2EPD"])
+async def test_answers_come_back_over_every_topology(topology: str) -> None:
+    async with started(topology) as (front, _):
+        for images in (None, Image.new("RGB", (32, 32), "red")):
+            number, handle = await ask(front, images=images)
+            result = await asyncio.wait_for(handle, 5)
+            assert result.token_ids == tuple(token(number, i) for i in range(5))
+            assert result.finish_reason is FinishReason.LENGTH
+        assert front.num_active == 0
+        assert front.health() == (True, "ok")
+
+
+async def test_a_death_is_not_seen_in_the_answer() -> None:
+    async with started("P+2D+E") as (front, supervisor):
+        number, handle = await ask(front, max_tokens=20)
+        supervisor.works = False
+        await asyncio.sleep(0)
+        supervisor.die(front._dispatcher.requests[number].attempt.decoder)
+        supervisor.works = True
+        supervisor.pump_soon()
+        result = await asyncio.wait_for(handle, 5)
+        assert result.token_ids == tuple(token(number, i) for i in range(20))
+
+
+async def test_what_a_request_waits_for_is_told_from_its_intake_on() -> None:
+    async with started("EPD") as (front, supervisor):
+        supervisor.works = False
+        number, handle = front.open_handle("mine")
+        sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        call = asked("Hello", images=Image.new("RGB", (32, 32), "red"), sampling=sampling)
+        submitting = asyncio.create_task(front.submit_detached(number, handle, call))
+        await asyncio.sleep(0)
+        (live,) = front.activity(0, 10).running
+        assert (live.id, live.stage, live.instance) == ("mine", "preprocess", "")
+        await submitting
+        stages = (StageReport(number, "encode", 0, 1),)
+        front.on_messages("epd0", [msgspec.structs.replace(status(), time_s=50.0, stages=stages)])
+        (live,) = front.activity(0, 10).running
+        assert (live.id, live.stage, live.instance, live.done, live.of) == ("mine", "encode", "epd0", 0, 1)
+        supervisor.works = True
+        supervisor.pump_soon()
+        await asyncio.wait_for(handle, 5)
+        assert front.activity(0, 10).running == []
+
+
+async def test_health_says_which_words_when() -> None:
+    async with started("2E+P+D") as (front, supervisor):
+        supervisor.die("e0")
+        assert front.health() == (True, "ok")
+        front.on_silent("e1", True)
+        assert front.health() == (False, "hung")
+        front.on_silent("e1", False)
+        supervisor.die("d0")
+        assert front.health() == (False, "instance_lost") and not front.lost
+        supervisor.back("d0")
+        assert front.health() == (True, "ok")
+        supervisor.die("d0", restarts=False)
+        assert front.health() == (False, "instance_lost") and front.lost
+        with pytest.raises(Unavailable, match="restarted"):
+            await ask(front)
+    assert front.health() == (False, "closed")
+
+
+async def test_an_instance_without_progress_is_hung() -> None:
+    async with started("2P+D+E") as (front, _):
+        clock = front._clock
+        for name in ("p0", "d0"):
+            front.on_messages(name, [status(time_s=clock.now(), num_running=1, language_steps=3)])
+        clock.advance(6.0)
+        front.on_messages("d0", [status(time_s=clock.now(), num_running=1, language_steps=4)])
+        assert front.health() == (True, "ok")  # p1 has not said anything wrong
+        clock.advance(6.0)
+        assert front.health() == (False, "hung")
+
+
+async def test_requests_wait_for_an_instance_within_the_queue() -> None:
+    async with started("P+D+E") as (front, supervisor):
+        supervisor.die("d0")
+        waiting = [await ask(front) for _ in range(4)]
+        with pytest.raises(Unavailable) as caught:
+            await ask(front)
+        assert caught.value.code == "overloaded"
+        supervisor.back("d0")
+        supervisor.pump_soon()
+        for number, handle in waiting:
+            result = await asyncio.wait_for(handle, 5)
+            assert result.token_ids == tuple(token(number, i) for i in range(5))
+
+
+async def test_a_request_that_nobody_can_go_on_with_fails_in_time() -> None:
+    async with started("P+D+E", recovery_s=5.0) as (front, supervisor):
+        supervisor.die("p0")
+        _, handle = await ask(front)
+        front._clock.advance(5.1)
+        with pytest.raises(Unavailable) as caught:
+            await asyncio.wait_for(handle, 5)
+        assert caught.value.code == "instance_lost"
+
+
+async def test_ledgers_are_added_up() -> None:
+    async with started("E+P+D") as (front, supervisor):
+        report = await front.ledger()
+        assert (report.num_requests, report.kv_blocks_held, report.kv_blocks_total) == (3, 6, 30)
+        assert (report.pixel_bytes, report.offers) == (12, 15)
+        assert report.problems == ("d0: odd", "e0: odd", "p0: odd")
+        supervisor.ends["p0"].answers_queries = False
+        asking = asyncio.ensure_future(front.ledger())
+        await asyncio.sleep(0)
+        supervisor.die("p0")
+        assert (await asyncio.wait_for(asking, 5)).num_requests == 2
+
+
+async def test_reports_are_added_up_and_counters_never_go_back() -> None:
+    async with started("E+P+D") as (front, supervisor):
+        assert front.stats() is None
+        moved = TransferReport(offers=1, pulled=7)
+        front.on_messages("p0", [status(time_s=1, num_running=2, prompt_tokens=30, transfer=moved)])
+        front.on_messages("d0", [status(time_s=2, num_running=3, generation_tokens=5, transfer=moved)])
+        total = front.stats()
+        assert isinstance(total, Status)
+        assert (total.num_running, total.prompt_tokens, total.generation_tokens) == (5, 30, 5)
+        assert (total.kv_blocks_total, total.transfer.offers, total.transfer.pulled) == (200, 2, 14)
+        assert set(front.statuses()) == {"p0", "d0"}
+        supervisor.die("p0")
+        left = front.stats()
+        assert (left.num_running, left.prompt_tokens, left.transfer.pulled, left.transfer.offers) == (3, 30, 14, 1)
+        assert set(front.statuses()) == {"d0"}
+
+
+async def test_a_fault_point_of_one_instance_or_all() -> None:
+    async with started("E+P+D") as (front, supervisor):
+        front.set_fault("eng.before_step", "kill", "", "p0")
+        front.set_fault("eng.mid_step", "raise")
+        counts = {name: len(end.faults) for name, end in supervisor.ends.items()}
+        assert counts == {"e0": 1, "p0": 2, "d0": 1}
+
+
+async def test_the_shortest_decoder_decides_how_long_a_request_may_be() -> None:
+    async with started("E+P+D", {"e0": 16, "p0": 200, "d0": 100}) as (front, _):
+        assert front.max_model_len == 100
+        assert [summary.name for summary in front.summaries] == ["e0", "p0", "d0"]
+
+
+async def test_closing_ends_what_runs() -> None:
+    async with started("P+D+E") as (front, supervisor):
+        supervisor.works = False
+        _, handle = await ask(front)
+        await front.close()
+        with pytest.raises(EngineClosed):
+            await handle
+        assert supervisor.stopped
+
+
+# ---- roles at run time
+
+
+async def test_roles_are_switched_after_an_instance_has_finished() -> None:
+    async with started("3EPD") as (front, supervisor):
+        supervisor.works = False
+        asked = [await ask(front) for _ in range(3)]
+        switching = asyncio.ensure_future(front.set_topology("E+P+D"))
+        await asyncio.sleep(0.05)
+        conditions = {state.name: state.condition for state in front.instances()}
+        assert conditions["epd0"] is Condition.DRAINING and supervisor.roles["epd0"].letters == "EPD"
+        supervisor.works = True
+        supervisor.pump_soon()
+        await asyncio.wait_for(switching, 5)
+        assert [state.role for state in front.instances()] == ["E", "P", "D"]
+        assert [state.loaded for state in front.instances()] == ["EPD"] * 3
+        for _, handle in asked:
+            await asyncio.wait_for(handle, 5)
+        number, handle = await ask(front, images=Image.new("RGB", (32, 32), "blue"))
+        assert (await asyncio.wait_for(handle, 5)).token_ids == tuple(token(number, i) for i in range(5))
+        supervisor.die("epd1")
+        supervisor.back("epd1")
+        assert [state.role for state in front.instances()] == ["E", "P", "D"]
+        await front.set_topology("EPD+EPD+EPD")
+        assert [state.role for state in front.instances()] == ["EPD"] * 3
+
+
+async def test_two_that_swap_their_roles_do_it_at_once() -> None:
+    async with started("3EPD") as (front, supervisor):
+        await front.set_topology("E+P+D")
+        seen: list[set[str]] = []
+        supervisor.set_role = lambda name, role: (
+            seen.append(set(supervisor.played)),
+            supervisor.roles.update({name: role}),
+        )
+        asking = [await ask(front)]
+        await asyncio.wait_for(front.set_topology("P+E+D"), 5)
+        assert len(seen) == 2
+        await asyncio.wait_for(asking[0][1], 5)
+        assert front.health() == (True, "ok")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("E+P+D", "P+E+D", "weights for E"),
+        ("2EPD", "E+P+D", "cannot be added"),
+        ("2EPD", "EP+EPD@cuda:1", "no cuda:1"),
+        ("2EPD", "E+P", "no instance for stage D"),
+    ],
+)
+async def test_what_cannot_be_switched_is_told(before: str, after: str, message: str) -> None:
+    async with started(before) as (front, _):
+        with pytest.raises(ConfigError, match=message):
+            await front.set_topology(after)
+        assert {state.condition for state in front.instances()} == {Condition.READY}

@@ -1,0 +1,211 @@
+"""Grammars at the door: good ones pass, wrong ones are told so, and hostile ones cost one child at most."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from hydra_engine.errors import EngineClosed, InvalidRequest
+from hydra_engine.preprocess.sandbox import grammars as module
+from hydra_engine.preprocess.sandbox.grammars import MAX_DEPTH, Grammars
+
+TOKENIZER = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model" / "tokenizer.json"
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#"}, "kind": {"enum": ["a", "b"]}, "n": {"type": "number", "minimum": 0}},
+    "required": ["kind"],
+}
+GOOD = [
+    Grammar("json_object"),
+    Grammar("json_schema", json.dumps(SCHEMA)),
+    Grammar("json_schema", json.dumps({"enum": [f"value {i * 7919}" for i in range(3000)]})),
+    Grammar("json_schema", json.dumps({"type": "string", "minLength": 1000, "maxLength": 100_000})),
+    Grammar("regex", r"^\d{3}-[a-z]+(?: é|😀)$"),
+    Grammar("regex", "(a+)+b"),  # no backtracking here
+    Grammar("choice", json.dumps(["yes", "no", "", '"\\\n\x01'])),
+    Grammar("choice", json.dumps([f"word {i}" for i in range(4000)])),
+    Grammar("regex", "a\0b"),
+    Grammar("regex", r"[a-z]+\\"),
+    Grammar("choice", json.dumps(["\0", "a"])),
+    Grammar("json_schema", json.dumps({"const": "a\0b"})),
+    Grammar("json_schema", json.dumps({"properties": {"pattern": {"type": "string", "pattern": r"\\\\"}}})),
+    Grammar("json_schema", json.dumps({"enum": [{"pattern": "\\"}]})),
+    Grammar("lark", 'start: "a" start | NAME\nNAME: /[a-z]+/'),
+    Grammar("ebnf", 'root ::= "a" | b "c"{2,3}\nb ::= [0-9]+ root'),
+]
+WRONG = [
+    (Grammar("json_schema", "true"), "must be a JSON object"),
+    (Grammar("json_schema", "{"), "must be valid JSON"),
+    (Grammar("json_schema", '{"type": "objet"}'), "Invalid type: objet"),
+    (Grammar("json_schema", '{"$ref": "file:///etc/passwd"}'), "not present in a registry"),
+    (Grammar("json_schema", '{"$ref": "#"}'), "no text is in it"),
+    (Grammar("json_schema", '{"enum": []}'), "Unsatisfiable schema"),
+    (Grammar("json_schema", '{"x": ' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH), "nested deeper than 64 levels"),
+    (Grammar("json_schema", "[" * 60_000), "must be valid JSON"),
+    (Grammar("json_schema", '{"const": "\ud800"}'), "lone surrogates"),
+    (Grammar("regex", "["), "unclosed character class"),
+    (Grammar("regex", "\\"), "ends in a single backslash"),
+    (Grammar("regex", r"a\\" + "\\"), "ends in a single backslash"),
+    (Grammar("json_schema", json.dumps({"items": [{"pattern": "a\\"}]})), "ends in a single backslash"),
+    (Grammar("json_schema", json.dumps({"patternProperties": {"\\": {}}})), "ends in a single backslash"),
+    (Grammar("regex", "(?=a)b"), "look-around"),
+    (Grammar("regex", ""), "the grammar is empty"),
+    (Grammar("regex", r"[a&&b]"), "no text is in it"),
+    (Grammar("choice", "[]"), "list of 1 to"),
+    (Grammar("choice", '["a", 5]'), "list of 1 to"),
+    (Grammar("choice", '{"a": 1}'), "list of 1 to"),
+    (Grammar("lark", "start: foo"), 'unknown name: "foo"'),
+    (Grammar("lark", 'begin: "a"'), "start"),
+    (Grammar("lark", '%import "/etc/passwd"\nstart: "a"'), "Expected name"),
+    (Grammar("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000), "too deeply nested"),
+    (Grammar("lark", "start: <|end|>"), "no text is in it"),
+    (Grammar("ebnf", "root ::= nothing"), "Rule 'nothing' not found"),
+    (Grammar("ebnf", 'root ::= "'), "Unexpected end"),
+    (Grammar("ebnf", "root ::= " + "(" * 5000), "recursion"),
+]
+
+
+def chain(count: int, rule: str, last: str) -> str:
+    return "\n".join(rule.format(i, i + 1) for i in range(count)) + "\n" + last.format(count)
+
+
+# Each of these overflows a stack, runs for minutes, or takes gigabytes where nothing holds it back.
+HOSTILE = {
+    "chain of tokens": Grammar("lark", "start: T0\n" + chain(2500, 'T{0}: "a" T{1} | "b"', 'T{0}: "b"')),
+    "chain of rules": Grammar("lark", "start: r0\n" + chain(3000, 'r{0}: r{1} | "a"', 'r{0}: "b"')),
+    "ambiguous": Grammar("lark", "start: s\ns: " + " | ".join("s" + " s" * (i % 20) for i in range(1500)) + ' | "a"'),
+    "intersection": Grammar("lark", "start: T\nT: " + " & ".join(f"/(.|\\n)*{c}(.|\\n){{24}}/" for c in "abcdefgh")),
+    "chain of references": Grammar(
+        "json_schema",
+        json.dumps({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1900)}}),
+    ),
+    "factors": Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": 999_999_937})),
+    "optional": Grammar("regex", "(a?){400}a{400}"),
+}
+ENDLESS = Grammar(
+    "json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b"} for i in range(900)]})
+)
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[Grammars]:
+    made = Grammars(TOKENIZER, (2,))
+    yield made
+    made.close()
+
+
+async def problem_of(checker: Grammars, grammar: Grammar) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await checker.check(grammar)
+    assert caught.value.param == grammar.param
+    assert "\n" not in caught.value.message and len(caught.value.message) < 300
+    return caught.value.message
+
+
+async def test_good_ones_pass_and_wrong_ones_are_told_why(checker: Grammars) -> None:
+    for grammar in GOOD:
+        await checker.check(grammar)
+    children = checker._host.pids()
+    for grammar, words in WRONG:
+        assert words in await problem_of(checker, grammar), grammar.source[:60]
+    assert len(children) == 1 and checker._host.pids() == children
+
+
+async def test_hostile_ones_are_refused_in_bounded_time_and_the_next_one_is_checked(checker: Grammars) -> None:
+    await checker.check(GOOD[0])
+    for name, grammar in HOSTILE.items():
+        assert len(grammar.source) <= MAX_GRAMMAR_CHARS
+        words = await problem_of(checker, grammar)
+        assert "too complex" in words or "not present" in words or "points to" in words, (name, words)
+        await checker.check(Grammar("regex", f"[a-z]{{{len(name)}}}"))
+
+
+@pytest.mark.slow
+async def test_a_limit_ends_the_child_and_is_remembered(checker: Grammars) -> None:
+    await checker.check(GOOD[0])
+    first = checker._host._idle[0]._process
+    assert "too complex" in await problem_of(checker, ENDLESS)
+    # Of time, or of memory where a fast processor needs more of that first.
+    assert first.poll() in (-signal.SIGPROF, -signal.SIGABRT)
+    before = checker._host.pids()
+    again = Grammar(ENDLESS.kind, ENDLESS.source, "another_field")
+    assert "too complex" in await problem_of(checker, again)
+    assert checker._host.pids() == before  # nobody was started for it
+
+
+async def test_a_verdict_is_asked_for_once(checker: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    await checker.check(GOOD[0])
+    jobs: list[Any] = []
+    run = checker._host.run
+    monkeypatch.setattr(checker._host, "run", lambda job, seconds: jobs.append(job) or run(job, seconds))
+    await asyncio.gather(*(checker.check(GOOD[1]) for _ in range(5)))
+    assert len(jobs) == 1
+    monkeypatch.setattr(module, "MAX_VERDICTS", 2)
+    for grammar in GOOD[:4]:
+        await checker.check(grammar)
+    assert len(checker._verdicts) <= 3
+
+
+@pytest.mark.slow
+async def test_a_child_that_is_killed_or_sleeps_condemns_nobody_for_ever() -> None:
+    checker = Grammars(TOKENIZER, (2,), answer_seconds=0.2)
+    await checker.check(GOOD[0])
+    (pid,) = checker._host.pids()
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.to_thread(os.waitpid, pid, os.WUNTRACED)  # until it has stopped
+    assert "too complex" in await problem_of(checker, GOOD[1])
+    await asyncio.gather(checker.check(GOOD[1]), asyncio.sleep(0), return_exceptions=True)
+    for pid in checker._host.pids():
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    checker._answer_seconds = 20.0
+    await checker.check(GOOD[5])
+    checker.close()
+    with pytest.raises(EngineClosed):
+        await checker.check(GOOD[7])
+
+
+async def test_close_ends_the_child_whatever_it_does() -> None:
+    checker = Grammars(TOKENIZER, (2,))
+    await checker.check(GOOD[0])
+    (pid,) = checker._host.pids()
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.to_thread(os.waitpid, pid, os.WUNTRACED)  # until it has stopped
+    waiting = asyncio.create_task(checker.check(GOOD[1]))
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    checker.close()
+    with pytest.raises(EngineClosed):
+        await waiting
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert time.monotonic() - began < 10
+
+
+async def test_without_the_package_or_a_tokenizer_that_fits(
+    tmp_path: Path, checker: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for unusable in (Grammars(None, (2,)), Grammars(TOKENIZER, ()), Grammars(tmp_path / "tokenizer.json", (2,))):
+        assert "this model's tokenizer cannot be used" in await problem_of(unusable, GOOD[0])
+        unusable.close()
+    monkeypatch.setattr(module, "is_installed", lambda: False)
+    assert "pip install llguidance" in await problem_of(checker, GOOD[0])
+
+
+async def test_ids_outside_the_vocabulary_are_refused(kitchen: Any) -> None:
+    size = kitchen.intake.tokenizer.vocab_size
+    await kitchen.prepare("hi", sampling={"logit_bias": {size - 1: 1.0}, "allowed_token_ids": [0, size - 1]})
+    for sampling in ({"logit_bias": {size: 1.0}}, {"allowed_token_ids": [3, size]}):
+        with pytest.raises(InvalidRequest, match=f"names token {size}; this model's token ids go from 0"):
+            await kitchen.prepare("hi", sampling=sampling)

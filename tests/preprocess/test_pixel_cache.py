@@ -1,0 +1,124 @@
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.errors import InvalidImage
+from hydra_engine.preprocess.media import pixel_cache
+from hydra_engine.preprocess.media.pixel_cache import Payloads, PixelCache
+
+
+def payloads(size: int, name: int = 0) -> Payloads:
+    return (PixelPayload(ImageDigest(name.to_bytes(32, "little")), 1, size // 3, bytes(size)),)
+
+
+def refuse() -> Payloads:
+    raise AssertionError("made although it was known")
+
+
+def test_the_second_time_nothing_is_made() -> None:
+    cache = PixelCache(1000)
+    first = cache.get_or_make(b"a", lambda: payloads(300))
+    assert cache.get_or_make(b"a", refuse) is first
+    assert cache.num_bytes == 300
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    cache = PixelCache(900)
+    for key in (b"a", b"b", b"c"):
+        cache.get_or_make(key, lambda: payloads(300))
+    cache.get_or_make(b"a", refuse)
+    cache.get_or_make(b"d", lambda: payloads(300))
+    for key in (b"a", b"c", b"d"):
+        cache.get_or_make(key, refuse)
+    with pytest.raises(AssertionError):
+        cache.get_or_make(b"b", refuse)
+
+
+def test_bytes_are_bounded_whatever_comes() -> None:
+    cache, rng, made = PixelCache(1000), random.Random(1), []
+    for step in range(2000):
+        size = rng.choice([0, 3, 30, 300, 999, 1002, 5000])
+        cache.get_or_make(b"%d" % rng.randrange(50), lambda size=size: made.append(size) or payloads(size))
+        held = sum(len(p.data) for entry in cache._entries.values() for p in entry)
+        assert cache.num_bytes == held <= 1000, step
+    assert len(made) < 2000
+
+
+def test_too_large_for_the_cache_is_handed_through_and_throws_nothing_out() -> None:
+    cache = PixelCache(500)
+    cache.get_or_make(b"a", lambda: payloads(300))
+    assert len(cache.get_or_make(b"b", lambda: payloads(900))[0].data) == 900
+    cache.get_or_make(b"a", refuse)
+    assert cache.num_bytes == 300
+
+
+def test_zero_bytes_turn_it_off() -> None:
+    cache = PixelCache(0)
+    assert cache.get_or_make(b"a", lambda: payloads(3)) is not cache.get_or_make(b"a", lambda: payloads(3))
+    assert cache.num_bytes == 0
+
+
+def test_one_thread_makes_what_many_want() -> None:
+    cache, started, calls = PixelCache(1000), threading.Barrier(9), []
+
+    def make() -> Payloads:
+        calls.append(threading.get_ident())
+        time.sleep(0.05)
+        return payloads(30)
+
+    def want() -> Payloads:
+        started.wait()
+        return cache.get_or_make(b"a", make)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(want) for _ in range(8)]
+        started.wait()
+        results = [answer.result() for answer in answers]
+    assert len(calls) == 1 and all(result is results[0] for result in results)
+
+
+def test_a_failure_reaches_everybody_who_waits_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, entered, gate = PixelCache(1000), threading.Event(), threading.Event()
+    waiting, wait = threading.Semaphore(0), pixel_cache._wait
+    monkeypatch.setattr(pixel_cache, "_wait", lambda promise: (waiting.release(), wait(promise))[1])
+
+    def fail() -> Payloads:
+        entered.set()
+        gate.wait(10)
+        raise InvalidImage("the image is broken")
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(cache.get_or_make, b"a", fail)]
+        assert entered.wait(10)
+        answers += [pool.submit(cache.get_or_make, b"a", refuse) for _ in range(3)]
+        assert all(waiting.acquire(timeout=10) for _ in range(3))
+        gate.set()
+        errors = [answer.exception() for answer in answers]
+    assert all(isinstance(error, InvalidImage) and error.message == "the image is broken" for error in errors)
+    # Each request writes its own parameter into the error.
+    assert len({id(error) for error in errors}) == 4
+    assert len(cache.get_or_make(b"a", lambda: payloads(3))) == 1
+
+
+def test_a_failure_that_is_no_users_business_is_raised_as_it_is() -> None:
+    cache = PixelCache(10)
+    with pytest.raises(ZeroDivisionError):
+        cache.get_or_make(b"a", lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert cache._making == {}
+
+
+def test_two_keys_are_made_at_the_same_time() -> None:
+    cache, together = PixelCache(1000), threading.Barrier(2)
+
+    def make() -> Payloads:
+        together.wait(10)
+        return payloads(3)
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(cache.get_or_make, key, make) for key in (b"a", b"b")]
+        assert [len(answer.result()) for answer in answers] == [1, 1]

@@ -1,0 +1,83 @@
+"""Random checkpoints in Hugging Face's format, made without a hub: miniatures for tests, a larger one for benchmarks.
+
+    python -m tools.miniatures --family llava DIR
+
+Everything is drawn from a seed. Uses transformers to describe and save models, never to run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
+from tools.miniatures.gemma3 import GEMMA3
+from tools.miniatures.internvl import INTERNVL
+from tools.miniatures.llava import LLAVA
+from tools.miniatures.llava_next import LLAVA_NEXT
+from tools.miniatures.minicpmv import MINICPMV
+from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tools.miniatures.qwen3_vl import QWEN3_VL
+from tools.miniatures.smolvlm import SMOLVLM
+
+
+def _text_only(model_type: str) -> TinyFamily:
+    return TinyFamily(
+        lambda text, vision, overrides: transformers.AutoConfig.for_model(
+            model_type, **{**TEXT, **text, **vision, **overrides}
+        ),
+        lambda directory, _config, tokenizer: tokenizer.save_pretrained(directory),
+        with_images=False,
+    )
+
+
+TINY: dict[str, TinyFamily] = {
+    "llava": LLAVA,
+    "llava_next": LLAVA_NEXT,
+    "internvl": INTERNVL,
+    "minicpmv4_6": MINICPMV,
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
+    "gemma3": GEMMA3,
+    "smolvlm": SMOLVLM,
+    **{model_type: _text_only(model_type) for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")},
+}
+
+
+def make_tiny(
+    family: str,
+    directory: Path,
+    *,
+    seed: int,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> None:
+    """Writes a checkpoint of `family` (a key of TINY) with tokenizer and processor.
+
+    `text` and `vision` replace fields of the decoder's and the tower's config, `overrides` those of the top level.
+    Norms and biases are random too, so that a mistake in them shows.
+    """
+    make_checkpoint(
+        TINY[family],
+        directory,
+        seed=seed,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        text=text or {},
+        vision=vision or {},
+        overrides=overrides,
+    )
+
+
+def build_config(
+    family: str, *, text: Mapping[str, Any] | None = None, vision: Mapping[str, Any] | None = None, **overrides: Any
+) -> Any:
+    """The transformers config of a miniature."""
+    return TINY[family].build_config(text or {}, vision or {}, overrides)

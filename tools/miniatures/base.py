@@ -1,0 +1,140 @@
+"""What every random checkpoint is made with: family descriptions, a byte-level tokenizer, seeded weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from hydra_engine.models.loading.random_weights import randomise
+
+IMAGE_TOKEN = "<image>"
+SPECIAL_TOKENS = ("<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", IMAGE_TOKEN)
+PAD_ID, BOS_ID, EOS_ID, _, _, IMAGE_ID = range(len(SPECIAL_TOKENS))
+NUM_BYTES = 256
+TINY_VOCABULARY = len(SPECIAL_TOKENS) + NUM_BYTES
+TEXT: dict[str, Any] = {
+    "vocab_size": TINY_VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+
+
+def chat_template(image: str = IMAGE_TOKEN, video: str = "") -> str:
+    """Turns between marks; a picture is `image`, a video `video`."""
+    return (
+        "{{- '<s>' -}}{%- for message in messages -%}"
+        "{{- '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' -}}"
+        "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+        "{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'text' -%}{{- part['text'] -}}"
+        "{%- elif part['type'] == 'video' -%}{{- '" + video + "' -}}"
+        "{%- else -%}{{- '" + image + "' -}}{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}{{- '<|end|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TinyFamily:
+    """`build_config(text, vision, overrides)` makes transformers' config; `extra_tokens` follow the shared vocabulary
+    (ids from TINY_VOCABULARY on); `save_processor(directory, config, tokenizer)` writes tokenizer and processor files.
+    """
+
+    build_config: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Any]
+    save_processor: Callable[[Path, Any, Any], None]
+    extra_tokens: tuple[str, ...] = ()
+    template: str = chat_template()
+    with_images: bool = True
+
+
+def make_checkpoint(
+    family: TinyFamily,
+    directory: Path,
+    *,
+    seed: int,
+    dtype: str,
+    max_shard_size: str,
+    text: Mapping[str, Any],
+    vision: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> None:
+    config = family.build_config(text, vision, overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        auto = transformers.AutoModelForImageTextToText if family.with_images else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            randomise(name, parameter.data)
+            if _is_centred(config.get_text_config(), name):
+                parameter.data -= 1
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    model.generation_config.save_pretrained(directory)
+    save_processor(directory, config, family)
+
+
+def _is_centred(text: Any, name: str) -> bool:
+    """Norms of this decoder multiply by 1 + weight, but for the one inside a delta net; the tower's are like others."""
+    norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return bool(text.model_type == "qwen3_5_text") and norm and "vision" not in name and "merger" not in name
+
+
+def write_random(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+    """A safetensors file in bfloat16, tensor by tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with torch.random.fork_rng(devices=[]), open(path, "wb") as file:
+        torch.manual_seed(seed)
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape)
+            randomise(name, tensor)
+            file.write(tensor.to(torch.bfloat16).view(torch.int16).numpy().data)
+
+
+def save_processor(directory: Path, config: Any, family: TinyFamily) -> None:
+    """A byte-level tokenizer with one word for every further id, a chat template, and the family's own files."""
+    text = config.get_text_config()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL_TOKENS, *alphabet, *family.extra_tokens]
+    words += [f"Ġw{index}" for index in range(len(words), text.vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="<|end|>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|user|>", "<|assistant|>", IMAGE_TOKEN, *family.extra_tokens],
+        model_max_length=text.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = family.template
+    family.save_processor(directory, config, fast)
+
+
+def extra_id(family: TinyFamily, token: str) -> int:
+    return TINY_VOCABULARY + family.extra_tokens.index(token)

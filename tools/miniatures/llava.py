@@ -1,0 +1,138 @@
+"""Random LLaVA-1.5 checkpoints: a miniature, and two for benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from tools.miniatures.base import (
+    BOS_ID,
+    EOS_ID,
+    IMAGE_ID,
+    IMAGE_TOKEN,
+    PAD_ID,
+    TEXT,
+    TinyFamily,
+    save_processor,
+    write_random,
+)
+
+VISION: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 7,
+    "projection_dim": 48,
+}
+_BENCH_TEXT = {
+    "vocab_size": 32064,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+_BENCH_VISION = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "projection_dim": 768,
+}
+_SMALL_TEXT = {
+    **_BENCH_TEXT,
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+_SMALL_VISION = {
+    **_BENCH_VISION,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "image_size": 224,
+    "projection_dim": 384,
+}
+_BENCH_SIZES = {"0.5b": (_BENCH_TEXT, _BENCH_VISION), "50m": (_SMALL_TEXT, _SMALL_VISION)}
+BENCH_SIZES = tuple(_BENCH_SIZES)
+_SAVED_NAMES = (  # in memory -> on disk
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.vision_tower.", "vision_tower."),
+)
+
+
+def _build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    top: dict[str, Any] = {
+        "image_token_index": IMAGE_ID,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        **overrides,
+    }
+    return transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**{**VISION, **vision}),
+        text_config=transformers.LlamaConfig(**{**TEXT, **text}),
+        **top,
+    )
+
+
+def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
+    side = config.vision_config.image_size
+    transformers.LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}),
+        tokenizer=tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=1,
+        image_token=IMAGE_TOKEN,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(directory)
+
+
+LLAVA = TinyFamily(_build_config, _save_processor)
+
+
+def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b") -> int:
+    """LLaVA in bfloat16; returns the number of parameters. Of about 0.5 billion: a CLIP-L/336 tower over a decoder of
+    0.2. Of about 50 million: a CLIP-S/224 tower over one of 27, for loads of many requests on a few cores.
+
+    Written tensor by tensor: the model is described on the meta device and never exists in memory.
+    """
+    config = _build_config(*_BENCH_SIZES[size], {})
+    with torch.device("meta"):
+        described = transformers.LlavaForConditionalGeneration(config)
+    shapes = {_saved_name(name): tuple(tensor.shape) for name, tensor in described.named_parameters()}
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.dtype = "bfloat16"
+    config.save_pretrained(directory)
+    transformers.GenerationConfig.from_model_config(config).save_pretrained(directory)
+    save_processor(directory, config, LLAVA)
+    write_random(directory / "model.safetensors", shapes, seed)
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _saved_name(name: str) -> str:
+    for in_memory, on_disk in _SAVED_NAMES:
+        if name.startswith(in_memory):
+            return on_disk + name.removeprefix(in_memory)
+    return name
