@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hydra_engine import Engine
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.cluster.watch import Pace
+from hydra_engine.cluster.member import Pace
 from hydra_engine.frontend.frontend import Front
 
 

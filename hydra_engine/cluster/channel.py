@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from hydra_engine import log
@@ -43,16 +43,14 @@ class FrontEnd(Protocol):
         ...
 
 
-class LocalInstanceEnd:
-    """Inbox and outbox of an instance in the same process."""
+class _Inbox:
+    """Messages for an instance; `wake` is set when some have come."""
 
-    def __init__(self, front: LocalFrontEnd, strict: bool) -> None:
-        self._front = front
-        self._strict = strict
+    def __init__(self) -> None:
         self._messages: deque[ToInstance] = deque()
         self.wake = threading.Event()
 
-    def push(self, messages: Sequence[ToInstance]) -> None:
+    def push(self, messages: Iterable[ToInstance]) -> None:
         self._messages.extend(messages)
         self.wake.set()
 
@@ -61,6 +59,15 @@ class LocalInstanceEnd:
         while self._messages:
             drained.append(self._messages.popleft())
         return drained
+
+
+class LocalInstanceEnd(_Inbox):
+    """Inbox and outbox of an instance in the same process."""
+
+    def __init__(self, front: LocalFrontEnd, strict: bool) -> None:
+        super().__init__()
+        self._front = front
+        self._strict = strict
 
     def send(self, messages: Sequence[ToFront]) -> None:
         if self._strict:
@@ -169,7 +176,7 @@ class FrontSocket(asyncio.Protocol):
             self._transport.abort()  # a process that was stopped would never let a buffer drain
 
 
-class InstanceSocket:
+class InstanceSocket(_Inbox):
     """The instance's end of a socketpair: a thread reads, the instance's thread writes.
 
     End of file means that the front is gone. Nobody is left to answer, so the process ends at once from the reading
@@ -177,12 +184,11 @@ class InstanceSocket:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
         self._sock = sock
         self._sock.setblocking(True)
-        self._messages: deque[ToInstance] = deque()
         self._reader = wire.FrameReader()
         self._closing = False
-        self.wake = threading.Event()
 
     def receive_start(self) -> wire.Start:
         """The first frame; called before `start_reading`."""
@@ -215,14 +221,7 @@ class InstanceSocket:
                 logger.exception("the front sent an unreadable frame")
                 log.last_words()
                 os._exit(EXIT_ORPHANED)
-            self._messages.extend(m for m in messages if not isinstance(m, wire.Start))
-            self.wake.set()
-
-    def drain(self) -> list[ToInstance]:
-        drained: list[ToInstance] = []
-        while self._messages:
-            drained.append(self._messages.popleft())
-        return drained
+            self.push(m for m in messages if not isinstance(m, wire.Start))
 
     def send(self, messages: Sequence[ToFront]) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
-from hydra_engine.cluster.descriptors import send_with
+from hydra_engine.cluster.wire import send_with
 from hydra_engine.config import SECRET_VARIABLES
 from hydra_engine.core.units import describe_exit
 

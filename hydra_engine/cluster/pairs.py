@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hydra_engine.cluster.watch import Pace
+from hydra_engine.cluster.member import Pace
 
 Names = tuple[str, str]  # in the order of the topology
 

@@ -20,10 +20,8 @@ from functools import partial
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.children import Child, ProcessChild, ThreadChild
-from hydra_engine.cluster.listener import ClusterListener, InstanceLink
-from hydra_engine.cluster.member import Exiting, Member
+from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, InstanceLink, Member, OwnPauses, Pace
 from hydra_engine.cluster.pairs import Names, Pairs
-from hydra_engine.cluster.watch import PACE, Change, OwnPauses, Pace
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
@@ -77,28 +75,29 @@ class Supervisor:
         # Unique over all starts of the engine on this machine, as nothing of an earlier one may be taken for ours.
         self._incarnations = itertools.count(time.time_ns())
         self._pairs = Pairs(topology.names, pace)
-        self._links: dict[str, InstanceLink] = {}
         self._timer: asyncio.Task[None] | None = None
         self._stopping = False
 
     # ---- what the front asks for
 
-    async def start(self, listener: ClusterListener) -> list[InstanceLink]:
-        """Returns when every instance is ready and every pair connected. Otherwise raises the HydraError of the first
-        one that cannot start, after all have been stopped."""
+    async def start(self, listener: ClusterListener) -> None:
+        """Returns when every instance is ready and every pair connected, which the listener has been told. Otherwise
+        raises the HydraError of the first one that cannot start, after all have been stopped."""
         self._listener = listener
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer = asyncio.create_task(self._watch(), name="supervisor")
         self._timer.add_done_callback(self._timer_ended)
         try:
             for member in self._members.values():
-                await self._launch_first(member)
+                try:
+                    await self._launch(member)
+                except OSError as error:
+                    raise ResourceError(f"instance {member.name} cannot be started: {error.strerror}") from error
             await self._started
         except BaseException:
             self._started.cancel()
             await self.stop()
             raise
-        return [self._links[name] for name in self._members]
 
     async def stop(self) -> None:
         """Asks instances to end and waits; a process that does not follow is killed. Idempotent."""
@@ -150,12 +149,6 @@ class Supervisor:
             child.kill()
 
     # ---- life
-
-    async def _launch_first(self, member: Member) -> None:
-        try:
-            await self._launch(member)
-        except OSError as error:
-            raise ResourceError(f"instance {member.name} cannot be started: {error.strerror}") from error
 
     async def _launch(self, member: Member) -> None:
         """Raises OSError."""
@@ -217,17 +210,10 @@ class Supervisor:
         member.become_ready(message.summary, now)
         if member.role != member.loaded:
             child.end.send([SetRole(member.role.letters)])
-        link = InstanceLink(
-            member.name,
-            member.loaded,
-            member.config.device,
-            child.incarnation,
-            child.end,
-            message.summary,
-            child.pid,
+        device = member.config.device
+        self._listener.on_up(
+            InstanceLink(member.name, member.loaded, device, child.incarnation, child.end, message.summary, child.pid)
         )
-        self._links[member.name] = link
-        self._listener.on_up(link)
         self._pairs.join(member.name, now)
         self._connect_due(now)
         self._check_start()
@@ -315,7 +301,6 @@ class Supervisor:
         child.close()
         was_starting = not member.is_up
         member.child = member.exiting = None
-        self._links.pop(member.name, None)
         for one, other in self._pairs.leave(member.name):
             self._listener.on_pair(one, other, False)
         if not self._started.done():

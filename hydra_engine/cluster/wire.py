@@ -3,13 +3,18 @@ msgpack-encoded message.
 
 No pickle, nothing that listens: frames travel over inherited socketpairs only. A frame that is too long or does not
 decode closes its channel. Each kind of channel has a decoder of its own, so that a peer cannot speak for the front.
-Does not know sockets or threads.
+A descriptor that arrives with a frame is close-on-exec from the first instant, and none is left open when a message is
+refused. Does not know threads.
 """
 
 from __future__ import annotations
 
+import array
+import os
+import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +28,11 @@ MAX_FRAME_BYTES = 256 << 20
 MAX_PEER_FRAME_BYTES = 16 << 20  # peers name blocks and never send pixels
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
+_INT_BYTES = array.array("i").itemsize
+# Not every platform has the flag; there Python's default for new descriptors has to do.
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+M = TypeVar("M")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -65,8 +75,7 @@ def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) 
     parts: list[bytes] = []
     for body in map(_encoder.encode, messages):
         _check_length(len(body), max_bytes)
-        parts.append(_LENGTH.pack(len(body)))
-        parts.append(body)
+        parts += (_LENGTH.pack(len(body)), body)
     return b"".join(parts)
 
 
@@ -85,34 +94,26 @@ def _check_length(length: int, max_bytes: int) -> None:
 
 
 def decode_to_front(body: bytes | memoryview) -> ToFront:
-    try:
-        message: ToFront = _to_front.decode(body)
-    except msgspec.DecodeError as error:
-        raise WireError(f"unreadable frame from an instance: {error}") from error
-    return message
+    return _decode(_to_front, body, "frame from an instance")
 
 
 def decode_to_instance(body: bytes | memoryview) -> Start | ToInstance:
-    try:
-        message: Start | ToInstance = _to_instance.decode(body)
-    except msgspec.DecodeError as error:
-        raise WireError(f"unreadable frame from the front: {error}") from error
-    return message
+    return _decode(_to_instance, body, "frame from the front")
 
 
 def decode_to_peer(body: bytes | memoryview) -> Hello | TransferMessage:
-    try:
-        message: Hello | TransferMessage = _to_peer.decode(body)
-    except msgspec.DecodeError as error:
-        raise WireError(f"unreadable frame from a peer: {error}") from error
-    return message
+    return _decode(_to_peer, body, "frame from a peer")
 
 
 def decode_connect(datagram: bytes) -> Connect:
+    return _decode(_connect, datagram, "datagram from the front")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes | memoryview, what: str) -> M:
     try:
-        return _connect.decode(datagram)
+        return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise WireError(f"unreadable datagram from the front: {error}") from error
+        raise WireError(f"unreadable {what}: {error}") from error
 
 
 class FrameReader:
@@ -137,3 +138,34 @@ class FrameReader:
             start = end
         del self._buffer[:start]
         return bodies
+
+
+class DescriptorError(Exception):
+    """More descriptors came than belong here."""
+
+
+def send_with(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]) -> int:
+    """Returns how many bytes were taken; the descriptors go with the first one. Raises OSError, BlockingIOError too."""
+    if not descriptors:
+        return sock.send(data)
+    return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+
+
+def receive_with(sock: socket.socket, num_bytes: int, max_descriptors: int) -> tuple[bytes, tuple[int, ...]]:
+    """Data and descriptors of one datagram; the caller owns the descriptors. Raises DescriptorError, after closing what
+    came, and OSError."""
+    space = socket.CMSG_SPACE(max_descriptors * _INT_BYTES)
+    data, ancillary, flags, _ = sock.recvmsg(num_bytes, space, _CLOSE_ON_EXEC)
+    received = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
+    if len(received) > max_descriptors or flags & getattr(socket, "MSG_CTRUNC", 0):
+        close_all(received)
+        raise DescriptorError(f"more than {max_descriptors} descriptors in one message")
+    return data, tuple(received)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

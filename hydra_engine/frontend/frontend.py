@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.cluster.listener import InstanceLink
+from hydra_engine.cluster.member import InstanceLink
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
@@ -132,9 +132,7 @@ class Front:
         tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path, tokenizer_class)
         beside = asyncio.gather(tokenizer_job, loader.warm_up())
         try:
-            for link in await self._supervisor.start(self):
-                if link.name not in self._links:
-                    self.on_up(link)
+            await self._supervisor.start(self)
             check_fits(self._summaries.values())
             tokenizer, _ = await beside
             self._intake = Intake(

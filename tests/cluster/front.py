@@ -18,7 +18,7 @@ async def main(topology: str, suspect_s: str, fence_s: str) -> None:
     cluster = ClusterConfig(suspect_s=float(suspect_s), fence_s=float(fence_s))
     supervisor = Supervisor(EngineConfig(topology=topology, cluster=cluster), processes=True, command=COMMAND)
     recorder = Recorder()
-    links = await supervisor.start(recorder)
+    links = await recorder.start(supervisor)
     print(*(link.pid for link in links), flush=True)
     told = len(recorder.events)
     while True:

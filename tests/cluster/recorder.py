@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from hydra_engine.cluster.listener import InstanceLink
+from hydra_engine.cluster.member import InstanceLink
+from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.core.messages import Failed, Loading, PeerState, Ready, Status, ToFront
 
 
@@ -54,6 +55,11 @@ class Recorder:
         else:
             self.pairs.remove((one, other))
         self._note("pair" if up else "unpair", one, other)
+
+    async def start(self, supervisor: Supervisor) -> list[InstanceLink]:
+        """Starts the cluster; its instances in the order of the topology."""
+        await supervisor.start(self)
+        return [self.links[state.name] for state in supervisor.states()]
 
     def of(self, *start: str) -> list[tuple[str, ...]]:
         return [event for event in self.events if event[: len(start)] == start]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hydra_engine.cluster.member import Pace
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.cluster.watch import Pace
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition
 from tests.cluster.recorder import Recorder

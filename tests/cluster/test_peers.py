@@ -14,8 +14,8 @@ import pytest
 
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.children import ProcessChild
-from hydra_engine.cluster.descriptors import send_with
 from hydra_engine.cluster.peers import PeerSockets
+from hydra_engine.cluster.wire import send_with
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, PeerState, SetFault, ToFront
 from hydra_engine.core.pools import Exports

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from hydra_engine.cluster.member import PACE, Pace
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.cluster.watch import PACE, Pace
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import LedgerReport, NeedImages, SetFault
@@ -65,7 +65,7 @@ def pid_of(supervisor: Supervisor, name: str) -> int:
 
 async def test_all_come_up_and_can_talk_to_each_other(make: Make) -> None:
     supervisor, recorder = make("E@cpu+P+D@cuda:3"), Recorder()
-    links = await supervisor.start(recorder)
+    links = await recorder.start(supervisor)
     assert [(link.name, link.role, link.device) for link in links] == [
         ("e0", Role.E, "cpu"),
         ("p0", Role.P, "cpu"),
@@ -88,7 +88,7 @@ async def test_all_come_up_and_can_talk_to_each_other(make: Make) -> None:
 
 async def test_who_is_killed_is_reported_started_again_and_connected_again(make: Make) -> None:
     supervisor, recorder = make("2E+PD"), Recorder()
-    links = await supervisor.start(recorder)
+    links = await recorder.start(supervisor)
     before = open_descriptors()
     for name in ("e0", "pd0", "e0"):
         old = recorder.links[name]
@@ -111,7 +111,7 @@ async def test_who_is_killed_is_reported_started_again_and_connected_again(make:
 
 async def test_an_instance_that_ends_by_itself_is_a_death_with_its_exit_code(make: Make) -> None:
     supervisor, recorder = make("EP+D"), Recorder()
-    links = await supervisor.start(recorder)
+    links = await recorder.start(supervisor)
     links[1].end.send([SetFault("", "exit")])
     await recorder.until(lambda: len(recorder.of("up")) == 3)
     assert recorder.of("down") == [("down", "d0", "ended with exit code 7", "restarts")]
@@ -225,7 +225,7 @@ async def test_the_error_of_a_single_instance_is_not_named(make: Make, monkeypat
 
 async def test_a_single_instance_has_no_peers_and_starts_again(make: Make) -> None:
     supervisor, recorder = make("EPD"), Recorder()
-    (link,) = await supervisor.start(recorder)
+    (link,) = await recorder.start(supervisor)
     assert link.name == "epd0" and not recorder.pairs
     supervisor.kill("epd0")
     await recorder.until(lambda: len(recorder.of("up")) == 2)
@@ -235,7 +235,7 @@ async def test_a_single_instance_has_no_peers_and_starts_again(make: Make) -> No
 async def test_an_instance_on_a_thread_ends_for_good(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     monkeypatch.setitem(sys.modules, "hydra_engine.instance.build", SimpleNamespace(run_instance=stand_in.run_instance))
     supervisor, recorder = Supervisor(EngineConfig(), processes=False, strict_channel=True), Recorder()
-    (link,) = await supervisor.start(recorder)
+    (link,) = await recorder.start(supervisor)
     assert (link.name, link.pid, link.role.letters) == ("epd0", None, "EPD")
     supervisor.kill("epd0")  # nothing can kill it but itself
     await recorder.until(lambda: state_of(supervisor, "epd0").status is not None)
@@ -250,7 +250,7 @@ async def test_an_instance_on_a_thread_ends_for_good(monkeypatch: pytest.MonkeyP
 
 async def test_a_connection_with_nonsense_on_it_is_made_again(make: Make) -> None:
     supervisor, recorder = make("E+P+D"), Recorder()
-    links = await supervisor.start(recorder)
+    links = await recorder.start(supervisor)
     told = len(recorder.events)
     links[0].end.send([SetFault("", "garble", "p0")])
     await recorder.until(lambda: len(recorder.events) == told + 2)
@@ -281,7 +281,7 @@ async def test_a_changed_role_is_remembered_over_a_restart(make: Make) -> None:
 async def test_who_does_not_follow_a_shutdown_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_E0", "deaf")
     supervisor = make("E+PD", replace(QUICK, exit_grace_s=0.5))
-    links = await supervisor.start(Recorder())
+    links = await Recorder().start(supervisor)
     await supervisor.stop()
     assert not [link for link in links if link.pid is not None and alive(link.pid)]
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from hydra_engine.cluster.member import PACE, Change, OwnPauses, Restarts, Silence
 from hydra_engine.cluster.pairs import Pairs
-from hydra_engine.cluster.watch import PACE, Change, OwnPauses, Restarts, Silence
 from hydra_engine.core.units import describe_exit
 
 

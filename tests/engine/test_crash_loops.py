@@ -13,8 +13,7 @@ import pytest
 from bench.mixed import Outcome
 from bench.restless import RestlessEngine
 from hydra_engine import Engine
-from hydra_engine.cluster.listener import InstanceLink
-from hydra_engine.cluster.watch import Pace
+from hydra_engine.cluster.member import InstanceLink, Pace
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import SetFault
 from hydra_engine.errors import HydraError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hydra_engine import Engine, SamplingParams
-from hydra_engine.cluster.listener import ClusterListener, InstanceLink
+from hydra_engine.cluster.member import ClusterListener
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.errors import (
@@ -307,9 +307,9 @@ def test_what_decodes_pictures_starts_while_the_model_loads(
         warm_up(decoders, num_children)
         started.set()
 
-    async def load_late(supervisor: Supervisor, listener: ClusterListener) -> list[InstanceLink]:
+    async def load_late(supervisor: Supervisor, listener: ClusterListener) -> None:
         assert await asyncio.to_thread(started.wait, 20)
-        return await load(supervisor, listener)
+        await load(supervisor, listener)
 
     monkeypatch.setattr(Decoders, "warm_up", noted)
     monkeypatch.setattr(Supervisor, "start", load_late)

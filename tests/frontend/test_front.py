@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from hydra_engine.cluster.listener import ClusterListener, InstanceLink
+from hydra_engine.cluster.member import ClusterListener, InstanceLink
 from hydra_engine.config import ClusterConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
@@ -78,7 +78,7 @@ class PlayedSupervisor:
         self.incarnation = 0
         self.listener: ClusterListener | None = None
 
-    async def start(self, listener: ClusterListener) -> list[InstanceLink]:
+    async def start(self, listener: ClusterListener) -> None:
         self.listener = listener
         links = []
         for name in self.roles:
@@ -87,7 +87,6 @@ class PlayedSupervisor:
         for link in links:
             listener.on_up(link)
         self.connect()
-        return links
 
     def link(self, name: str) -> InstanceLink:
         self.incarnation += 1
