@@ -10,8 +10,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from hydra_engine import Engine
-from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.cluster.member import Pace
+from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.frontend.frontend import Front
 
 

@@ -152,7 +152,9 @@ def test_a_lane_that_moves_between_places_keeps_its_order(
 ) -> None:
     """The language lane has its own part of the device while the other one has work."""
     rig = on_device("llava", sm_split=(4,))
-    assert rig.worker._vision is not None and isinstance(vision := rig.worker._vision.lane, SplitLane)
+    assert rig.worker._vision is not None
+    vision = rig.worker._vision.lane
+    assert isinstance(vision, SplitLane)
     made, found = requests(rig, 10), list[tuple[int, ...]]()
     replays.clear()
     for count in range(8):
