@@ -21,7 +21,7 @@ from hydra_engine.models.loading.random_weights import fill_random
 from hydra_engine.models.loading.weights import Checkpoint, Progress, fill_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import FAMILIES
-from hydra_engine.models.transformers_adapter.spec import GenericSpec
+from hydra_engine.models.transformers_adapter.spec import FAMILY as GENERIC
 from hydra_engine.models.vlm import Vision, VisionLanguageModel
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ def load_model(
 ) -> VisionLanguageModel | GenericModel:
     """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit. `random_weights`:
     reads nothing and draws them."""
-    if isinstance(spec, GenericSpec):
+    if spec.family == GENERIC:
         if random_weights:
             raise ConfigError("load_format random needs a native model", param="load_format")
         from hydra_engine.models.transformers_adapter.load import load_generic
 
-        return load_generic(spec, backend, role, progress, check_finite=check_finite)
+        return load_generic(model_dir, spec, backend, role, progress, check_finite=check_finite)
     device = backend.device.torch_device
     trimmed = 0
 

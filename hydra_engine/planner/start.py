@@ -20,7 +20,6 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
-from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.planner.calibrate import DEADLINE_S, Lanes, Site, calibrate
 from hydra_engine.planner.fit import fit
 from hydra_engine.planner.grid import Sizes
@@ -111,7 +110,7 @@ def _measured(
 ) -> Profile:
     spec = subject.spec
     vision = spec.vision if subject.num_image_blocks else None
-    generic = isinstance(vision, GenericVisionSpec)
+    generic = vision is not None and vision.processor is not None
     subject.fill_cache(sizes.kv_tokens // sizes.block_size)
     site = Site(
         lanes=subject.lanes,
@@ -189,7 +188,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         attention=subject.attention,
         sm_split=_listed(subject.sm_split),
         graphs=_graphs(captured=bool(subject.graph_sizes), chosen=config.cuda_graph_sizes),
-        model_impl="transformers" if isinstance(subject.spec.vision, GenericVisionSpec) else "",
+        model_impl="" if subject.spec.processor is None else "transformers",
         encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
     )
 

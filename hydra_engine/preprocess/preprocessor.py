@@ -21,9 +21,8 @@ from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import TemplateOptions, texts_of
 from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
-from hydra_engine.models.specs.base import ItemPlan, ModelSpec
+from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec
 from hydra_engine.models.specs.positions import place_spans
-from hydra_engine.models.transformers_adapter.spec import GenericSpec
 from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader
 from hydra_engine.preprocess.pool import WorkerPool
@@ -121,8 +120,8 @@ class Intake:
             await self._grammars.check(sampling.grammar)
         media = await self._loader.load(asked.media, sources, call.pixels, call.cache_salt)
         spans.extend(span for one in media for span in one.spans)
-        if isinstance(self._spec, GenericSpec) and media:
-            token_ids, media = await self._texts.run(self._place_pictures, asked, token_ids, media, self._spec)
+        if media and (processor := self._spec.processor) is not None:
+            token_ids, media = await self._texts.run(self._place_pictures, asked, token_ids, media, processor)
         token_ids, items, rope_delta = self._expand(token_ids, media)
         request = Request(
             id=request_id,
@@ -210,12 +209,12 @@ class Intake:
         return self.tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
 
     def _place_pictures(
-        self, asked: _Asked, token_ids: list[int], media: list[Media], spec: GenericSpec
+        self, asked: _Asked, token_ids: list[int], media: list[Media], processor: ProcessorSpec
     ) -> tuple[list[int], list[Media]]:
         if asked.token_ids is not None:
-            return place_in_ids(token_ids, spec), media
+            return place_in_ids(token_ids, processor), media
         special = asked.add_special_tokens
-        return place_in_text(asked.text, media, spec, self.tokenizer, add_special_tokens=special)
+        return place_in_text(asked.text, media, processor, self.tokenizer, add_special_tokens=special)
 
     # ---- the prompt
 

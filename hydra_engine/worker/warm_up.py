@@ -9,7 +9,6 @@ import torch
 
 from hydra_engine.backend.base import Ops, PagedCache, StateCache
 from hydra_engine.models.specs.base import LanguageSpec, VisionSpec
-from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, blank_sampling
 from hydra_engine.worker.language.sampler import best_tokens
 from hydra_engine.worker.ports import ServedModel
@@ -19,7 +18,7 @@ _MAX_TOKENS = 16  # of the prefill, and before the decode
 
 
 def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device) -> None:
-    if isinstance(vision, GenericVisionSpec):
+    if vision.processor is not None:
         return  # its pictures are made elsewhere, and loading has run the tower on one
     item = vision.plan_image(_SIDE, _SIDE).items[0]
     with torch.inference_mode():

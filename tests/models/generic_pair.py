@@ -17,9 +17,10 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
+from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.preprocess.media.media import Media
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
@@ -43,9 +44,7 @@ class Prompt(NamedTuple):
 class Pair:
     def __init__(self, model_dir: Path, backend: Backend, *, role: Role = EPD, **driver: Any) -> None:
         self.driver = Driver(model_dir, backend, role=role, options=GENERIC, **({"num_blocks": 1024} | driver))
-        spec = self.driver.spec
-        assert isinstance(spec, GenericSpec)
-        self.spec, self.model_dir = spec, model_dir
+        self.spec, self.model_dir = self.driver.spec, model_dir
         self.tokenizer = load_tokenizer(model_dir)
 
     @cached_property
@@ -55,30 +54,30 @@ class Pair:
         return kind.from_pretrained(self.model_dir, dtype=torch.float32, attn_implementation="eager").eval()
 
     @property
-    def vision(self) -> GenericVisionSpec:
-        assert isinstance(self.spec.vision, GenericVisionSpec)
-        return self.spec.vision
+    def processor(self) -> ProcessorSpec:
+        assert self.spec.processor is not None
+        return self.spec.processor
 
     # ---- ours
 
     def prompt(self, *parts: Part) -> Prompt:
-        placeholder = self.vision.facts.placeholder if self.spec.vision is not None else ""
+        placeholder = self.processor.placeholder if self.spec.vision is not None else ""
         pictures = [part for part in parts if isinstance(part, Image.Image)]
         text = "".join(part if isinstance(part, str) else placeholder for part in parts)
         if not pictures:
             return Prompt(parts, self.tokenizer.encode(text, add_special_tokens=False), [])
-        expansions = [self._processor.expand(picture) for picture in pictures]
+        expansions = [self._pictures.expand(picture) for picture in pictures]
         media = []
         for picture, found in zip(pictures, expansions, strict=True):
             payload = ProcessedPicture(
                 ImageDigest(bytes(32)), *picture.size, b"", 1, (), found.before, found.behind, found.num_tokens, 1
             )
             media.append(Media("image", picture.size, payload.plan(), (payload,)))
-        ids, media = place_in_text(text, media, self.spec, self.tokenizer, add_special_tokens=False)
+        ids, media = place_in_text(text, media, self.processor, self.tokenizer, add_special_tokens=False)
         token_ids: list[int] = []
         spans = []
         for id in ids:
-            if id != self.vision.facts.image_token_id:
+            if id != self.processor.image_token_id:
                 token_ids.append(id)
                 continue
             picture, found = pictures[len(spans)], expansions[len(spans)]
@@ -96,12 +95,12 @@ class Pair:
     # ---- transformers
 
     def inputs(self, prompt: Prompt) -> dict[str, Tensor]:
-        placeholder = self.vision.facts.placeholder if self.spec.vision is not None else ""
+        placeholder = self.processor.placeholder if self.spec.vision is not None else ""
         text = "".join(part if isinstance(part, str) else placeholder for part in prompt.parts)
         if not prompt.pictures:
             ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        processor = load_processor(self.model_dir, self.vision.facts.model_type, trust_remote_code=False)
+        processor = load_processor(self.model_dir, self.processor.model_type, trust_remote_code=False)
         outputs = processor(images=prompt.pictures, text=[text], add_special_tokens=False, return_tensors="pt")
         return dict(outputs)
 
@@ -137,7 +136,7 @@ class Pair:
         """[M, C]: of all pictures, in order."""
         inputs = self.inputs(prompt)
         found = self.reference.get_image_features(
-            **{name: inputs[name] for name in self.vision.facts.inputs if name in inputs}
+            **{name: inputs[name] for name in self.processor.inputs if name in inputs}
         ).pooler_output
         return torch.cat([piece.flatten(0, -2) for piece in ([found] if isinstance(found, Tensor) else found)])
 
@@ -150,15 +149,8 @@ class Pair:
         return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
     @cached_property
-    def _processor(self) -> PictureProcessor:
-        facts = self.vision.facts
-        return PictureProcessor(
-            self.model_dir,
-            facts.model_type,
-            image_token_id=facts.image_token_id,
-            inputs=facts.inputs,
-            trust_remote_code=False,
-        )
+    def _pictures(self) -> PictureProcessor:
+        return PictureProcessor.of(self.processor)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -131,7 +131,7 @@ def test_features_match_and_text_inside_a_span_is_embedded(
     pair = Pair(directories[name], backend)
     prompt = prompts(pair)["many images"]
     found = [pair.driver.features(slots) for slots in pair.driver.encode([span for _, span in prompt.spans])]
-    image_token_id = pair.vision.facts.image_token_id
+    image_token_id = pair.processor.image_token_id
     rows, num_text = [], 0
     for (_, span), features in zip(prompt.spans, found, strict=True):
         ids = span.arrays["span_token_ids"]
@@ -149,7 +149,7 @@ def whole_pieces(pair: Pair, prompt: Prompt, sizes: list[int]) -> list[int]:
     ends, end = [], 0
     for size in sizes:
         end = min(end + size, len(prompt.token_ids))
-        if pair.vision.facts.whole:
+        if pair.processor.whole:
             for start, span in prompt.spans:
                 if start < end < start + span.num_tokens:
                     end = start + span.num_tokens

@@ -20,10 +20,10 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.build import load_model
+from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.models.transformers_adapter import spec as generic
+from hydra_engine.models.transformers_adapter.build_spec import describe_elsewhere
 from hydra_engine.models.transformers_adapter.describe_spec import describe
-from hydra_engine.models.transformers_adapter.spec import GenericSpec, GenericVisionSpec
 from tools.miniatures import make_tiny
 
 GENERIC = SpecOptions(model_impl="transformers")
@@ -47,10 +47,8 @@ def reference() -> Backend:
     return create_backend("cpu", torch.float32, backend="reference", threads=1)
 
 
-def spec_of(directory: Path) -> GenericSpec:
-    spec = load_spec(directory, GENERIC)
-    assert isinstance(spec, GenericSpec)
-    return spec
+def spec_of(directory: Path) -> ModelSpec:
+    return load_spec(directory, GENERIC)
 
 
 def changed_json(path: Path, **fields: Any) -> None:
@@ -104,8 +102,8 @@ def test_a_processor_that_is_not_there(copied: Path) -> None:
 def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: Path, reference: Backend) -> None:
     """Here because it is told that pictures do not see themselves."""
     spec = spec_of(gemma3)
-    assert isinstance(spec.vision, GenericVisionSpec) and spec.vision.facts.whole
-    wrong = replace(spec, vision=replace(spec.vision, facts=replace(spec.vision.facts, whole=False)))
+    assert spec.vision is not None and spec.processor is not None and spec.processor.whole
+    wrong = replace(spec, vision=replace(spec.vision, processor=replace(spec.processor, whole=False)))
     with pytest.raises(CheckpointError, match=r"its logits differ by [0-9.]+ of their spread from those of its own"):
         load_model(gemma3, wrong, reference, EPD)
     load_model(gemma3, spec, reference, EPD)
@@ -142,7 +140,7 @@ def test_weights_that_are_missing_or_not_finite(copied: Path, reference: Backend
 
 @pytest.mark.slow
 def test_a_process_without_torch_hears_the_same(gemma3: Path, copied: Path) -> None:
-    assert generic._describe_elsewhere(str(gemma3), False) == describe(gemma3, trust_remote_code=False)
+    assert describe_elsewhere(str(gemma3), False) == describe(gemma3, trust_remote_code=False)
     changed_json(copied / "config.json", model_type="homemade")
     with pytest.raises(CheckpointError, match="does not know model type 'homemade'"):
-        generic._describe_elsewhere(str(copied), False)
+        describe_elsewhere(str(copied), False)

@@ -53,6 +53,7 @@ class SquareVision:
     preprocess = PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "square")
     feature_size = 8
     num_planes = 1
+    processor = None
 
     def __init__(self, max_side: int = 28 * 32) -> None:
         self._max_side = max_side

@@ -10,16 +10,20 @@ import pytest
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import VisionLoad
-from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec
+from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import LanguageSpec
-from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec, PictureFacts
+from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.planner.start import StepCosts, Subject, surface_for
 from tests.planner.fakes import FakeLanes, SquareVision, decodes
 
 LANGUAGE = LanguageSpec(2, 64, 4, 2, 16, 128, 500, 1e-5, 1e4, 2048, True)
-FACTS = PictureFacts("m", "<image>", 5, 6, False, (), 64, 256, 14, 1000, "m")
 GENERIC = GenericVisionSpec(
-    FACTS, feature_size=64, preprocess=PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "m")
+    feature_size=64,
+    preprocess=PreprocessSpec("bicubic", 1.0, (0, 0, 0), (1, 1, 1), "m"),
+    processor=ProcessorSpec("d", "m", "<image>", 5, 6, False, (), 14, False),
+    max_tokens=64,
+    max_patches=256,
+    tower_parameters=1000,
 )
 
 

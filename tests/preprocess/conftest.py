@@ -151,6 +151,7 @@ class SquareVision:
     max_tokens_per_image: int = 4
     max_tokens_per_item: int = 4
     max_patches_per_image: int = 4
+    processor: None = None
 
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         resized = shortest_edge_size(width, height, 28)

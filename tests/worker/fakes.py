@@ -205,6 +205,7 @@ class FakeVision:
     max_patches_per_image: int = IMAGE_TOKENS
     parameters: int = 1000
     preprocess: PreprocessSpec = PREPROCESS
+    processor: None = None
 
     def plan_image(self, width: int, height: int) -> MediaPlan:
         item = ItemPlan(8, 8, 1, IMAGE_TOKENS, IMAGE_TOKENS, (1, 1, IMAGE_TOKENS))

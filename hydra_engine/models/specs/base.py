@@ -222,12 +222,28 @@ class LanguageSpec:
         return 2 * (work + self.num_layers * 3 * c * self.intermediate_size)
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessorSpec:
+    """A model's own processor of pictures, from transformers: how it is loaded, and where pictures stand in prompts."""
+
+    model_dir: str
+    model_type: str
+    placeholder: str  # stands for one picture in a rendered prompt
+    placeholder_id: int
+    image_token_id: int  # stands for one feature
+    whole: bool  # the features of a picture see each other
+    inputs: tuple[str, ...]  # the arguments that the model's get_image_features knows
+    patch_size: int
+    trust_remote_code: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(ABC):
     """A family's tower: geometry and cost. Concrete dataclasses live beside their family."""
 
     feature_size: int  # C of the image cache
     preprocess: PreprocessSpec
+    processor: ProcessorSpec | None = None  # not None: only it can say what a picture becomes, `plan_image` cannot
 
     @property
     def num_planes(self) -> int:
@@ -280,12 +296,17 @@ class ModelSpec:
     dtype: str  # of the stored weights: "bfloat16", ...
     video_token_id: int | None = None  # None: the family takes no videos
     tokenizer_class: str | None = None  # what AutoTokenizer takes, where transformers chooses
+    trust_remote_code: bool = False  # code that comes with the model may be run
 
     @property
     def max_model_len(self) -> int:
         return self.language.max_position
 
     @property
+    def processor(self) -> ProcessorSpec | None:
+        return None if self.vision is None else self.vision.processor
+
+    @property
     def placeholder_id(self) -> int | None:
         """Of one picture in a rendered prompt."""
-        return self.image_token_id
+        return self.image_token_id if self.processor is None else self.processor.placeholder_id

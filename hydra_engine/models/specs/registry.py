@@ -22,7 +22,7 @@ from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_file
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.decoder import build_language, decoder_type
 from hydra_engine.models.specs.fields import Fields
-from hydra_engine.models.transformers_adapter.spec import build_generic
+from hydra_engine.models.transformers_adapter.build_spec import build_generic
 
 SpecBuilder = Callable[[ModelFiles], ModelSpec]
 

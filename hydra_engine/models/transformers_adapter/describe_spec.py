@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import transformers
@@ -20,10 +21,11 @@ from PIL import Image
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hydra_engine.errors import CheckpointError, HydraError
-from hydra_engine.models.specs.base import LanguageSpec
+from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
+from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json
 from hydra_engine.models.transformers_adapter.processor_spec import PROCESSOR_ERRORS, PictureProcessor, num_runs
-from hydra_engine.models.transformers_adapter.spec import Answer, Description, PictureFacts
+from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
 
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -36,7 +38,7 @@ def probe_picture(size: tuple[int, int] = _PROBES[0]) -> Image.Image:
     return Image.new("RGB", size, _PROBE_COLOUR)
 
 
-def describe(model_dir: Path, *, trust_remote_code: bool) -> Description:
+def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
     """Raises CheckpointError where the generic adapter cannot run the model, with the reason."""
     config = load_config(model_dir, trust_remote_code=trust_remote_code)
     model = model_class(config, model_dir, trust_remote_code=trust_remote_code)
@@ -47,14 +49,20 @@ def describe(model_dir: Path, *, trust_remote_code: bool) -> Description:
         language = _language(text, config)
     except PROCESSOR_ERRORS as error:  # fields that transformers computes, or that differ from layer to layer
         raise CheckpointError(f"{model.__name__} cannot run through transformers here: {_words(error)}") from error
-    return Description(
+    vision = _vision(config, model_dir, inputs, language.hidden_size, trust_remote_code) if inputs else None
+    raw = read_json(model_dir, "config.json")
+    return ModelSpec(
+        family=FAMILY,
         architecture=model.__name__,
         language=language,
+        vision=vision,
+        image_token_id=None if vision is None or vision.processor is None else vision.processor.image_token_id,
         bos_token_id=_first(text, config, "bos_token_id"),
         pad_token_id=_first(text, config, "pad_token_id"),
         eos_token_ids=_eos_token_ids(model_dir, text, config),
+        dtype=stored_dtype(raw, raw.section_if_present("text_config") or raw),
         tokenizer_class=_tokenizer_class(model_dir, trust_remote_code),
-        pictures=_pictures(config, model_dir, inputs, trust_remote_code) if inputs else None,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -199,7 +207,9 @@ def _tokenizer_class(model_dir: Path, trust_remote_code: bool) -> str:
     return type(tokenizer).__name__
 
 
-def _pictures(config: Any, model_dir: Path, inputs: tuple[str, ...], trust_remote_code: bool) -> PictureFacts:
+def _vision(
+    config: Any, model_dir: Path, inputs: tuple[str, ...], feature_size: int, trust_remote_code: bool
+) -> GenericVisionSpec:
     named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     image_token_id = next((id for id in named if id is not None), None)
     if type(image_token_id) is not int:
@@ -218,18 +228,24 @@ def _pictures(config: Any, model_dir: Path, inputs: tuple[str, ...], trust_remot
     whole = processor.sees_itself(probe_picture())
     if whole and any(num_runs(expansion.token_ids, image_token_id) > 1 for expansion in expansions):
         raise CheckpointError("pictures that are cut and see themselves are not supported: set do_pan_and_scan false")
-    return PictureFacts(
-        model_type=config.model_type,
-        placeholder=processor.placeholder,
-        placeholder_id=processor.placeholder_id,
-        image_token_id=image_token_id,
-        whole=whole,
-        inputs=inputs,
+    identity = f"transformers/{_digest(model_dir)}"
+    return GenericVisionSpec(
+        feature_size=feature_size,
+        preprocess=PreprocessSpec("nearest", 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), identity),
+        processor=ProcessorSpec(
+            model_dir=str(model_dir),
+            model_type=config.model_type,
+            placeholder=processor.placeholder,
+            placeholder_id=processor.placeholder_id,
+            image_token_id=image_token_id,
+            whole=whole,
+            inputs=inputs,
+            patch_size=patch_size,
+            trust_remote_code=trust_remote_code,
+        ),
         max_tokens=max(expansion.num_tokens for expansion in expansions),
         max_patches=max(expansion.num_patches(patch_size) for expansion in expansions),
-        patch_size=patch_size,
-        num_parameters=_tower_parameters(vision),
-        identity=f"transformers/{_digest(model_dir)}",
+        tower_parameters=_tower_parameters(vision),
     )
 
 
@@ -256,8 +272,8 @@ def _words(error: BaseException) -> str:
 
 def main() -> None:
     try:
-        description = describe(Path(sys.argv[1]), trust_remote_code="--trust-remote-code" in sys.argv[2:])
-        answer = Answer(description=description)
+        spec = describe(Path(sys.argv[1]), trust_remote_code="--trust-remote-code" in sys.argv[2:])
+        answer = Answer(spec=replace(spec, vision=None), vision=cast(GenericVisionSpec | None, spec.vision))
     except HydraError as error:
         answer = Answer(error=error.info())
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer) + b"\n")

@@ -21,10 +21,11 @@ from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.loading.weights import Checkpoint, Progress, all_finite, listed
+from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class, probe_picture
 from hydra_engine.models.transformers_adapter.model import GenericModel
 from hydra_engine.models.transformers_adapter.processor_spec import PROCESSOR_ERRORS, PictureProcessor
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import accepts, set_attention
 
 _PROBE_TEXT = "What is in this picture?"
@@ -35,10 +36,15 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def load_generic(
-    spec: GenericSpec, backend: Backend, role: Role, progress: Progress | None = None, *, check_finite: bool = True
+    model_dir: Path,
+    spec: ModelSpec,
+    backend: Backend,
+    role: Role,
+    progress: Progress | None = None,
+    *,
+    check_finite: bool = True,
 ) -> GenericModel:
     """Reads the whole checkpoint, whatever the role, and keeps what the role needs. Raises CheckpointError."""
-    model_dir = Path(spec.model_dir)
     with Checkpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
         total = sum(entry.nbytes for entry in checkpoint.entries.values())
     report = progress or (lambda _done, _total: None)
@@ -58,7 +64,7 @@ def load_generic(
     return model
 
 
-def _load_module(model_dir: Path, spec: GenericSpec, backend: Backend) -> Any:
+def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend) -> Any:
     trusted = spec.trust_remote_code
     config = load_config(model_dir, trust_remote_code=trusted)
     kind = model_class(config, model_dir, trust_remote_code=trusted)
@@ -96,22 +102,14 @@ class Probe:
     arrays: Mapping[str, Tensor]  # of the picture, as a payload has them
 
     @classmethod
-    def of(cls, module: Any, spec: GenericSpec) -> Probe:
-        vision = spec.vision
-        if not isinstance(vision, GenericVisionSpec):
+    def of(cls, module: Any, spec: ModelSpec) -> Probe:
+        if spec.processor is None:
             ids = torch.arange(_PROBE_TOKENS)[None] * 7 % spec.language.vocab_size
             return cls({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, (0, 0), {})
-        facts = vision.facts
-        processor = PictureProcessor(
-            Path(spec.model_dir),
-            facts.model_type,
-            image_token_id=facts.image_token_id,
-            inputs=facts.inputs,
-            trust_remote_code=spec.trust_remote_code,
-        )
+        processor = PictureProcessor.of(spec.processor)
         outputs = processor.outputs(probe_picture(), _PROBE_TEXT)
         ids = outputs["input_ids"][0]
-        places = (ids == facts.image_token_id).nonzero()[:, 0]
+        places = (ids == spec.processor.image_token_id).nonzero()[:, 0]
         span = int(places[0]), int(places[-1]) + 1
         arrays = {name: torch.from_numpy(array) for name, array in processor.expand(probe_picture()).arrays.items()}
         known = {name: value for name, value in outputs.items() if accepts(module.forward, name)}
@@ -140,7 +138,7 @@ class Probe:
         logits: Tensor = module(**inputs, use_cache=False, **keeps).logits[0]
         return (logits if keeps else logits.index_select(0, rows)).float()
 
-    def by_us(self, model: GenericModel, spec: GenericSpec, backend: Backend) -> tuple[Tensor, list[int]]:
+    def by_us(self, model: GenericModel, spec: ModelSpec, backend: Backend) -> tuple[Tensor, list[int]]:
         """[2, V] float32 through caches of this prompt alone, and the layers that wrote to them. In two steps, so that
         what a layer knows of earlier tokens can only come from the caches and from positions. Sets `num_slices`."""
         device, language = backend.device.torch_device, spec.language
@@ -193,7 +191,7 @@ def _cache(num_slots: int, layers: tuple[int, int], heads: tuple[int, int], back
     return PagedCache(torch.zeros(shape, dtype=backend.dtype, device=backend.device.torch_device))
 
 
-def _checked(module: Any, spec: GenericSpec, backend: Backend) -> GenericModel:
+def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
     """The module in our stages, compared with what it did before it was taken over."""
     probe = Probe.of(module, spec)
     expected = probe.by_itself(module, backend.dtype)
@@ -214,7 +212,7 @@ def _checked(module: Any, spec: GenericSpec, backend: Backend) -> GenericModel:
     return model
 
 
-def _refused(spec: GenericSpec, reason: str) -> CheckpointError:
+def _refused(spec: ModelSpec, reason: str) -> CheckpointError:
     return CheckpointError(f"{spec.architecture} cannot run through transformers here: {reason}")
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, go_on
+from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import (
     accepts,
     before_listed,
@@ -48,10 +49,11 @@ class GenericModel:
     can_be_captured = False  # what its modules do is their own
     tower = None
 
-    def __init__(self, module: Any, spec: GenericSpec, backend: Backend) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, backend: Backend) -> None:
         register()
         self._module = module
         self._spec = spec
+        self._sees_itself = spec.processor is not None and spec.processor.whole
         self._ops = backend.ops
         self._dtype = backend.dtype
         self._decoder = module.get_decoder()
@@ -99,11 +101,11 @@ class GenericModel:
 
     def _span(self, arrays: dict[str, Tensor]) -> Tensor:
         """[num_tokens, C]: features where image tokens stand, embeddings of the text between them."""
-        assert isinstance(self._spec.vision, GenericVisionSpec)
+        assert self._spec.image_token_id is not None
         ids = arrays.pop(SPAN_TOKEN_IDS)
-        is_image = ids == self._spec.vision.facts.image_token_id
+        is_image = ids == self._spec.image_token_id
         features = self._features(arrays)
-        expected = (int(is_image.sum()), self._spec.vision.feature_size)
+        expected = (int(is_image.sum()), self._spec.language.hidden_size)
         if features.shape != expected:
             raise ValueError(f"get_image_features: expected {list(expected)}, got {list(features.shape)}")
         rows = self._embed(ids).to(self._dtype)
@@ -161,10 +163,6 @@ class GenericModel:
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logit_rows)
         return logits.float(), step.layers
-
-    @property
-    def _sees_itself(self) -> bool:
-        return isinstance(self._spec.vision, GenericVisionSpec) and self._spec.vision.facts.whole
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
         hidden = self._embed(batch.token_ids).to(self._dtype).contiguous()

@@ -19,6 +19,7 @@ from PIL import Image
 from transformers.utils import import_utils
 
 from hydra_engine.errors import CheckpointError, InvalidImage
+from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
 
 Array = npt.NDArray[Any]
@@ -73,6 +74,16 @@ class PictureProcessor:
         named = getattr(self._processor, "image_token", None)
         self.placeholder = str(named or self._tokenizer.convert_ids_to_tokens(image_token_id))
         self.placeholder_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
+
+    @classmethod
+    def of(cls, spec: ProcessorSpec) -> PictureProcessor:
+        return cls(
+            Path(spec.model_dir),
+            spec.model_type,
+            image_token_id=spec.image_token_id,
+            inputs=spec.inputs,
+            trust_remote_code=spec.trust_remote_code,
+        )
 
     def outputs(self, image: Image.Image, behind: str = "") -> Mapping[str, Any]:
         """All that the processor makes of a prompt which is one RGB picture with text behind it, as torch tensors.

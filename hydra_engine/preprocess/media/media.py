@@ -26,7 +26,6 @@ from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, VisionSpec
 from hydra_engine.models.specs.geometry import no_videos
-from hydra_engine.models.transformers_adapter.spec import GenericSpec
 from hydra_engine.preprocess.media import images, videos
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
 from hydra_engine.preprocess.media.payloads import content_of_file, content_of_image, payloads_of, plan_digest
@@ -83,9 +82,7 @@ class MediaLoader:
         self._fetched = ByteBudget(limits.max_fetched_bytes)
         self._decoders = Decoders()
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
-        self._processor: ImageProcessor | None = None
-        if isinstance(spec, GenericSpec) and spec.vision is not None:
-            self._processor = ImageProcessor(spec)
+        self._processor = None if spec.processor is None else ImageProcessor(spec.processor)
         self._workers = WorkerPool("intake-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING)
 
     async def warm_up(self) -> None:

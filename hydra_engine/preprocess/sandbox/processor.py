@@ -16,10 +16,10 @@ import numpy as np
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ArrayLayout, PixelPayload
 from hydra_engine.errors import InvalidImage, from_info
-from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS, GenericSpec, GenericVisionSpec
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ProcessorSpec, View
+from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
-from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed, Setup
+from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed
 
 ANSWER_SECONDS = 60.0  # for a picture
 MAX_ARRAY_BYTES = 1 << 30  # of one picture's arrays
@@ -52,25 +52,16 @@ class ImageProcessor:
     """The model's own processor of pictures. Safe from any thread; pictures go through one after another."""
 
     def __init__(
-        self, spec: GenericSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
+        self, spec: ProcessorSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
     ) -> None:
-        assert isinstance(spec.vision, GenericVisionSpec)
-        facts = spec.vision.facts
-        self._whole = facts.whole
+        self._whole = spec.whole
         self._answer_seconds = answer_seconds
         self._turn = threading.Lock()
         self._host = ChildHost(
             "run the model's image processor",
             command,
             Processed,
-            setup=Setup(
-                spec.model_dir,
-                facts.model_type,
-                facts.image_token_id,
-                facts.inputs,
-                facts.patch_size,
-                spec.trust_remote_code,
-            ),
+            setup=spec,
             variables=_SETTINGS,
             inherited=_FOLDERS,
             max_answer_bytes=MAX_ARRAY_BYTES,

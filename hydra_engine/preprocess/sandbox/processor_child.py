@@ -9,25 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from PIL import Image
 
 from hydra_engine.core.media import ArrayLayout
 from hydra_engine.errors import ErrorInfo, HydraError
+from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
-
-
-class Setup(msgspec.Struct):
-    """What the child is started with, as JSON."""
-
-    model_dir: str
-    model_type: str
-    image_token_id: int
-    inputs: tuple[str, ...]
-    patch_size: int
-    trust_remote_code: bool
 
 
 class Picture(msgspec.Struct):
@@ -55,20 +44,14 @@ def main() -> None:
 
 
 def start() -> Callable[[Picture, Memory], Processed]:
-    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    spec = msgspec.json.decode(sys.argv[2], type=ProcessorSpec)
     gc.disable()
     # Loads torch and transformers, and the parent imports this file.
     from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
 
     gc.freeze()  # in what was read there is no garbage, so nobody looks for it
     gc.enable()
-    processor = PictureProcessor(
-        Path(setup.model_dir),
-        setup.model_type,
-        image_token_id=setup.image_token_id,
-        inputs=setup.inputs,
-        trust_remote_code=setup.trust_remote_code,
-    )
+    processor = PictureProcessor.of(spec)
 
     def answer(picture: Picture, _memory: Memory) -> Processed:
         try:
@@ -81,7 +64,7 @@ def start() -> Callable[[Picture, Memory], Processed]:
             expansion.before,
             expansion.token_ids,
             expansion.behind,
-            expansion.num_patches(setup.patch_size),
+            expansion.num_patches(spec.patch_size),
             tuple(ArrayLayout(name, array.dtype.str, array.shape) for name, array in arrays.items()),
             tuple(array.data.cast("B") for array in arrays.values()),
         )

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hydra_engine.models.transformers_adapter.spec import GenericSpec, GenericVisionSpec
+from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.preprocess.media.media import Media
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 
 
 def place_in_text(
-    text: str, media: Sequence[Media], spec: GenericSpec, tokenizer: Tokenizer, *, add_special_tokens: bool
+    text: str, media: Sequence[Media], processor: ProcessorSpec, tokenizer: Tokenizer, *, add_special_tokens: bool
 ) -> tuple[list[int], list[Media]]:
     """`text` holds the placeholder once per picture, and no image tokens besides. Returns the token ids, and the
     pictures without the text that is among these now."""
-    assert isinstance(spec.vision, GenericVisionSpec)
-    placeholder, image_token_id = spec.vision.facts.placeholder, spec.vision.facts.image_token_id
-    image_token = tokenizer.token(image_token_id)
-    pieces = text.split(placeholder)
+    image_token = tokenizer.token(processor.image_token_id)
+    pieces = text.split(processor.placeholder)
     assert image_token is not None and len(pieces) == len(media) + 1, "placeholders were counted"
     written = [pieces[0]]
     for picture, piece in zip(media, pieces[1:], strict=True):
@@ -33,8 +31,6 @@ def place_in_text(
     return token_ids, [replace(picture, plan=picture.plan._replace(parts=picture.plan.items)) for picture in media]
 
 
-def place_in_ids(token_ids: Sequence[int], spec: GenericSpec) -> list[int]:
+def place_in_ids(token_ids: Sequence[int], processor: ProcessorSpec) -> list[int]:
     """The same for a prompt that came as token ids; what is around the pictures is tokenised by itself."""
-    assert isinstance(spec.vision, GenericVisionSpec)
-    placeholder_id, image_token_id = spec.vision.facts.placeholder_id, spec.vision.facts.image_token_id
-    return [image_token_id if id == placeholder_id else id for id in token_ids]
+    return [processor.image_token_id if id == processor.placeholder_id else id for id in token_ids]

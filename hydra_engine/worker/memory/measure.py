@@ -10,7 +10,6 @@ from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, blank_sampling
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import CachePlan
@@ -40,7 +39,7 @@ def measure(
     steps = _Steps.of(model, backend, spec, config, plan)
     encode = language = graphs = 0
     if spec.vision is not None and role.needs_vision:
-        if isinstance(spec.vision, GenericVisionSpec):  # its pictures are made elsewhere
+        if spec.processor is not None:  # its pictures are made elsewhere
             encode = estimated_encode(spec.vision, config, backend.dtype.itemsize)
         else:
             largest = largest_encode(spec.vision, image_budget(config, spec.vision))

@@ -15,7 +15,6 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
-from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.worker.vision.graphs import most_captured
 
 GRAPH_BYTES = 1 << 28  # what captured decode steps take at a place, besides the memory that they compute in
@@ -102,15 +101,15 @@ def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int
 
 def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:
     budget = image_budget(config, vision)
-    generic = isinstance(vision, GenericVisionSpec)
-    patches = vision.max_patches_per_image if generic else largest_encode(vision, budget).num_patches
+    sized = vision.processor is None
+    patches = largest_encode(vision, budget).num_patches if sized else vision.max_patches_per_image
     return patches * _VALUES_PER_PATCH * vision.feature_size * dtype_bytes
 
 
 def encode_graph_bytes(vision: VisionSpec, role: Role, config: EngineConfig, encode_bytes: int) -> int:
     """Of captured encodes, which do not compute where others do; `encode_bytes`: what the largest encode takes."""
     pauses = config.scheduler.slices_layers and role.needs_language
-    if isinstance(vision, GenericVisionSpec) or pauses:
+    if vision.processor is not None or pauses:
         return 0
     largest = largest_encode(vision, image_budget(config, vision)).num_patches
     captured = most_captured(config, largest)

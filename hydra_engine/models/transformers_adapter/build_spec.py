@@ -1,0 +1,70 @@
+"""Asks transformers for the spec of a checkpoint, once per state of its directory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from hydra_engine.errors import CheckpointError, from_info
+from hydra_engine.models.specs.assemble import ModelFiles
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.transformers_adapter.spec import Answer
+
+_DESCRIBE_SECONDS = 300.0
+_COMMAND = (sys.executable, "-m", "hydra_engine.models.transformers_adapter.describe_spec")
+
+
+def build_generic(files: ModelFiles) -> ModelSpec:
+    """Raises CheckpointError for what the adapter cannot run, with the reason."""
+    return _describe(str(files.model_dir), files.options.trust_remote_code, _stamp(files.model_dir))
+
+
+def _stamp(model_dir: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes when a file that a description follows from does."""
+    stats = [(path.name, path.stat()) for path in model_dir.iterdir() if path.suffix in (".json", ".jinja", ".py")]
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
+
+
+@functools.lru_cache(maxsize=8)
+def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelSpec:
+    """In this process where torch is loaded anyway, else (in the frontend) in one of its own."""
+    if "torch" in sys.modules:
+        # Imports transformers' models and torch.
+        from hydra_engine.models.transformers_adapter.describe_spec import describe
+
+        return describe(Path(model_dir), trust_remote_code=trust_remote_code)
+    return describe_elsewhere(model_dir, trust_remote_code)
+
+
+def describe_elsewhere(model_dir: str, trust_remote_code: bool) -> ModelSpec:
+    """`describe` in a process of its own."""
+    flags = ["--trust-remote-code"] if trust_remote_code else []
+    package_parent = str(Path(__file__).parents[3])
+    # API keys are no business of code that may come with a model.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HYDRA_")}
+    path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            [*_COMMAND, model_dir, *flags],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_DESCRIBE_SECONDS,
+            env=variables | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        raise CheckpointError("the process that asks transformers about the model did not answer") from None
+    try:
+        # The answer is the last line: libraries may write to the same place.
+        answer = msgspec.json.decode(done.stdout.splitlines()[-1], type=Answer)
+    except (IndexError, msgspec.MsgspecError):
+        raise CheckpointError(f"transformers failed to read the model (exit status {done.returncode})") from None
+    if answer.error is not None:
+        raise from_info(answer.error)
+    assert answer.spec is not None
+    return replace(answer.spec, vision=answer.vision)
