@@ -13,7 +13,7 @@ from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.decodes import Ready
-from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep, demand_of
+from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep, pending_work
 from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.scheduler.vision import VisionPlanner
@@ -47,8 +47,8 @@ class RequestScheduler(StageScheduler):
         del budgets  # they divide a step between stages
         super().__init__(*given, **more)
         config = given[3]
-        self._language = WholePrompts(self._book, self._budgets, config)
-        self._vision = self._first_images = FirstImages(self._book, self._budgets, config)
+        self._language = WholePrompts(self._requests, self._budgets, config)
+        self._vision = self._first_images = FirstImages(self._requests, self._budgets, config)
 
     @property
     def vision_first(self) -> bool:
@@ -56,14 +56,14 @@ class RequestScheduler(StageScheduler):
 
     def plan_vision(self, now: float) -> VisionPlan | None:
         """Of requests with images that have a slot, or find one beside those that wait for nothing else."""
-        book = self._book
-        running = sum(state.waits_for_images for state in book.prefilling)
-        self._first_images.num_requests = running + max(0, book.seq_slots.num_free - len(book.waiting))
+        requests = self._requests
+        running = sum(state.waits_for_images for state in requests.prefilling)
+        self._first_images.num_requests = running + max(0, requests.seq_slots.num_free - len(requests.waiting))
         return super().plan_vision(now)
 
     def plan_language(self, now: float) -> LanguagePlan | None:
         """Not beside an encode. Images that could be encoded now are in a vision step already."""
-        if self._vision_plans or (self._language_steps and self._book.unencoded):
+        if self._vision_plans or (self._language_steps and self._requests.unencoded):
             return None
         return super().plan_language(now)
 
@@ -82,15 +82,15 @@ class WholePrompts(LanguagePlanner):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        book, _, config = given
-        self._starter = WholeStarter(book, config)
+        requests, _, config = given
+        self._starter = WholeStarter(requests, config)
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
-        builder = WholeStepBuilder(self._book, now, ahead=ahead)
+        builder = WholeStepBuilder(self._requests, now, ahead=ahead)
         ready = Ready(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
         can_start = not self._starter.is_full
-        demand = demand_of(self._book, ready, patches_in_flight, can_start=can_start, now=now)
-        budget = self._budgets.language(demand)
+        pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
+        budget = self._budgets.language(pending)
         builder.left = budget.tokens
         try:
             self._starter.start(builder, self._continue_prefills(builder))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.prefix import feature_names
+from hydra_engine.cache.prefix import feature_hashes
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 from hydra_engine.core.plans import BlockIds
 from hydra_engine.core.state import ImageProgress
@@ -119,8 +119,8 @@ class FeatureCache:
         else:
             entry.progress = ImageProgress.ENCODED
             if self._keeps:
-                for index, name in enumerate(self._names(key, entry.num_tokens)):
-                    self._blocks.name(key, index, name)
+                for index, block_hash in enumerate(self._hashes(key, entry.num_tokens)):
+                    self._blocks.set_hash(key, index, block_hash)
         self._release_unused(key, entry)
 
     def take(self, key: FeatureKey) -> None:
@@ -129,7 +129,7 @@ class FeatureCache:
         assert entry.progress == ImageProgress.ENCODED, "only encoded features can give way"
         self._blocks.free(key)
         if self._keeps:
-            self._blocks.forget(self._names(key, entry.num_tokens))
+            self._blocks.forget(self._hashes(key, entry.num_tokens))
         entry.progress = ImageProgress.WAITING
 
     def forget_unused(self) -> None:
@@ -138,16 +138,16 @@ class FeatureCache:
 
     # ---- inside
 
-    def _names(self, key: FeatureKey, num_tokens: int) -> Iterator[BlockHash]:
-        return feature_names(key, self._blocks.blocks_for(num_tokens))
+    def _hashes(self, key: FeatureKey, num_tokens: int) -> Iterator[BlockHash]:
+        return feature_hashes(key, self._blocks.blocks_for(num_tokens))
 
     def _restore(self, key: FeatureKey, num_tokens: int) -> bool:
         """Takes hold of features that the cache still has. A remainder of them is of no use and is forgotten."""
-        names = list(self._names(key, num_tokens))
-        if len(self._blocks.find(names)) < len(names):
-            self._blocks.forget(names)
+        hashes = list(self._hashes(key, num_tokens))
+        if len(self._blocks.find(hashes)) < len(hashes):
+            self._blocks.forget(hashes)
             return False
-        self._blocks.adopt(key, names, capacity=num_tokens)
+        self._blocks.adopt(key, hashes, capacity=num_tokens)
         return True
 
     def _release_unused(self, key: FeatureKey, entry: _Entry) -> None:
@@ -162,7 +162,7 @@ class FeatureCache:
         assert holding == self._blocks.tables.keys(), "entries and blocks disagree"
         for key, entry in self._entries.items():
             assert entry.users or entry.progress == ImageProgress.ENCODING, "features are held for nobody"
-            found = self._blocks.find(self._names(key, entry.num_tokens))
+            found = self._blocks.find(self._hashes(key, entry.num_tokens))
             if self._keeps and entry.progress == ImageProgress.ENCODED:
                 assert found == self._blocks.tables[key].blocks(), "encoded features cannot be found"
             else:

@@ -1,7 +1,7 @@
 """One token cache's bookkeeping: a block pool and the block tables of those who hold blocks in it.
 
 The KV cache has one holder per request (its id), the image cache one per picture (its feature key). Growth is all or
-nothing. Full blocks get the name of their content, and a new holder may begin with blocks that have the names it looks
+nothing. Full blocks get the hash of their content, and a new holder may begin with blocks that have the hashes it looks
 for; nobody writes into those. Ids only; the tensors belong to the worker, and what to do when nothing is free to the
 scheduler.
 """
@@ -92,12 +92,12 @@ class CacheManager(Generic[Holder]):
 
     # ---- reusing
 
-    def find(self, names: Iterable[BlockHash]) -> list[int]:
-        """The blocks that have the first, second, ... of these names, up to the first name that no block has. Changes
+    def find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks that have the first, second, ... of these hashes, up to the first hash that no block has. Changes
         nothing."""
         blocks = []
-        for name in names:
-            block = self._pool.find(name)
+        for block_hash in hashes:
+            block = self._pool.find(block_hash)
             if block is None:
                 break
             blocks.append(block)
@@ -108,36 +108,36 @@ class CacheManager(Generic[Holder]):
         others hold costs nothing, what nobody holds counts as free and is taken."""
         return self.blocks_for(num_tokens) - sum(self._pool.refcount(block) > 0 for block in found)
 
-    def adopt(self, holder: Holder, names: Sequence[BlockHash], *, capacity: int) -> None:
-        """Makes the table of a new holder out of the blocks with these names, all of which `find` has just found."""
+    def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int) -> None:
+        """Makes the table of a new holder out of the blocks with these hashes, all of which `find` has just found."""
         assert holder not in self._tables, "a holder adopts blocks before it grows"
         blocks = []
-        for name in names:
-            block = self._pool.acquire(name)
+        for block_hash in hashes:
+            block = self._pool.acquire(block_hash)
             assert block is not None, "content that was found is gone"
             blocks.append(block)
         table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
         table.append(blocks)
 
-    def name(self, holder: Holder, index: int, name: BlockHash) -> None:
+    def set_hash(self, holder: Holder, index: int, block_hash: BlockHash) -> None:
         """Says what the holder's block `index` holds from now on. If another block has that content already, it keeps
-        the name."""
-        self._pool.name(int(self._tables[holder].block_ids[index]), name)
+        the hash."""
+        self._pool.set_hash(int(self._tables[holder].block_ids[index]), block_hash)
 
-    def forget(self, names: Iterable[BlockHash]) -> None:
-        """Makes content that nobody holds impossible to find; names without a block are ignored."""
-        for name in names:
-            self._pool.forget(name)
+    def forget(self, hashes: Iterable[BlockHash]) -> None:
+        """Makes content that nobody holds impossible to find; hashes without a block are ignored."""
+        for block_hash in hashes:
+            self._pool.forget(block_hash)
 
     def forget_unheld(self) -> int:
         """Makes all content that nobody holds impossible to find; how many blocks that were. What is held keeps its
-        names, and can be found by others as before."""
+        hashes, and can be found by others as before."""
         return self._pool.forget_evictable()
 
-    def names(self, holder: Holder) -> list[BlockHash | None]:
+    def hashes(self, holder: Holder) -> list[BlockHash | None]:
         """What the blocks of a holder can be found by, in order; empty if it holds nothing."""
         table = self._tables.get(holder)
-        return [] if table is None else [self._pool.name_of(block) for block in table.blocks()]
+        return [] if table is None else [self._pool.hash_of(block) for block in table.blocks()]
 
     def check(self) -> None:
         """Raises AssertionError unless pool and tables agree."""

@@ -1,8 +1,8 @@
 """One fixed pool of cache blocks: who may use which block, and which free blocks still hold reusable content.
 
-Every block is in exactly one state: free, held by `refcount >= 1` owners, or evictable (held by nobody, but named by a
-content hash and kept until its room is needed). One class serves the KV cache and the image cache. Knows block ids
-only: not what is in a block, not who holds it, not where it lies in memory.
+Every block is in exactly one state: free, held by `refcount >= 1` owners, or evictable (without an
+owner, but with the hash of its content, and kept until its room is needed). One class serves the KV cache and the image
+cache. Knows block ids only: not what is in a block, not who holds it, not where it lies in memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BlockPool:
                 else:
                     self._evictable[block] = None
 
-    def name(self, block: int, key: BlockHash) -> bool:
+    def set_hash(self, block: int, key: BlockHash) -> bool:
         """Says that a held block now has this content. False, and no change, if another block has it already."""
         assert self._refcounts[block] > 0, f"block {block} is not held"
         if self._block_of.setdefault(key, block) != block:
@@ -81,7 +81,7 @@ class BlockPool:
         self._keys[block] = key
         return True
 
-    def name_of(self, block: int) -> BlockHash | None:
+    def hash_of(self, block: int) -> BlockHash | None:
         return self._keys[block]
 
     def find(self, key: BlockHash) -> int | None:
@@ -103,7 +103,7 @@ class BlockPool:
             return False
         assert self._refcounts[block] == 0, f"block {block} is held"
         del self._evictable[block]
-        self._unname(block)
+        self._forget_hash(block)
         self._free.append(block)
         return True
 
@@ -116,25 +116,25 @@ class BlockPool:
     def _evict(self) -> int:
         block = next(iter(self._evictable))
         del self._evictable[block]
-        self._unname(block)
+        self._forget_hash(block)
         return block
 
-    def _unname(self, block: int) -> None:
+    def _forget_hash(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None, f"evictable block {block} has no content"
         del self._block_of[key]
         self._keys[block] = None
 
     def check(self) -> None:
-        """Raises AssertionError unless every block is in exactly one state and every name leads to its block."""
+        """Raises AssertionError unless every block is in exactly one state and every hash leads to its block."""
         free, evictable = set(self._free), set(self._evictable)
         held = {block for block, count in enumerate(self._refcounts) if count > 0}
         assert len(free) == len(self._free), "a block is on the free list twice"
         assert not free & evictable and not free & held and not evictable & held, "a block is in two states"
         assert free | evictable | held == set(range(self.num_blocks)), "a block is in no state"
         assert all(count >= 0 for count in self._refcounts), "negative reference count"
-        named = {block for block, key in enumerate(self._keys) if key is not None}
-        assert evictable <= named and not free & named, "evictable blocks have content, free ones have none"
-        assert {block: key for key, block in self._block_of.items()} == {block: self._keys[block] for block in named}, (
-            "names and blocks disagree"
-        )
+        hashed = {block for block, key in enumerate(self._keys) if key is not None}
+        assert evictable <= hashed and not free & hashed, "evictable blocks have content, free ones have none"
+        assert {block: key for key, block in self._block_of.items()} == {
+            block: self._keys[block] for block in hashed
+        }, "hashes and blocks disagree"

@@ -2,8 +2,8 @@
 
 A block's hash covers everything before it (through its parent's hash) and, position by position, the token id or,
 inside an image span, the image's digest, its rotary positions and the offset in it: placeholders of different pictures
-never collide. The cache salt sits at the start of the chain. The features of one image have names of their own, one per
-image-cache block, under the same salt. Does not know which blocks exist or who has them.
+never collide. The cache salt sits at the start of the chain. The features of one image have one hash per image-cache
+block, under the same salt. Does not know which blocks exist or who has them.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def feature_key(digest: ImageDigest, cache_salt: str = "") -> FeatureKey:
     return FeatureKey(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-image").digest())
 
 
-def feature_names(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
-    """The names of the image-cache blocks that hold the features of one picture, in order."""
+def feature_hashes(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
+    """The hashes of the image-cache blocks that hold the features of one picture, in order."""
     for index in range(num_blocks):
         data = key + index.to_bytes(4, "little")
         yield BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-feature").digest())

@@ -54,7 +54,7 @@ class Arrival:
     end: KvEnd | None = None  # with it, nothing more will be offered
     num_copied: int = 0
     copies: int | None = None  # the offer that a copy in flight belongs to
-    gives_way: bool = False  # somebody older needs the blocks as soon as no copy is in flight
+    preempt_after_copy: bool = False  # somebody older needs the blocks as soon as no copy is in flight
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +72,8 @@ class RequestState:
 
     `plans_in_flight` counts vision plans, chunks and pulls; rows of decodes that are in flight are counted by slot.
 
-    A part of a request does the stages in `part`. With E alone it is an encode job: no prompt, no KV, and every image
-    that is ENCODED is offered to another instance. With P and without D its KV is offered, `num_offered` blocks so far,
+    `stages` are those that are done here. With E alone it is an encode job: no prompt, no KV, and every image that is
+    ENCODED is offered to another instance. With P and without D its KV is offered, `num_offered` blocks so far,
     and with all of them it `hands_over`. While KV comes from another instance there is an `arrival`.
     """
 
@@ -93,11 +93,11 @@ class RequestState:
     image_wait_since_s: float = 0.0
     ending: Ending | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; grows when asked for
-    num_named: int = 0  # blocks that it holds whose content can be found under these hashes
+    num_published: int = 0  # blocks that it holds whose content can be found under these hashes
     image_keys: tuple[FeatureKey, ...] = ()
     images_planned: set[int] = field(default_factory=set)  # that were in a vision plan for this request
     cached_tokens: int = 0  # found in the cache when it started first
-    part: Role = EPD
+    stages: Role = EPD
     remote_images: frozenset[int] = frozenset()  # encoded by other instances
     images_asked: set[int] = field(default_factory=set)  # of these, which others have been asked for
     image_offers: dict[int, list[int]] = field(
@@ -117,7 +117,7 @@ class RequestState:
         arrived: int,
         now: float,
         *,
-        part: Role = EPD,
+        stages: Role = EPD,
         remote_images: frozenset[int] = frozenset(),
         pulls_kv: bool = False,
     ) -> RequestState:
@@ -132,15 +132,15 @@ class RequestState:
             generated=list(request.generated_token_ids),
             image_wait_since_s=now,
             urgency=(request.priority, due_s, order),
-            part=part,
-            remote_images=remote_images if Role.E in part else frozenset(range(len(request.images))),
+            stages=stages,
+            remote_images=remote_images if Role.E in stages else frozenset(range(len(request.images))),
             arrival=Arrival() if pulls_kv else None,
         )
 
     @property
-    def is_job(self) -> bool:
+    def is_encode_job(self) -> bool:
         """Encodes images for another instance, and nothing else."""
-        return self.part == Role.E
+        return self.stages == Role.E
 
     @property
     def preempted(self) -> bool:
@@ -188,7 +188,7 @@ class RequestState:
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property
-    def goes_on(self) -> bool:
+    def lacks_one_token(self) -> bool:
         """It is one step away from a new token and that step is not planned yet: a decode, or a prefill that lacks
         nothing but its last token."""
         return self.is_decode and self.arrival is None and not self.num_scheduled

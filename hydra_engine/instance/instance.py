@@ -167,7 +167,7 @@ class Instance:
             self._scheduler.add(
                 request,
                 now,
-                part=Role.parse(message.part),
+                stages=Role.parse(message.part),
                 remote_images=frozenset(message.remote_images),
                 pulls_kv=bool(message.source),
             )
@@ -186,7 +186,7 @@ class Instance:
             outgoing.append(_refused(request, RequestFailed("this instance has no connection to others").info()))
             return
         try:
-            self._scheduler.add(request, self._clock.now(), part=Role.E)
+            self._scheduler.add(request, self._clock.now(), stages=Role.E)
         except RequestError as error:
             outgoing.append(_refused(request, error.info()))
             return

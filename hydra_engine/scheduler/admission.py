@@ -25,21 +25,21 @@ class Limits:
     image_block_size: int
 
 
-def check_fits(request: Request, limits: Limits, part: Role | None = None) -> None:
+def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
     """Raises InvalidRequest or RequestTooLarge unless this part of the request (default: all that the role can do),
     alone on this instance, would run to its end."""
-    part = limits.role if part is None else part
-    if part & limits.role != part:
+    stages = limits.role if stages is None else stages
+    if stages & limits.role != stages:
         raise Unavailable(
-            f"stages {part.letters} are asked of an instance that serves {limits.role.letters} now; send the request "
+            f"stages {stages.letters} are asked of an instance that serves {limits.role.letters} now; send the request "
             "again",
             code="wrong_role",
         )
-    if part != Role.E:
+    if stages != Role.E:
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
-        _check_kv(request, limits, request.max_new_tokens if Role.D in part else len(request.generated_token_ids))
-    if part == Role.E or Role.P in part:
+        _check_kv(request, limits, request.max_new_tokens if Role.D in stages else len(request.generated_token_ids))
+    if stages == Role.E or Role.P in stages:
         _check_images(request, limits)
 
 

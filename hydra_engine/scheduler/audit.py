@@ -13,72 +13,76 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import LanguagePlan, PullPlan, VisionPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestState
-from hydra_engine.scheduler.book import RequestBook
+from hydra_engine.scheduler.request_table import RequestTable
 
 
-def check_book(book: RequestBook) -> None:
-    book.ledger.check(book.states)
+def check_requests(requests: RequestTable) -> None:
+    requests.ledger.check(requests.states)
     users = patches = 0
     members: dict[int, tuple[RequestState, BlockTable, int]] = {}
-    for request_id, state in book.states.items():
-        _check_queue(book, state)
-        _check_blocks(book, state)
-        users += _check_images(book, state)
+    for request_id, state in requests.states.items():
+        _check_queue(requests, state)
+        _check_blocks(requests, state)
+        users += _check_images(requests, state)
         if state.ending is None:
             zipped = enumerate(zip(state.request.images, state.images, strict=True))
             local = ((image, progress) for i, (image, progress) in zipped if i not in state.remote_images)
             patches += sum(image.num_patches for image, progress in local if progress == ImageProgress.WAITING)
         chunk_in_flight = state.num_scheduled > 0 and state.num_planned == state.num_tokens
-        if state.ending is None and (state.decodes or (chunk_in_flight and Role.D in state.part)):
-            members[book.seq_slots.of(request_id)] = state, book.kv.tables[request_id], int(chunk_in_flight)
-    for queue in (*book.queues, book.unencoded, book.awaited):
+        if state.ending is None and (state.decodes or (chunk_in_flight and Role.D in state.stages)):
+            members[requests.seq_slots.of(request_id)] = state, requests.kv.tables[request_id], int(chunk_in_flight)
+    for queue in (*requests.queues, requests.unencoded, requests.awaited):
         orders = [state.order for state in queue]
         assert orders == sorted(orders), "a queue is out of order"
-        assert all(book.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
-    assert users == book.features.num_users, "features are kept for images that do not need them"
-    assert patches == book.images.patches_waiting, "patches that wait are counted wrong"
-    book.decodes.check(members)
+        assert all(requests.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
+    assert users == requests.features.num_users, "features are kept for images that do not need them"
+    assert patches == requests.images.patches_waiting, "patches that wait are counted wrong"
+    requests.decodes.check(members)
 
 
-def _check_queue(book: RequestBook, state: RequestState) -> None:
-    request_id, belongs = state.request.id, book.queue_for(state)
-    for queue in book.queues:
+def _check_queue(requests: RequestTable, state: RequestState) -> None:
+    request_id, belongs = state.request.id, requests.queue_for(state)
+    for queue in requests.queues:
         assert (request_id in queue) == (queue is belongs), f"request {request_id} is in the wrong queue"
     live = state.ending is None
-    assert (request_id in book.unencoded) == (live and state.needs_encode), f"request {request_id}: images to encode"
-    assert (request_id in book.awaited) == (live and state.needs_pull), f"request {request_id}: images to fetch"
-    assert state.decodes == (request_id in book.decoding), f"request {request_id}: whether it decodes"
+    assert (request_id in requests.unencoded) == (live and state.needs_encode), (
+        f"request {request_id}: images to encode"
+    )
+    assert (request_id in requests.awaited) == (live and state.needs_pull), f"request {request_id}: images to fetch"
+    assert state.decodes == (request_id in requests.decoding), f"request {request_id}: whether it decodes"
 
 
-def _check_blocks(book: RequestBook, state: RequestState) -> None:
+def _check_blocks(requests: RequestTable, state: RequestState) -> None:
     request_id = state.request.id
-    table = book.kv.tables.get(request_id)
+    table = requests.kv.tables.get(request_id)
     known = 0 if table is None else table.num_slots
     assert state.num_planned <= known, f"request {request_id} has KV without blocks"
     assert state.num_planned <= state.num_tokens, f"request {request_id} computes too much"
-    assert state.num_named * book.kv.block_size <= state.num_computed, f"request {request_id} lends too much"
-    names = book.kv.names(request_id)
-    lent, rest = names[: state.num_named], names[state.num_named :]
+    assert state.num_published * requests.kv.block_size <= state.num_computed, f"request {request_id} lends too much"
+    names = requests.kv.hashes(request_id)
+    lent, rest = names[: state.num_published], names[state.num_published :]
     assert not any(rest), f"request {request_id} lends a block that is not full"
     for name, expected in zip(lent, state.block_hashes, strict=False):
         assert name in (None, expected), f"request {request_id} has a block under a wrong name"
 
 
-def _check_images(book: RequestBook, state: RequestState) -> int:
+def _check_images(requests: RequestTable, state: RequestState) -> int:
     """How many of its images use features."""
-    request_id, runs = state.request.id, state.request.id in book.kv.tables
+    request_id, runs = state.request.id, state.request.id in requests.kv.tables
     users = 0
     for index, (image, progress) in enumerate(zip(state.request.images, state.images, strict=True)):
         where = f"request {request_id} image {index}"
         consumed = runs and image.end <= state.num_computed
-        assert state.is_job or (progress == ImageProgress.CONSUMED) == consumed, f"{where}: KV and progress disagree"
+        assert state.is_encode_job or (progress == ImageProgress.CONSUMED) == consumed, (
+            f"{where}: KV and progress disagree"
+        )
         looked_for = progress == ImageProgress.CACHED and state.arrival is None
         assert not runs or not looked_for, f"{where} is looked for although it has started"
         if progress <= ImageProgress.ENCODED:
             users += 1
             key = state.image_keys[index]
-            assert (request_id, index) in book.features.users(key), f"{where} needs features and nobody knows"
-            assert progress == book.features.progress(key), f"{where}: features and progress disagree"
+            assert (request_id, index) in requests.features.users(key), f"{where} needs features and nobody knows"
+            assert progress == requests.features.progress(key), f"{where}: features and progress disagree"
     return users
 
 
@@ -86,7 +90,7 @@ def _check_images(book: RequestBook, state: RequestState) -> int:
 
 
 def check_in_flight(
-    book: RequestBook, vision: Iterable[VisionPlan], language: Iterable[LanguagePlan], pulls: Iterable[PullPlan]
+    requests: RequestTable, vision: Iterable[VisionPlan], language: Iterable[LanguagePlan], pulls: Iterable[PullPlan]
 ) -> None:
     plans: dict[RequestId, int] = {}
     steps = list(language)
@@ -100,9 +104,11 @@ def check_in_flight(
             plans[chunk.request_id] = plans.get(chunk.request_id, 0) + 1
         pairs = zip(step.decodes.request_ids.tolist(), step.decodes.seq_slots.tolist(), strict=True)
         for request_id, seq_slot in pairs:
-            assert book.seq_slots.held.get(request_id) == seq_slot, f"request {request_id} has lost its slot in a plan"
-    book.decodes.check_in_flight([step.decodes for step in steps if len(step.decodes)])
-    for request_id, state in book.states.items():
+            assert requests.seq_slots.held.get(request_id) == seq_slot, (
+                f"request {request_id} has lost its slot in a plan"
+            )
+    requests.decodes.check_in_flight([step.decodes for step in steps if len(step.decodes)])
+    for request_id, state in requests.states.items():
         assert state.plans_in_flight == plans.pop(request_id, 0), f"request {request_id}: plans in flight"
-        assert state.ending is None or book.in_use(state), f"request {request_id} has ended and is still here"
+        assert state.ending is None or requests.in_use(state), f"request {request_id} has ended and is still here"
     assert not plans, f"plans name requests that are gone: {sorted(plans)}"

@@ -28,7 +28,7 @@ USED = 0.9  # of the vision seconds that a step may have, from which on they cou
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class PendingWork:
     """What is there to do when a language step is planned. Counts are zero and times infinite where there is nothing.
 
     `prefill_tokens` are all tokens that could be computed now if there were no budget, of the running prefills and of
@@ -73,7 +73,7 @@ class Budgets(Protocol):
     """Asked before each step and told after it. Calls of `language` and `on_language` may interleave (a step is planned
     while the one before it runs), but every budget that became a plan comes back, in order."""
 
-    def language(self, demand: Demand) -> StepBudget:
+    def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; to be asked once per step."""
         ...
 
@@ -109,10 +109,10 @@ class FixedBudgets:
         self._decode_steps = 0
         self._full_steps = 0
 
-    def language(self, demand: Demand) -> StepBudget:
-        tokens = max(0, self._token_budget - demand.num_decodes)
+    def language(self, pending: PendingWork) -> StepBudget:
+        tokens = max(0, self._token_budget - pending.num_decodes)
         self._latest_tokens = tokens
-        return StepBudget(tokens, math.inf, more_tokens=demand.prefill_tokens > tokens)
+        return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens)
 
     def vision(self) -> int:
         return self._image_budget
@@ -141,7 +141,7 @@ class FixedBudgets:
 
 
 def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Counts, late_gaps: Counts) -> float:
-    """How long the next step may last so that every running decode still keeps its TPOT limit: `Demand.stretch_s`.
+    """How long the next step may last so that every running decode still keeps its TPOT limit: `PendingWork.stretch_s`.
 
     Entry i belongs to one running decode: its limit (infinite: none), the seconds between its first and its latest
     token, how many gaps these are and how many of them were longer than the limit; all [B]. A request may have a step

@@ -14,8 +14,8 @@ from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.state import Ending, RequestState
 
 if TYPE_CHECKING:
-    from hydra_engine.scheduler.book import RequestBook
     from hydra_engine.scheduler.prefill import StepBuilder
+    from hydra_engine.scheduler.request_table import RequestTable
 
 # Takes requests that have ended, and the time; returns the messages of those that no plan in flight names.
 Finish = Callable[[list[RequestState], float], list[RequestMessage]]
@@ -24,7 +24,7 @@ Finish = Callable[[list[RequestState], float], list[RequestMessage]]
 class Connector:
     """Hooks. Times are those of the call that led here."""
 
-    def attach(self, book: RequestBook, finish: Finish) -> None:
+    def attach(self, requests: RequestTable, finish: Finish) -> None:
         """Once, before anything else."""
 
     # ---- language steps

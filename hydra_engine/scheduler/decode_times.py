@@ -17,7 +17,7 @@ from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.timeline import Timeline, is_late
 
 Seconds = npt.NDArray[np.float64]
-Places = slice | Ints  # of some members; a slice if they are the first ones
+Indices = slice | Ints  # of some members; a slice if they are the first ones
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class _Watched:
 
 
 class DecodeTimes:
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_slots: int) -> None:
         self._watched: list[_Watched] = []
-        self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_places))  # of tokens, 0.0: none
-        self._late_gaps = np.zeros(num_places, dtype=np.int64)
+        self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_slots))  # of tokens, 0.0: none
+        self._late_gaps = np.zeros(num_slots, dtype=np.int64)
         self._num_limited = 0
         self._num_steps = self._num_rows = 0  # of all steps with decodes so far
         self._latest_batch = 0
@@ -45,29 +45,29 @@ class DecodeTimes:
 
     def join(self, state: RequestState, timeline: Timeline) -> None:
         """At the place behind all others."""
-        place = len(self._watched)
+        index = len(self._watched)
         self._watched.append(_Watched(state, timeline))
-        self._limits[place] = timeline.limit_s
+        self._limits[index] = timeline.limit_s
         self._num_limited += timeline.limit_s < math.inf
-        self._first_s[place], self._last_s[place] = timeline.first_token_s, timeline.last_token_s
-        self._late_gaps[place] = timeline.late_gaps
-        self._open(self._watched[place], timeline.last_s)
+        self._first_s[index], self._last_s[index] = timeline.first_token_s, timeline.last_token_s
+        self._late_gaps[index] = timeline.late_gaps
+        self._open(self._watched[index], timeline.last_s)
 
-    def leave(self, place: int) -> None:
+    def leave(self, index: int) -> None:
         """The last member takes the place."""
-        watched = self._watched[place]
+        watched = self._watched[index]
         timeline = watched.timeline
-        self._num_limited -= bool(self._limits[place] < math.inf)
-        self._close(watched, float(self._last_s[place]))
-        timeline.first_token_s, timeline.last_token_s = float(self._first_s[place]), float(self._last_s[place])
+        self._num_limited -= bool(self._limits[index] < math.inf)
+        self._close(watched, float(self._last_s[index]))
+        timeline.first_token_s, timeline.last_token_s = float(self._first_s[index]), float(self._last_s[index])
         timeline.last_s = max(timeline.last_s, timeline.last_token_s)
-        timeline.late_gaps = int(self._late_gaps[place])
+        timeline.late_gaps = int(self._late_gaps[index])
         mover = self._watched.pop()
         last = len(self._watched)
-        if place != last:
-            self._watched[place] = mover
-            self._floats[:, place] = self._floats[:, last]
-            self._late_gaps[place] = self._late_gaps[last]
+        if index != last:
+            self._watched[index] = mover
+            self._floats[:, index] = self._floats[:, last]
+            self._late_gaps[index] = self._late_gaps[last]
 
     def _open(self, watched: _Watched, since_s: float) -> None:
         watched.since_s, watched.num_generated = since_s, watched.state.num_generated
@@ -82,37 +82,37 @@ class DecodeTimes:
 
     # ---- results
 
-    def read_chunk(self, place: int, ended_s: float, gap_s: float) -> float | None:
+    def read_chunk(self, index: int, ended_s: float, gap_s: float) -> float | None:
         """The last chunk of a member has given its token. If that is late: when the token before came."""
-        watched = self._watched[place]
+        watched = self._watched[index]
         timeline = watched.timeline
         late_since_s = timeline.prefill_sampled(ended_s, gap_s)
-        self._first_s[place], self._last_s[place] = timeline.first_token_s, ended_s
-        self._late_gaps[place] = timeline.late_gaps
+        self._first_s[index], self._last_s[index] = timeline.first_token_s, ended_s
+        self._late_gaps[index] = timeline.late_gaps
         self._open(watched, ended_s)
         return late_since_s
 
-    def tick(self, places: Places, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
+    def tick(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
         """These members have got a token in a step of `batch` rows. Returns those to whom it came late, and when the
         token before came: (place, seconds). `gap_s`: `StepTimes.gap_s`."""
-        before_s = self._last_s[places]
-        late = is_late(ended_s - before_s, self._limits[places], gap_s).nonzero()[0]
+        before_s = self._last_s[indices]
+        late = is_late(ended_s - before_s, self._limits[indices], gap_s).nonzero()[0]
         found: list[tuple[int, float]] = []
         if late.size:
-            among = late if isinstance(places, slice) else places[late]
+            among = late if isinstance(indices, slice) else indices[late]
             self._late_gaps[among] += 1
             found = list(zip(among.tolist(), before_s[late].tolist(), strict=True))
-        self._last_s[places] = ended_s
-        for place, last_s in found:
-            self._close(self._watched[place], last_s, late=1)
+        self._last_s[indices] = ended_s
+        for index, last_s in found:
+            self._close(self._watched[index], last_s, late=1)
         self._num_steps += 1
         self._num_rows += batch
         self._latest_batch = batch
         return found
 
-    def resume(self, place: int, resumed_s: float) -> None:
+    def resume(self, index: int, resumed_s: float) -> None:
         """The gap that `tick` has named ends here; what follows, its token included, is decoding again."""
-        watched = self._watched[place]
+        watched = self._watched[index]
         watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch
 
@@ -122,13 +122,13 @@ class DecodeTimes:
     def has_limits(self) -> bool:
         return self._num_limited > 0
 
-    def limits(self, places: Places) -> Seconds:
+    def limits(self, indices: Indices) -> Seconds:
         """Not to be changed, nor kept."""
-        return self._limits[places]
+        return self._limits[indices]
 
-    def elapsed(self, places: Places) -> tuple[Seconds, Ints]:
+    def elapsed(self, indices: Indices) -> tuple[Seconds, Ints]:
         """(seconds from the first to the latest token, late gaps) of these members, as far as tokens have been read."""
-        return self._last_s[places] - self._first_s[places], self._late_gaps[places]
+        return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]
 
     def check(self, states: list[RequestState]) -> None:
         """Raises AssertionError unless these are the members, in this order."""

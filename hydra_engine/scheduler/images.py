@@ -18,21 +18,21 @@ from hydra_engine.scheduler.timeline import Timeline
 Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
 
 
-class ImageBook:
+class ImageTracker:
     def __init__(
         self,
         features: FeatureCache,
         states: Mapping[RequestId, RequestState],
         timelines: Mapping[RequestId, Timeline],
         connector: Connector,
-        place: Callable[[RequestState], None],
+        requeue: Callable[[RequestState], None],
     ) -> None:
         self.patches_waiting = 0  # of images that need an encode here, once for each request that needs it
         self._features = features
         self._states = states
         self._timelines = timelines
         self._connector = connector
-        self._place = place
+        self._requeue = requeue
 
     # ---- requests
 
@@ -176,7 +176,7 @@ class ImageBook:
         for request_id, index in self._features.users(key):
             state = self._states[request_id]
             self._set(state, index, progress, now)
-            self._place(state)
+            self._requeue(state)
 
     def _set(self, state: RequestState, index: int, progress: ImageProgress, now: float) -> None:
         before, state.images[index] = state.images[index], progress

@@ -20,12 +20,12 @@ from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.book import RequestBook
-from hydra_engine.scheduler.budget import Budgets, Demand, StepBudget, stretch
+from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
 from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
+from hydra_engine.scheduler.request_table import RequestTable
 
-MAX_SEEN = 16  # requests of a queue that the demand counts
+MAX_SEEN = 16  # requests of a queue that `pending_work` counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,22 +43,22 @@ class LanguagePlanner:
     where that would be needed. What it has done by then (blocks granted, requests started) stays, and is what the next
     plan would have done."""
 
-    def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
-        self._book = book
-        self._kv = book.kv
+    def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
+        self._requests = requests
+        self._kv = requests.kv
         self._budgets = budgets
-        self._starter = PrefillStarter(book, config)
+        self._starter = PrefillStarter(requests, config)
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
-        builder = StepBuilder(self._book, now, ahead=ahead)
+        builder = StepBuilder(self._requests, now, ahead=ahead)
         try:
             ready = self._ready_decodes(builder)
             can_start = not self._starter.is_full
-            demand = demand_of(self._book, ready, patches_in_flight, can_start=can_start, now=now)
-            budget = self._budgets.language(demand)
+            pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
+            budget = self._budgets.language(pending)
             builder.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
-            self._book.connector.before_language(builder)
+            self._requests.connector.before_language(builder)
             short = self._continue_prefills(builder)
             self._starter.start(builder, short)
         except NeedsResult:
@@ -70,7 +70,7 @@ class LanguagePlanner:
     def _step(
         self, step_id: StepId, ready: Ready, builder: StepBuilder, budget: StepBudget, *, ahead: bool
     ) -> LanguageStep:
-        decodes = self._book.decodes.take_rows(ready, ahead=ahead)
+        decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
         chunks = tuple(self._chunk_row(state, chunk) for state, chunk in builder.chunks)
         load = LanguageLoad(
             num_decodes=len(decodes),
@@ -89,32 +89,32 @@ class LanguagePlanner:
         way, be it the decode itself; alone it waits, for then blocks of an ending request, or of one that is handed
         over, are about to come back.
         """
-        table = self._book.decodes
+        table = self._requests.decodes
         ready = table.ready()
-        lacking = table.blocks.lacking(ready.places, ready.starts)
+        lacking = table.blocks.lacking(ready.indices, ready.starts)
         if not len(lacking):
             return ready
         if blocks := self._kv.extend(table.owners(lacking)):
             table.blocks.show(lacking, blocks)
             return ready
-        self._grow_by_age([table.states[place] for place in lacking.tolist()], builder)
+        self._grow_by_age([table.states[index] for index in lacking.tolist()], builder)
         ready = table.ready()
-        return table.without(ready, table.blocks.lacking(ready.places, ready.starts))
+        return table.without(ready, table.blocks.lacking(ready.indices, ready.starts))
 
     def _grow_by_age(self, lacking: list[RequestState], builder: StepBuilder) -> None:
-        book, table = self._book, self._book.decodes
+        requests, table = self._requests, self._requests.decodes
         for state in sorted(lacking, key=lambda state: state.order):
             request_id = state.request.id
             while request_id in self._kv.tables:
                 if blocks := self._kv.extend([request_id]):
-                    table.blocks.show(np.array([table.place(book.seq_slots.of(request_id))]), blocks)
+                    table.blocks.show(np.array([table.index_of(requests.seq_slots.of(request_id))]), blocks)
                     break
-                victim = book.youngest_running()
+                victim = requests.youngest_running()
                 if victim is None or (victim is state and self._runs_alone()) or not builder.preempt(victim):
                     break
 
     def _runs_alone(self) -> bool:
-        return len(self._book.prefilling) + len(self._book.decoding) == 1
+        return len(self._requests.prefilling) + len(self._requests.decoding) == 1
 
     # ---- running prefills
 
@@ -124,12 +124,12 @@ class LanguagePlanner:
         A prefill that has more to compute uses up the budget, so whoever starts in the rest of it finds the blocks of
         all others taken; one that stands before an image keeps nothing free and holds nobody up.
         """
-        for state in sorted(self._book.prefilling, key=lambda state: not state.goes_on):
-            if state.request.id not in self._book.prefilling:
+        for state in sorted(self._requests.prefilling, key=lambda state: not state.lacks_one_token):
+            if state.request.id not in self._requests.prefilling:
                 continue  # gave way to an older one just now
             if state.num_planned == state.num_tokens:
                 continue  # its last chunk is in flight
-            timeline = self._book.timelines[state.request.id]
+            timeline = self._requests.timelines[state.request.id]
             if policy.is_stalled(state):
                 timeline.cause = "images" if state.arrival is None else "transfer"
             elif not (chunk := builder.chunk_of(state)):
@@ -146,7 +146,9 @@ class LanguagePlanner:
         move and comes before all prefills: they have their rows already and free their blocks by ending or by giving
         way themselves."""
         while not self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens):
-            younger = [other for other in self._book.prefilling if other.order > state.order and other not in builder]
+            younger = [
+                other for other in self._requests.prefilling if other.order > state.order and other not in builder
+            ]
             if not younger or not builder.preempt(younger[-1]):
                 return False
         return True
@@ -161,11 +163,11 @@ class LanguagePlanner:
         state.num_scheduled += chunk
         state.plans_in_flight += 1
         state.slot_known = True
-        if sample and Role.D in state.part:
-            self._book.join_decodes(state, unread=1)
+        if sample and Role.D in state.stages:
+            self._requests.join_decodes(state, unread=1)
         return ChunkRow(
             request_id=request_id,
-            seq_slot=self._book.seq_slots.of(request_id),
+            seq_slot=self._requests.seq_slots.of(request_id),
             token_ids=state.tokens(start, end),
             start=start,
             block_ids=table.block_ids,
@@ -182,27 +184,29 @@ class LanguagePlanner:
         for index, image in enumerate(state.request.images):
             first, last = max(image.start, start), min(image.end, end)
             if first < last:
-                block_ids = self._book.features.block_ids(state.image_keys[index])
+                block_ids = self._requests.features.block_ids(state.image_keys[index])
                 found.append(ImageSlice(first - start, last - first, first - image.start, block_ids))
         return tuple(found)
 
 
-def demand_of(book: RequestBook, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float) -> Demand:
+def pending_work(
+    requests: RequestTable, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float
+) -> PendingWork:
     """What there is to do when a language step is planned, summed up for the budgets. Looks at no more than `MAX_SEEN`
     requests of a queue, so its cost does not grow with how many wait. `ready`: the decodes that are in the step.
     `can_start`: a waiting request may find a slot.
     """
-    prefills = [state for state in islice(book.prefilling, MAX_SEEN) if _computable(state)]
+    prefills = [state for state in islice(requests.prefilling, MAX_SEEN) if _computable(state)]
     if can_start:
-        prefills += islice(book.waiting.by_urgency(), MAX_SEEN)
-    table = book.decodes
+        prefills += islice(requests.waiting.by_urgency(), MAX_SEEN)
+    table = requests.decodes
     limit_s = stretch_s = math.inf
     if table.times.has_limits and ready.num_rows:
-        limits = table.times.limits(ready.places)
+        limits = table.times.limits(ready.indices)
         limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
-    due = book.next_due(now)
-    due_tokens, due_patches = _before_due(book, due) if due is not None else (0, 0)
-    return Demand(
+    due = requests.next_due(now)
+    due_tokens, due_patches = _before_due(requests, due) if due is not None else (0, 0)
+    return PendingWork(
         now=now,
         num_decodes=ready.num_rows,
         decode_context=ready.num_keys,
@@ -211,7 +215,7 @@ def demand_of(book: RequestBook, ready: Ready, patches_in_flight: int, *, can_st
         prefill_tokens=sum(map(_computable, prefills)),
         num_prefills=len(prefills),
         prefill_context=prefills[0].num_planned if prefills else 0,
-        encode_patches=book.images.patches_waiting + patches_in_flight,
+        encode_patches=requests.images.patches_waiting + patches_in_flight,
         ttft_due_s=math.inf if due is None else due.due_s,
         due_tokens=due_tokens,
         due_patches=due_patches,
@@ -222,15 +226,15 @@ def _computable(state: RequestState) -> int:
     return state.num_computable - state.num_planned
 
 
-def _before_due(book: RequestBook, due: RequestState) -> tuple[int, int]:
+def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
     """Tokens and patches that the first token of `due` waits for: its own, those of the running prefills that go first
     and, if it has not started, those of more urgent requests."""
     first = [due]
-    if due.request.id in book.kv.tables:
-        first += (state for state in islice(book.prefilling, MAX_SEEN) if state.order < due.order)
+    if due.request.id in requests.kv.tables:
+        first += (state for state in islice(requests.prefilling, MAX_SEEN) if state.order < due.order)
     else:
-        first += islice(book.prefilling, MAX_SEEN)
-        first += (state for state in islice(book.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
+        first += islice(requests.prefilling, MAX_SEEN)
+        first += (state for state in islice(requests.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
     tokens = sum(state.num_tokens - state.num_planned for state in first if state.arrival is None)
     return tokens, sum(map(_patches, first)) if due.waits_for_images else 0
 

@@ -48,7 +48,7 @@ def kv_tokens_to_admit(state: RequestState) -> int:
     """Token positions that must have room before the request may start: all that it has to prefill, and after a
     preemption all that it can ever need here, so that it cannot run short a second time. What is pulled has room for
     the token behind it too."""
-    if Role.D not in state.part:
+    if Role.D not in state.stages:
         return state.num_tokens
     if state.preempted:
         return state.request.max_total_tokens
@@ -65,7 +65,7 @@ def takes_all_at_once(state: RequestState) -> bool:
     here. Such a request must not stand in need of blocks that others hold at the same time: the order of age would not
     help, for nobody takes blocks back that are offered.
     """
-    return state.preempted or state.arrival is not None or Role.D not in state.part
+    return state.preempted or state.arrival is not None or Role.D not in state.stages
 
 
 def is_stalled(state: RequestState) -> bool:
@@ -121,7 +121,7 @@ def image_order(state: RequestState, index: int) -> tuple[int, int, int, int]:
     """The smaller one is earlier, on all instances alike: by age of the request, then by place in the prompt. Encode
     jobs of one age are for one request, whose images keep their places in it."""
     age, arrived = state.order
-    return age, state.request.images[index].start if state.is_job else 0, arrived, index
+    return age, state.request.images[index].start if state.is_encode_job else 0, arrived, index
 
 
 def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:

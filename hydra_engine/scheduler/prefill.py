@@ -15,7 +15,7 @@ from itertools import islice
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.book import RequestBook
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class NeedsResult(Exception):
@@ -25,11 +25,11 @@ class NeedsResult(Exception):
 class StepBuilder:
     """`ahead`: a step is in flight, so nobody gives way."""
 
-    def __init__(self, book: RequestBook, now: float, *, ahead: bool) -> None:
+    def __init__(self, requests: RequestTable, now: float, *, ahead: bool) -> None:
         self.chunks: list[tuple[RequestState, int]] = []
         self.left: int = 0  # tokens
         self.now = now
-        self._book = book
+        self._requests = requests
         self._ahead = ahead
 
     def chunk_of(self, state: RequestState) -> int:
@@ -38,7 +38,7 @@ class StepBuilder:
         waits for nobody's budget; together with the decodes it fits a step, for there are no more slots than a step has
         tokens."""
         start, end = state.num_planned, state.num_computable
-        if state.goes_on:
+        if state.lacks_one_token:
             return 1
         return policy.chunk_end(start, min(end, start + self.left), state.request.images) - start
 
@@ -54,13 +54,13 @@ class StepBuilder:
         """False: the connector needs its blocks for now. Raises NeedsResult while a step is in flight."""
         if self._ahead:
             raise NeedsResult
-        return self._book.preempt(victim, self.now)
+        return self._requests.preempt(victim, self.now)
 
 
 class PrefillStarter:
-    def __init__(self, book: RequestBook, config: SchedulerConfig) -> None:
-        self._book = book
-        self._kv = book.kv
+    def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
+        self._requests = requests
+        self._kv = requests.kv
         self._max_bypass = config.max_bypass
         self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
         self._early_limit = policy.early_limit(self._max_seqs)
@@ -73,12 +73,12 @@ class PrefillStarter:
         """Admits waiting requests while budget, sequences and blocks last; none younger than a running prefill that is
         `short` of blocks. Every running decode keeps room for one more block, or admitting would only lead to
         preempting."""
-        book = self._book
-        if not book.waiting and not book.encoding:
+        requests = self._requests
+        if not requests.waiting and not requests.encoding:
             return
-        if not book.prefilling and (self.is_full or self._kv.num_free <= len(book.decoding)):
-            if first := book.waiting.after(None):  # whoever starts needs a block at least, and nobody can give way
-                book.timelines[first.request.id].cause = "kv blocks"
+        if not requests.prefilling and (self.is_full or self._kv.num_free <= len(requests.decoding)):
+            if first := requests.waiting.after(None):  # whoever starts needs a block at least, and nobody can give way
+                requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()
         self._start_by_urgency(builder, short, seen)
@@ -91,12 +91,12 @@ class PrefillStarter:
     def _start_by_urgency(self, builder: StepBuilder, short: RequestState | None, seen: set[Order]) -> None:
         """A request that lacks room may be overtaken by younger ones `max_bypass` times; then nobody passes it, and
         what is freed is saved for it. `seen` takes the orders of those that were considered."""
-        book = self._book
-        num_early = sum(state.waits_for_images for state in book.prefilling)
+        requests = self._requests
+        num_early = sum(state.waits_for_images for state in requests.prefilling)
         passed: list[RequestState] = []
         for state in self._candidates(seen):
             if not builder.left or (short is not None and state.order > short.order):
-                book.timelines[state.request.id].cause = "budget" if not builder.left else "kv blocks"
+                requests.timelines[state.request.id].cause = "budget" if not builder.left else "kv blocks"
                 return
             seen.add(state.order)
             started = self._consider(state, builder, num_early)
@@ -108,16 +108,16 @@ class PrefillStarter:
                 passed.append(state)
                 if len(passed) >= policy.MAX_PASSED or self.is_full:
                     return
-            if any(book.overtaken(other) >= self._max_bypass for other in passed):
+            if any(requests.overtaken(other) >= self._max_bypass for other in passed):
                 return
 
     def _consider(self, state: RequestState, builder: StepBuilder, num_early: int) -> bool | None:
         """True: it has started. False: it lacks room. None: it has to wait for something else."""
-        book = self._book
-        timeline = book.timelines[state.request.id]
+        requests = self._requests
+        timeline = requests.timelines[state.request.id]
         if state.trusts_cache:
-            book.recheck(state, builder.now)
-        head = state is book.encoding.oldest()
+            requests.recheck(state, builder.now)
+        head = state is requests.encoding.oldest()
         if state.waits_for_images:
             allowed = policy.may_start_early(state, head=head, num_early=num_early, limit=self._early_limit)
             if not allowed or not state.num_computable:
@@ -135,8 +135,8 @@ class PrefillStarter:
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
         """Each once, by urgency; but those that have been overtaken too often, by those before them in this step too,
         go first, the oldest of them before the others."""
-        book = self._book
-        ordered = policy.candidates(book.waiting, book.encoding, self._early_limit)
+        requests = self._requests
+        ordered = policy.candidates(requests.waiting, requests.encoding, self._early_limit)
         while True:
             state = self._overdue(seen) or next((s for s in ordered if s.order not in seen), None)
             if state is None:
@@ -144,20 +144,20 @@ class PrefillStarter:
             yield state
 
     def _overdue(self, seen: set[Order]) -> RequestState | None:
-        book = self._book
-        head = book.encoding.oldest()
+        requests = self._requests
+        head = requests.encoding.oldest()
         waits = head is not None and head.order not in seen and policy.may_insist(head, head=True)
-        if head is not None and waits and book.overtaken(head) >= self._max_bypass:
+        if head is not None and waits and requests.overtaken(head) >= self._max_bypass:
             return head
-        for state in islice(book.waiting, policy.MAX_PASSED):
-            if book.overtaken(state) >= self._max_bypass and state.order not in seen:
+        for state in islice(requests.waiting, policy.MAX_PASSED):
+            if requests.overtaken(state) >= self._max_bypass and state.order not in seen:
                 return state
         return None
 
     def _oldest(self) -> RequestState | None:
         """Of those that may take room from others."""
-        book = self._book
-        head, first = book.encoding.oldest(), book.waiting.oldest()
+        requests = self._requests
+        head, first = requests.encoding.oldest(), requests.waiting.oldest()
         if head is not None and policy.may_insist(head, head=True) and (first is None or head.order < first.order):
             return head
         return first
@@ -169,15 +169,15 @@ class PrefillStarter:
         blocks for all that it has to prefill. Who insists takes them from younger prefills that stand before an image.
         None if there is no room."""
         num_tokens = policy.kv_tokens_to_admit(state)
-        reserve = len(self._book.decoding)
+        reserve = len(self._requests.decoding)
         found: list[int] | None = None
         while True:
             if not self.is_full:
                 if found is None:
-                    found = self._book.prefixes.find(state)
+                    found = self._requests.prefixes.find(state)
                 if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
                     return found
-            victim = policy.stalled_younger_than(state, self._book.prefilling) if insists else None
+            victim = policy.stalled_younger_than(state, self._requests.prefilling) if insists else None
             if victim is None or not builder.preempt(victim):
                 return None
 
@@ -188,11 +188,11 @@ class PrefillStarter:
         before are let go, which the image may be waiting for.
         """
         num_tokens = policy.kv_tokens_to_admit(state)
-        self._book.start(state, len(found), builder.now)
+        self._requests.start(state, len(found), builder.now)
         chunk = builder.chunk_of(state)
         if not policy.takes_all_at_once(state):
             num_tokens = state.num_computed + chunk
         granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
         assert granted, "room was found and is gone"
-        self._book.place(state)
+        self._requests.requeue(state)
         builder.add(state, chunk)

@@ -17,7 +17,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.state import RequestState
 
 
-class PrefixReuse:
+class PrefixCache:
     """`enabled` False: nothing is found and nothing is lent. `shares_features`: images with the same picture have the
     same key."""
 
@@ -26,7 +26,9 @@ class PrefixReuse:
         self._block_size = kv.block_size
         self.enabled = enabled
         self._shares_features = shares_features
-        self._owing: list[tuple[RequestState, int]] = []  # (request, its full blocks) in the order of their proofs
+        self._unpublished: list[
+            tuple[RequestState, int]
+        ] = []  # (request, its full blocks) in the order of their proofs
 
     def find(self, state: RequestState) -> list[int]:
         """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
@@ -34,7 +36,7 @@ class PrefixReuse:
         one whose prompt is scored, but where its KV is pulled: whoever computes it scores it."""
         if not self.enabled or (state.scores_prompt and state.arrival is None):
             return []
-        self.settle()
+        self.publish()
         usable = (state.num_tokens - 1) // self._block_size
         found = self._kv.find(self._hashes(state, usable)[:usable])
         del found[_outside_whole_images(len(found), self._block_size, state.request.images) :]
@@ -44,36 +46,36 @@ class PrefixReuse:
         """Begins the request's table with blocks that `find` has found."""
         if num_blocks:
             self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], capacity=state.request.max_total_tokens)
-        state.num_named = num_blocks
+        state.num_published = num_blocks
         state.num_prefilled = num_blocks * self._block_size
 
-    def owe(self, state: RequestState) -> None:
+    def publish_later(self, state: RequestState) -> None:
         """Others may find the full blocks that the request has computed, from the next `settle` on.
 
         Only when a token has been sampled behind them: what is not a number spoils everything behind it, so finite
         logits are the proof that all KV before them is sound. Blocks of a row that fails are never found by anybody.
         """
-        self.owe_all([(state, state.num_computed // self._block_size)])
+        self.publish_all_later([(state, state.num_computed // self._block_size)])
 
-    def owe_all(self, filled: Sequence[tuple[RequestState, int]]) -> None:
+    def publish_all_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
         """The same of several requests: (request, its full blocks)."""
         if self.enabled:
-            self._owing += filled
+            self._unpublished += filled
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Lends what is owed. To be called before blocks are looked for or freed; while a step runs it costs least."""
-        if self._owing:
-            for state, full in self._owing:
-                self._lend(state, full)
-            self._owing.clear()
+        if self._unpublished:
+            for state, full in self._unpublished:
+                self._publish(state, full)
+            self._unpublished.clear()
 
-    def _lend(self, state: RequestState, full: int) -> None:
-        if full <= state.num_named:
+    def _publish(self, state: RequestState, full: int) -> None:
+        if full <= state.num_published:
             return
         hashes = self._hashes(state, full)
-        for index in range(state.num_named, full):
-            self._kv.name(state.request.id, index, hashes[index])
-        state.num_named = full
+        for index in range(state.num_published, full):
+            self._kv.set_hash(state.request.id, index, hashes[index])
+        state.num_published = full
 
     def feature_keys(self, request: Request) -> tuple[FeatureKey, ...]:
         """What the features of its images are shared by; if they are not, keys that no other image has."""

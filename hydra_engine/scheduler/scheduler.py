@@ -25,13 +25,13 @@ from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
-from hydra_engine.scheduler.audit import check_book, check_in_flight
-from hydra_engine.scheduler.book import RequestBook
+from hydra_engine.scheduler.audit import check_in_flight, check_requests
 from hydra_engine.scheduler.budget import Budgets, FixedBudgets
 from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.observer import StepObserver
-from hydra_engine.scheduler.progress import Progress
+from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.results import Progress
 from hydra_engine.scheduler.stage_reports import stage_reports
 from hydra_engine.scheduler.timeline import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
@@ -67,17 +67,17 @@ class StageScheduler:
             )
         self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
         self._max_queue = config.max_queue
-        self._book = RequestBook(
+        self._requests = RequestTable(
             kv, images, instance, config, reuse=reuse, has_states=has_states, observer=observer, connector=connector
         )
         self._budgets = budgets if budgets is not None else FixedBudgets(config)
-        self._vision = VisionPlanner(self._book, self._budgets, config)
-        self._language = LanguagePlanner(self._book, self._budgets, config)
+        self._vision = VisionPlanner(self._requests, self._budgets, config)
+        self._language = LanguagePlanner(self._requests, self._budgets, config)
         self._most_ahead = 1 if config.look_ahead else 0
         self._patience_s = policy.yield_patience_s(config.tpot_slo)
         self._times = StepTimes()
-        self._progress = Progress(self._book, self._times)
-        self._book.connector.attach(self._book, self._finish)
+        self._progress = Progress(self._requests, self._times)
+        self._requests.connector.attach(self._requests, self._finish)
         self._vision_plans: dict[StepId, VisionPlan] = {}
         self._encodes: dict[StepId, tuple[tuple[RequestId, int], ...]] = {}  # (request, patches) of these plans
         self._language_steps: dict[StepId, LanguageStep] = {}
@@ -94,21 +94,21 @@ class StageScheduler:
         request: Request,
         now: float,
         *,
-        part: Role | None = None,
+        stages: Role | None = None,
         remote_images: frozenset[int] = frozenset(),
         pulls_kv: bool = False,
     ) -> None:
         """Accepts a request or raises the RequestError that says why it is refused; then nothing has changed.
 
-        `part`: the stages to be done here, by default all that the role can do; E alone is an encode job, a request
+        `stages`: those to be done here, by default all that the role can do; E alone is an encode job, a request
         with images and no prompt. Images in `remote_images` are encoded elsewhere, and all are if the part has no E.
         With `pulls_kv` the KV of the prompt is computed elsewhere and pulled.
         """
-        part = self._limits.role if part is None else part
-        check_fits(request, self._limits, part)
-        if Role.P in part and not pulls_kv:  # what goes on with an accepted request is accepted
-            check_queue(len(self._book.states), self._max_queue, self._finish_times)
-        self._book.add(request, now, part=part, remote_images=remote_images, pulls_kv=pulls_kv)
+        stages = self._limits.role if stages is None else stages
+        check_fits(request, self._limits, stages)
+        if Role.P in stages and not pulls_kv:  # what goes on with an accepted request is accepted
+            check_queue(len(self._requests.states), self._max_queue, self._finish_times)
+        self._requests.add(request, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv)
 
     def set_role(self, role: Role) -> None:
         """Which parts are accepted from now on. Only while nothing is held."""
@@ -117,15 +117,15 @@ class StageScheduler:
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
         """Forgets reusable KV, reusable features, or both; what requests hold stays."""
-        self._book.reset_caches(kv=kv, images=images)
+        self._requests.reset_caches(kv=kv, images=images)
 
     def abort(self, request_id: RequestId, now: float) -> list[RequestMessage]:
         """Ends a request; unknown ids are ignored. Its Finished is returned now or, while a plan in flight names it,
         by the `on_...` call that takes the last such plan back."""
-        state = self._book.states.get(request_id)
+        state = self._requests.states.get(request_id)
         if state is None or state.ending is not None:
             return []
-        self._book.end(state, Ending(FinishReason.ABORT))
+        self._requests.end(state, Ending(FinishReason.ABORT))
         return self._finish([state], now)
 
     # ---- plans
@@ -141,11 +141,11 @@ class StageScheduler:
     def settled(self) -> bool:
         """Whether no image waits for its features or gets them now. While one does, a language step planned before the
         running one has ended would keep out a request that is about to be ready."""
-        return not (self._book.encoding or self._vision_plans)
+        return not (self._requests.encoding or self._vision_plans)
 
     def plan_vision(self, now: float) -> VisionPlan | None:
         """The next vision step, or None when there is nothing to encode, no room, or one in flight."""
-        if not self._book.unencoded or self._vision_plans:
+        if not self._requests.unencoded or self._vision_plans:
             return None
         plan = self._vision.plan(StepId(self._next_step), now)
         if plan is not None:
@@ -154,7 +154,7 @@ class StageScheduler:
             self._patches_in_flight += plan.num_patches
             work = tuple((item.request_id, item.num_patches) for item in plan.items)
             self._encodes[plan.step_id] = work
-            self._book.observer.on_vision_planned(now, work)
+            self._requests.observer.on_vision_planned(now, work)
         return plan
 
     @property
@@ -170,14 +170,17 @@ class StageScheduler:
         """
         ahead = bool(self._language_steps)
         self._yielded = False
-        if not (self._book.states and self._limits.role.needs_language) or len(self._language_steps) > self._most_ahead:
+        if (
+            not (self._requests.states and self._limits.role.needs_language)
+            or len(self._language_steps) > self._most_ahead
+        ):
             return None
         if self._yields_to_vision(now, ahead=ahead):
             self._yielded = not ahead
             return None
         patches = self._patches_in_flight
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
-        self._book.connector.after_language(now)
+        self._requests.connector.after_language(now)
         if step is None:
             return None
         self._language_steps[step.plan.step_id] = step
@@ -188,13 +191,13 @@ class StageScheduler:
         """Whether the next language step waits so that the vision lane has the device to itself: while all decodes here
         are borrowed, and no longer than the patience since the last language step. An image that could be encoded is in
         a vision step already; for one that lacks room there is nothing to wait for."""
-        if not (self._vision_plans and policy.may_borrow(self._limits.role) and self._book.connector.only_borrowed):
+        if not (self._vision_plans and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
             return False
         return ahead or now - self._language_ended_s < self._patience_s
 
     def tidy(self) -> None:
         """Does what can be done while the lanes compute, so that it takes no time between two steps."""
-        self._book.prefixes.settle()
+        self._requests.prefixes.publish()
 
     def expected_s(self, plan: LanguagePlan) -> float | None:
         """How long a language step in flight will take; None if nothing is known of such steps yet."""
@@ -208,7 +211,7 @@ class StageScheduler:
         """Takes back a vision plan: features are there, or their request fails."""
         plan = self._vision_plans.pop(result.step_id)
         self._patches_in_flight -= plan.num_patches
-        self._book.observer.on_vision_done(result.started_s, result.ended_s, self._encodes.pop(result.step_id))
+        self._requests.observer.on_vision_done(result.started_s, result.ended_s, self._encodes.pop(result.step_id))
         patches = [item.num_patches for item in plan.items]
         self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
         return self._finish(self._progress.encoded(plan, result), now)
@@ -220,7 +223,9 @@ class StageScheduler:
         gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s
         self._language_ended_s = result.ended_s
         self._times.record(duration_s, step.load.num_rows)
-        self._book.observer.on_language_done(result.started_s, result.ended_s, step.load, step.chunks, result.vision_s)
+        self._requests.observer.on_language_done(
+            result.started_s, result.ended_s, step.load, step.chunks, result.vision_s
+        )
         self._budgets.on_language(step.load, step.budget, duration_s=duration_s, gap_s=gap_s, vision_s=result.vision_s)
         events, ended = self._progress.computed(step.plan, result)
         events += self._finish(ended, now)
@@ -231,10 +236,10 @@ class StageScheduler:
         events: list[RequestMessage] = []
         for state in ended:
             ending = state.ending
-            if ending is None or self._book.in_use(state):
+            if ending is None or self._requests.in_use(state):
                 continue
-            spans = self._book.timelines[state.request.id].close(now)
-            self._book.forget(state)
+            spans = self._requests.timelines[state.request.id].close(now)
+            self._requests.forget(state)
             self._finish_times.append(now)
             events.append(
                 Finished(
@@ -256,36 +261,36 @@ class StageScheduler:
     @property
     def has_work(self) -> bool:
         """Some request has not ended."""
-        return bool(self._book.states)
+        return bool(self._requests.states)
 
     def status(self) -> Status:
         """What only the instance knows is left for it to add."""
-        book, progress = self._book, self._progress
+        requests, progress = self._requests, self._progress
         return Status(
-            num_running=len(book.prefilling) + len(book.decoding),
-            num_waiting=len(book.waiting),
-            num_encoding=len(book.encoding) + len(book.jobs),
-            kv_blocks_used=book.kv.num_held,
-            kv_blocks_total=book.kv.num_blocks,
-            image_blocks_used=book.features.num_held,
-            image_blocks_total=book.features.num_blocks,
-            num_preemptions=book.num_preemptions,
+            num_running=len(requests.prefilling) + len(requests.decoding),
+            num_waiting=len(requests.waiting),
+            num_encoding=len(requests.encoding) + len(requests.jobs),
+            kv_blocks_used=requests.kv.num_held,
+            kv_blocks_total=requests.kv.num_blocks,
+            image_blocks_used=requests.features.num_held,
+            image_blocks_total=requests.features.num_blocks,
+            num_preemptions=requests.num_preemptions,
             prompt_tokens=progress.prompt_tokens,
             generation_tokens=progress.generation_tokens,
             images_encoded=progress.images_encoded,
-            num_handing_over=len(book.handing_over),
-            num_arriving=len(book.arriving) + len(book.incoming),
-            num_decoding=len(book.decoding),
+            num_handing_over=len(requests.handing_over),
+            num_arriving=len(requests.arriving) + len(requests.incoming),
+            num_decoding=len(requests.decoding),
             budget=self._budgets.report(),
-            stages=stage_reports(book),
+            stages=stage_reports(requests),
         )
 
     def ledger(self) -> LedgerReport:
-        return self._book.ledger.report(self._book.states)
+        return self._requests.ledger.report(self._requests.states)
 
     def check(self) -> None:
-        """Raises AssertionError if any of the books disagree with another."""
-        check_book(self._book)
+        """Raises AssertionError if requests, queues, blocks and plans in flight disagree."""
+        check_requests(self._requests)
         language = [step.plan for step in self._language_steps.values()]
-        check_in_flight(self._book, self._vision_plans.values(), language, self._book.connector.in_flight)
-        self._book.connector.check()
+        check_in_flight(self._requests, self._vision_plans.values(), language, self._requests.connector.in_flight)
+        self._requests.connector.check()

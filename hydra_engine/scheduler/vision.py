@@ -17,8 +17,8 @@ from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import EncodeItem, VisionPlan
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.budget import Budgets
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class VisionPlanner:
@@ -26,15 +26,15 @@ class VisionPlanner:
     them; by arrival that leaves no cycle of waiting with `policy.features_to_take`, even if the cache has room for one
     image. Urgency takes nothing from anybody, and no more time than the patience from the oldest image that waits."""
 
-    def __init__(self, book: RequestBook, budgets: Budgets, config: SchedulerConfig) -> None:
-        self._book = book
+    def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
+        self._requests = requests
         self._budgets = budgets
         self._patience_s = config.encode_patience_s
 
     def plan(self, step_id: StepId, now: float) -> VisionPlan | None:
         """The next step, or None if nothing can be encoded. Its first image may exceed the budget."""
-        unencoded = self._book.unencoded
-        self._book.connector.before_vision()
+        unencoded = self._requests.unencoded
+        self._requests.connector.before_vision()
         items: list[EncodeItem] = []
         if unencoded.is_ranked and not self._is_impatient(unencoded.oldest(), now):
             items = self._fill(unencoded.by_urgency(), now, may_take=False)
@@ -43,33 +43,33 @@ class VisionPlanner:
         if not items:
             return None
         for request_id in {item.request_id for item in items}:
-            self._book.states[request_id].plans_in_flight += 1
+            self._requests.states[request_id].plans_in_flight += 1
         return VisionPlan(step_id, tuple(items))
 
     def _fill(self, states: Iterable[RequestState], now: float, *, may_take: bool) -> list[EncodeItem]:
         """Images for a step. One too large for what is left of the budget is skipped, its blocks are put aside and
         smaller ones fill the step; behind one that has waited longer than the patience nothing is filled in."""
-        budget, connector = self._budgets.vision(), self._book.connector
+        budget, connector = self._budgets.vision(), self._requests.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
         jobs_wait = False  # one that has used up the quota keeps nobody but other jobs waiting
         for state, index in _images(states):
             if state.images[index] != ImageProgress.WAITING:
                 continue  # the same picture is in the step already
-            if state.is_job and jobs_wait:
+            if state.is_encode_job and jobs_wait:
                 continue
             image = state.request.images[index]
-            num_blocks = self._book.features.blocks_for(image.num_tokens)
+            num_blocks = self._requests.features.blocks_for(image.num_tokens)
             if items and used + image.num_patches > budget:
                 num_skipped += 1
                 reserved += num_blocks
                 if self._is_impatient(state, now) or used >= budget or num_skipped >= policy.MAX_PASSED:
                     break
                 continue
-            if state.is_job and not connector.may_encode(state, index, num_blocks, now, may_take=may_take):
+            if state.is_encode_job and not connector.may_encode(state, index, num_blocks, now, may_take=may_take):
                 jobs_wait = True
                 continue
-            if not self._book.images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
+            if not self._requests.images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
                 break
             items.append(self._item(state, index, now))
             used += image.num_patches
@@ -80,21 +80,21 @@ class VisionPlanner:
 
     def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
         request, image = state.request, state.request.images[index]
-        self._book.images.reserve(state, index, now)
+        self._requests.images.reserve(state, index, now)
         return EncodeItem(
             request_id=request.id,
             image_index=index,
             digest=image.digest,
             num_patches=image.num_patches,
             num_tokens=image.num_tokens,
-            block_ids=self._book.features.block_ids(state.image_keys[index]),
+            block_ids=self._requests.features.block_ids(state.image_keys[index]),
         )
 
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:
     """Images that wait for an encode here, request by request. Encode jobs for one request stand side by side; their
     images come in the order of its prompt, in which they are needed."""
-    for age, group in groupby(states, key=lambda state: state.order[0] if state.is_job else None):
+    for age, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
         pairs = ((state, index) for state in group for index in range(len(state.images)))
         for state, index in pairs if age is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
             if state.images[index] == ImageProgress.WAITING and index not in state.remote_images:

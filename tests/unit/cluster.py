@@ -137,10 +137,10 @@ class Cluster:
             decode = self.random.choice([node for node in self.nodes if Role.D in node.role])
             nodes.append(decode)
             self.kv_target[request.id] = decode
-            self._add(decode, request, part=Role.D, pulls_kv=True)
+            self._add(decode, request, stages=Role.D, pulls_kv=True)
         remote = frozenset(i for i in range(len(request.images)) if self.random.random() < 0.5)
         encoders = [node for node in self.nodes if Role.E in node.role and node is not prefill]
-        self._add(prefill, request, part=prefill.role, remote_images=remote if encoders else frozenset())
+        self._add(prefill, request, stages=prefill.role, remote_images=remote if encoders else frozenset())
 
     def _add(self, node: Node, request: Request, **kwargs) -> None:
         node.scheduler.add(request, self.now, **kwargs)
@@ -170,7 +170,7 @@ class Cluster:
             images = tuple(user.request.images[index] for index in part)
             request = replace(user.request, id=RequestId(number), prompt_token_ids=(), images=images)
             self.jobs[number] = Job(user, node, target, request_id, part)
-            self._add(node, request, part=Role.E)
+            self._add(node, request, stages=Role.E)
 
     def lend(self, user: User) -> None:
         """A decode goes from an instance that keeps its requests to one that encodes and decodes."""
@@ -184,7 +184,7 @@ class Cluster:
         request = replace(user.request, id=RequestId(user.attempt), generated_token_ids=tuple(known))
         nodes.append(target)
         self.kv_target[request.id] = target
-        self._add(target, request, part=Role.D, pulls_kv=True)
+        self._add(target, request, stages=Role.D, pulls_kv=True)
         if source.connector.hand_over(request.id, self.now):
             self.counts["lent"] += 1
             self._after(source)

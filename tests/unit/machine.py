@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
-from hydra_engine.scheduler.budget import Budgets, Demand, StepBudget, stretch
+from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
 
 
 def make_surface(**changes) -> CostSurface:
@@ -85,7 +85,7 @@ class Prompt:
 @dataclass
 class Step:
     now: float
-    demand: Demand
+    pending: PendingWork
     budget: StepBudget
     load: LanguageLoad
     gap_s: float
@@ -93,7 +93,7 @@ class Step:
 
     @property
     def late(self) -> bool:
-        return self.load.num_decodes > 0 and self.gap_s > self.demand.decode_limit_s
+        return self.load.num_decodes > 0 and self.gap_s > self.pending.decode_limit_s
 
 
 @dataclass
@@ -141,12 +141,12 @@ class Traffic:
         self.left += [output] * count
         self.gaps += [[] for _ in range(count)]
 
-    def demand(self) -> Demand:
+    def pending(self) -> PendingWork:
         limits = np.full(len(self.contexts), self.limit_s)
         elapsed = np.array([sum(gaps) for gaps in self.gaps])
         counts = np.array([len(gaps) for gaps in self.gaps], np.int64)
         late = np.array([sum(gap > self.limit_s for gap in gaps) for gaps in self.gaps], np.int64)
-        return Demand(
+        return PendingWork(
             now=self.now,
             num_decodes=len(self.contexts),
             decode_context=sum(self.contexts),
@@ -159,12 +159,12 @@ class Traffic:
         )
 
     def _step(self) -> Step | None:
-        demand = self.demand()
-        budget = self.budgets.language(demand)
+        pending = self.pending()
+        budget = self.budgets.language(pending)
         chunks = self._chunks(budget.tokens)
         load = LanguageLoad(
-            demand.num_decodes,
-            demand.decode_context,
+            pending.num_decodes,
+            pending.decode_context,
             sum(chunks),
             sum(n * p.computed + n * (n + 1) / 2 for n, p in zip(chunks, self.prompts, strict=False)),
             len(chunks),
@@ -173,7 +173,7 @@ class Traffic:
             return None
         duration, vision_s = self.machine.language(load, budget.vision_s, self._work_s())
         gap_s = duration + self.machine.pause_s
-        step = Step(self.now, demand, budget, load, gap_s, vision_s)
+        step = Step(self.now, pending, budget, load, gap_s, vision_s)
         self.budgets.on_language(load, budget, duration_s=duration, gap_s=gap_s, vision_s=vision_s)
         self._encode(vision_s)
         self._take_tokens(gap_s, chunks)

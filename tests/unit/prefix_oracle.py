@@ -22,8 +22,8 @@ class PrefixOracle:
     """`look()` after every call on the scheduler; `language_ends` before a language result is given back."""
 
     def __init__(self, scheduler: StageScheduler, reuse: bool) -> None:
-        self._book = scheduler._book
-        self._size = self._book.kv.block_size
+        self._requests = scheduler._requests
+        self._size = self._requests.kv.block_size
         self._reuse = reuse
         self._content: dict[int, Content] = {}  # block -> all that its chain says, from the first token on
         self._seen: dict[RequestId, tuple[BlockTable, int]] = {}  # table, blocks of it that are known
@@ -33,7 +33,7 @@ class PrefixOracle:
     def language_ends(self, plan: LanguagePlan, bad: Collection[int]) -> None:
         """Rows that sample and do not fail prove what they have computed; the first block with a content keeps it."""
         for row in rows_of(plan):
-            state = self._book.states[row.request_id]
+            state = self._requests.states[row.request_id]
             if not row.sample or row.request_id in bad or state.ending is not None or not self._reuse:
                 continue
             content = _content(state)
@@ -45,12 +45,12 @@ class PrefixOracle:
             self._lent[row.request_id] = max(full, self._lent[row.request_id])
 
     def look(self) -> None:
-        tables = self._book.kv.tables
+        tables = self._requests.kv.tables
         self._seen = {r: seen for r, seen in self._seen.items() if tables.get(r) is seen[0]}
         started = [r for r in tables if r not in self._seen]
         for request_id in started:
-            state, blocks = self._book.states[request_id], tables[request_id].blocks()
-            content, num_found = _content(state), state.num_named
+            state, blocks = self._requests.states[request_id], tables[request_id].blocks()
+            content, num_found = _content(state), state.num_published
             assert state.num_computed == num_found * self._size
             for index, block in enumerate(blocks[:num_found]):
                 chain = content[: (index + 1) * self._size + 1]
@@ -63,11 +63,11 @@ class PrefixOracle:
                 self._content.pop(block, None)  # it will be written
             self._seen[request_id] = table, table.num_blocks
         for request_id in started:
-            self._check_longest(self._book.states[request_id])
+            self._check_longest(self._requests.states[request_id])
 
     def reset(self) -> None:
         """Content that nobody holds was forgotten."""
-        held = {block for table in self._book.kv.tables.values() for block in table.blocks()}
+        held = {block for table in self._requests.kv.tables.values() for block in table.blocks()}
         self._content = {block: chain for block, chain in self._content.items() if block in held}
 
     def _check_longest(self, state: RequestState) -> None:
@@ -80,9 +80,11 @@ class PrefixOracle:
         ]
         there = set(self._content.values())
         for n in usable:
-            if n > state.num_named:
+            if n > state.num_published:
                 chains = (content[: (index + 1) * self._size + 1] for index in range(n))
-                assert not all(chain in there for chain in chains), f"{n} blocks were there, {state.num_named} taken"
+                assert not all(chain in there for chain in chains), (
+                    f"{n} blocks were there, {state.num_published} taken"
+                )
 
 
 def _content(state: RequestState) -> Content:

@@ -361,7 +361,7 @@ class Simulator:
         if self._queued or (self._language_runs and not ahead):
             return
         now = self.clock.now()
-        live = [s for s in self.scheduler._book.states.values() if s.ending is None]
+        live = [s for s in self.scheduler._requests.states.values() if s.ending is None]
         oldest = min(live, key=lambda s: s.order, default=None)
         before = oldest.num_preemptions if oldest else 0
         in_flight = len(self.scheduler._language_steps)
@@ -387,7 +387,7 @@ class Simulator:
         assert all(row.token_ids for row in rows)
         for row in rows:
             assert row.num_generated < self.requests[row.request_id].max_new_tokens, "a row beyond the last token"
-        assert len(self.scheduler._book.kv.tables) <= self.config.max_num_seqs, "too many sequences"
+        assert len(self.scheduler._requests.kv.tables) <= self.config.max_num_seqs, "too many sequences"
 
     def _start_language(self) -> None:
         plan, started_s = self._queued.popleft(), self.clock.now()

@@ -81,7 +81,7 @@ class Stepper:
         return self.finished[number].cached_tokens, self.finished[number].cached_images
 
     def state(self, number: int) -> RequestState:
-        return self.scheduler._book.states[RequestId(number)]
+        return self.scheduler._requests.states[RequestId(number)]
 
     def abort(self, number: int) -> list[RequestMessage]:
         return self._collect(self.scheduler.abort(RequestId(number), self.now))

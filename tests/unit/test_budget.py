@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
-from hydra_engine.scheduler.budget import Demand, FixedBudgets, StepBudget, stretch
+from hydra_engine.scheduler.budget import FixedBudgets, PendingWork, StepBudget, stretch
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.unit.machine import make_surface
 
@@ -24,15 +24,17 @@ def make_budgets(surface: CostSurface | None = None, *, num_slices: int = MANY_S
     return LatencyBudgets(surface or make_surface(), config, num_slices=num_slices)
 
 
-def decoding(count: int = 16, **changes) -> Demand:
+def decoding(count: int = 16, **changes) -> PendingWork:
     values = {"now": 100.0, "num_decodes": count, "decode_context": 500 * count, "decode_limit_s": LIMIT}
-    return Demand(**(values | {"stretch_s": LIMIT, "num_prefills": 1 if "prefill_tokens" in changes else 0} | changes))
+    return PendingWork(
+        **(values | {"stretch_s": LIMIT, "num_prefills": 1 if "prefill_tokens" in changes else 0} | changes)
+    )
 
 
-def load_of(demand: Demand, tokens: int) -> LanguageLoad:
-    pairs = tokens * demand.prefill_context + tokens * (tokens + 1) / 2
+def load_of(pending: PendingWork, tokens: int) -> LanguageLoad:
+    pairs = tokens * pending.prefill_context + tokens * (tokens + 1) / 2
     chunks = 1 if tokens else 0
-    return LanguageLoad(demand.num_decodes, demand.decode_context, tokens, pairs, chunks)
+    return LanguageLoad(pending.num_decodes, pending.decode_context, tokens, pairs, chunks)
 
 
 @st.composite
@@ -58,7 +60,7 @@ def surfaces(draw: st.DrawFn) -> CostSurface:
 
 
 @st.composite
-def demands(draw: st.DrawFn, *, vision: bool) -> Demand:
+def demands(draw: st.DrawFn, *, vision: bool) -> PendingWork:
     count = draw(st.integers(1, 64))
     return decoding(
         count,
@@ -91,11 +93,11 @@ class TestFixed:
 
 class TestPrefillBesideDecodes:
     @given(surfaces(), demands(vision=False))
-    def test_it_is_the_most_that_the_limit_allows(self, surface: CostSurface, demand: Demand) -> None:
-        budget = make_budgets(surface).language(demand)
-        want = min(demand.prefill_tokens, 2048 - demand.num_decodes)
-        allowed = [t for t in range(want + 1) if surface.language_s(load_of(demand, t)) <= LIMIT / NEVER_LATE]
-        possible = [t for t in range(want + 1) if surface.language_s(load_of(demand, t)) <= LIMIT * NEVER_LATE]
+    def test_it_is_the_most_that_the_limit_allows(self, surface: CostSurface, pending: PendingWork) -> None:
+        budget = make_budgets(surface).language(pending)
+        want = min(pending.prefill_tokens, 2048 - pending.num_decodes)
+        allowed = [t for t in range(want + 1) if surface.language_s(load_of(pending, t)) <= LIMIT / NEVER_LATE]
+        possible = [t for t in range(want + 1) if surface.language_s(load_of(pending, t)) <= LIMIT * NEVER_LATE]
         assert max(allowed, default=0) <= budget.tokens <= max(possible, default=0)
         assert budget.more_tokens == (budget.tokens < want)
 
@@ -104,8 +106,8 @@ class TestPrefillBesideDecodes:
         used = make_budgets()
         for tokens in (3000, 7, 400, 2500, 900, 1, 1200):
             for count in (60, 1, 30):
-                demand = decoding(count, prefill_tokens=tokens, num_prefills=2, encode_patches=4000)
-                assert used.language(demand) == make_budgets().language(demand)
+                pending = decoding(count, prefill_tokens=tokens, num_prefills=2, encode_patches=4000)
+                assert used.language(pending) == make_budgets().language(pending)
 
     def test_the_configured_budget_is_an_upper_bound(self) -> None:
         budget = make_budgets(token_budget=64).language(decoding(16, prefill_tokens=3000))
@@ -122,11 +124,13 @@ class TestPrefillBesideDecodes:
         predicted = surface.language_s(replace(load_of(decoding(prefill_tokens=3000), tokens), num_chunks=chunks))
         assert predicted == pytest.approx(LIMIT, abs=0.001)
 
-    @pytest.mark.parametrize("demand", [Demand(now=0.0, prefill_tokens=9999, num_prefills=3, encode_patches=4096)])
-    def test_without_decodes_prefill_and_vision_are_free(self, demand: Demand) -> None:
-        budget = make_budgets().language(demand)
+    @pytest.mark.parametrize(
+        "pending", [PendingWork(now=0.0, prefill_tokens=9999, num_prefills=3, encode_patches=4096)]
+    )
+    def test_without_decodes_prefill_and_vision_are_free(self, pending: PendingWork) -> None:
+        budget = make_budgets().language(pending)
         assert budget[:2] == (2048, math.inf)
-        unlimited = replace(demand, num_decodes=8, decode_limit_s=math.inf)
+        unlimited = replace(pending, num_decodes=8, decode_limit_s=math.inf)
         assert make_budgets().language(unlimited)[:2] == (2040, math.inf)
 
     def test_the_tightest_limit_of_a_request_counts(self) -> None:
@@ -146,33 +150,33 @@ def test_without_a_vision_lane_the_image_budget_is_the_configured_one(surface: C
 
 class TestBothLanes:
     @given(surfaces(), demands(vision=True))
-    def test_the_step_stays_within_the_limit_and_is_full(self, surface: CostSurface, demand: Demand) -> None:
-        budget = make_budgets(surface).language(demand)
-        work = surface.vision_s(VisionLoad(demand.encode_patches)) * surface.vision_slowdown
+    def test_the_step_stays_within_the_limit_and_is_full(self, surface: CostSurface, pending: PendingWork) -> None:
+        budget = make_budgets(surface).language(pending)
+        work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
         least = min(work, 0.05 * LIMIT)
-        took = surface.corun_s(load_of(demand, budget.tokens), budget.vision_s)
+        took = surface.corun_s(load_of(pending, budget.tokens), budget.vision_s)
         if budget.tokens or budget.vision_s > least:
             assert took <= LIMIT * NEVER_LATE
         assert budget.vision_s >= least
         if budget.more_tokens and budget.vision_s > least:
-            one_more = load_of(demand, budget.tokens + 1)
+            one_more = load_of(pending, budget.tokens + 1)
             assert surface.corun_s(one_more, min(budget.vision_s, work)) > LIMIT / NEVER_LATE
         if not budget.more_tokens and budget.more_vision and budget.vision_s > least:
             assert took == pytest.approx(LIMIT, rel=1e-6)
 
     @given(surfaces(), demands(vision=True))
-    def test_the_split_is_that_of_a_search_of_everything(self, surface: CostSurface, demand: Demand) -> None:
-        budget = make_budgets(surface).language(demand)
-        want = min(demand.prefill_tokens, 2048 - demand.num_decodes)
-        work = surface.vision_s(VisionLoad(demand.encode_patches)) * surface.vision_slowdown
-        base = surface.language_s(load_of(demand, 0))
-        backlog = (surface.language_s(load_of(demand, want)) - base) * demand.prefill_tokens / want
+    def test_the_split_is_that_of_a_search_of_everything(self, surface: CostSurface, pending: PendingWork) -> None:
+        budget = make_budgets(surface).language(pending)
+        want = min(pending.prefill_tokens, 2048 - pending.num_decodes)
+        work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
+        base = surface.language_s(load_of(pending, 0))
+        backlog = (surface.language_s(load_of(pending, want)) - base) * pending.prefill_tokens / want
         share = min(0.8, max(0.2, backlog / (backlog + work)))
 
         def best(slack: float) -> int:
             found = [0]
             for tokens in range(want + 1):
-                load = load_of(demand, tokens)
+                load = load_of(pending, tokens)
                 fair = surface.language_s(load) - base <= share * (LIMIT - base) * slack
                 if (fair and surface.corun_s(load, min(work, 0.05 * LIMIT)) <= LIMIT * slack) or (
                     surface.corun_s(load, work) <= LIMIT * slack
@@ -183,20 +187,22 @@ class TestBothLanes:
         assert best(1 / NEVER_LATE) <= budget.tokens <= best(NEVER_LATE)
 
     @given(surfaces(), demands(vision=True), st.floats(0.5, 1))
-    def test_a_tighter_limit_never_allows_more(self, surface: CostSurface, demand: Demand, tighter: float) -> None:
-        loose = make_budgets(surface).language(demand)
-        tight = make_budgets(surface).language(replace(demand, decode_limit_s=LIMIT * tighter))
+    def test_a_tighter_limit_never_allows_more(
+        self, surface: CostSurface, pending: PendingWork, tighter: float
+    ) -> None:
+        loose = make_budgets(surface).language(pending)
+        tight = make_budgets(surface).language(replace(pending, decode_limit_s=LIMIT * tighter))
         assert tight.tokens <= loose.tokens
-        took = [surface.corun_s(load_of(demand, budget.tokens), budget.vision_s) for budget in (tight, loose)]
+        took = [surface.corun_s(load_of(pending, budget.tokens), budget.vision_s) for budget in (tight, loose)]
         assert took[0] <= took[1] * NEVER_LATE
 
     @given(surfaces(), demands(vision=True), st.floats(0.5, 1))
     def test_without_prefill_a_tighter_limit_never_allows_more_vision(
-        self, surface: CostSurface, demand: Demand, tighter: float
+        self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
-        demand = replace(demand, prefill_tokens=0, num_prefills=0)
-        tight = make_budgets(surface).language(replace(demand, decode_limit_s=LIMIT * tighter))
-        assert tight.vision_s <= make_budgets(surface).language(demand).vision_s * NEVER_LATE
+        pending = replace(pending, prefill_tokens=0, num_prefills=0)
+        tight = make_budgets(surface).language(replace(pending, decode_limit_s=LIMIT * tighter))
+        assert tight.vision_s <= make_budgets(surface).language(pending).vision_s * NEVER_LATE
 
     def test_what_fits_is_not_restricted(self) -> None:
         budget = make_budgets().language(decoding(prefill_tokens=50, encode_patches=20000))
@@ -220,86 +226,88 @@ class TestBothLanes:
         assert make_budgets().language(decoding(prefill_tokens=10)).vision_s == math.inf
 
     def test_a_vision_lane_that_cannot_pause_is_reckoned_with_all_along(self) -> None:
-        surface, demand = make_surface(), decoding(prefill_tokens=9999, encode_patches=99999)
-        budget = make_budgets(surface, num_slices=0).language(demand)
+        surface, pending = make_surface(), decoding(prefill_tokens=9999, encode_patches=99999)
+        budget = make_budgets(surface, num_slices=0).language(pending)
         assert budget.vision_s == math.inf
-        assert surface.corun_s(load_of(demand, budget.tokens), math.inf) <= LIMIT * NEVER_LATE
-        assert surface.corun_s(load_of(demand, budget.tokens + 1), math.inf) > LIMIT
+        assert surface.corun_s(load_of(pending, budget.tokens), math.inf) <= LIMIT * NEVER_LATE
+        assert surface.corun_s(load_of(pending, budget.tokens + 1), math.inf) > LIMIT
 
 
 class TestNobodyStarves:
     @given(surfaces(), demands(vision=True), st.floats(0.001, 0.02))
-    def test_vision_has_a_twentieth_of_the_limit(self, surface: CostSurface, demand: Demand, limit: float) -> None:
-        work = surface.vision_s(VisionLoad(demand.encode_patches)) * surface.vision_slowdown
-        budget = make_budgets(surface).language(replace(demand, decode_limit_s=limit))
+    def test_vision_has_a_twentieth_of_the_limit(
+        self, surface: CostSurface, pending: PendingWork, limit: float
+    ) -> None:
+        work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
+        budget = make_budgets(surface).language(replace(pending, decode_limit_s=limit))
         assert budget.vision_s >= min(work, 0.05 * limit)
 
     @settings(max_examples=30)
     @given(surfaces(), demands(vision=True), st.floats(0.001, 0.02), st.booleans())
     def test_a_prefill_gets_a_chunk_within_65_steps(
-        self, surface: CostSurface, demand: Demand, limit: float, at_risk: bool
+        self, surface: CostSurface, pending: PendingWork, limit: float, at_risk: bool
     ) -> None:
         """Also where decodes alone take longer than the limit, and where all the slack goes to a picture."""
         budgets = make_budgets(surface)
-        due = {"ttft_due_s": demand.now + 0.001, "due_patches": 5000} if at_risk else {}
-        demand = replace(demand, decode_limit_s=limit, stretch_s=limit, **due)
-        granted = [budgets.language(demand).tokens for _ in range(65 * 3)]
+        due = {"ttft_due_s": pending.now + 0.001, "due_patches": 5000} if at_risk else {}
+        pending = replace(pending, decode_limit_s=limit, stretch_s=limit, **due)
+        granted = [budgets.language(pending).tokens for _ in range(65 * 3)]
         for first in range(65):
-            assert max(granted[first : first + 65]) >= min(16, demand.prefill_tokens, 2048 - demand.num_decodes)
+            assert max(granted[first : first + 65]) >= min(16, pending.prefill_tokens, 2048 - pending.num_decodes)
 
     def test_that_chunk_takes_half_a_limit(self) -> None:
-        surface, demand = make_surface(), decoding(64, decode_limit_s=0.005, prefill_tokens=3000)
+        surface, pending = make_surface(), decoding(64, decode_limit_s=0.005, prefill_tokens=3000)
         budgets = make_budgets(surface)
-        tokens = [budgets.language(demand).tokens for _ in range(65)]
+        tokens = [budgets.language(pending).tokens for _ in range(65)]
         assert tokens[:64] == [0] * 64
-        more = surface.language_s(load_of(demand, tokens[64])) - surface.language_s(load_of(demand, 0))
+        more = surface.language_s(load_of(pending, tokens[64])) - surface.language_s(load_of(pending, 0))
         assert more == pytest.approx(0.0025, rel=0.1)
 
 
 class TestFirstTokenAtRisk:
     def test_prefill_takes_all_the_slack_and_the_step_is_stretched(self) -> None:
         surface = make_surface()
-        demand = decoding(prefill_tokens=3000, encode_patches=99999, due_tokens=3000, ttft_due_s=100.2)
-        normal = make_budgets(surface).language(replace(demand, ttft_due_s=math.inf))
-        unstretched = make_budgets(surface).language(demand)
-        stretched = make_budgets(surface).language(replace(demand, stretch_s=0.1))
+        pending = decoding(prefill_tokens=3000, encode_patches=99999, due_tokens=3000, ttft_due_s=100.2)
+        normal = make_budgets(surface).language(replace(pending, ttft_due_s=math.inf))
+        unstretched = make_budgets(surface).language(pending)
+        stretched = make_budgets(surface).language(replace(pending, stretch_s=0.1))
         assert normal.tokens < unstretched.tokens < stretched.tokens
-        budgets, load = make_budgets(surface), LanguageLoad(num_decodes=demand.num_decodes)
+        budgets, load = make_budgets(surface), LanguageLoad(num_decodes=pending.num_decodes)
         for budget in (unstretched, stretched):
             budgets.on_language(load, budget, duration_s=0.01, gap_s=0.01, vision_s=0.0)
         assert budgets.report().stretched_steps == 1
         assert unstretched.vision_s == pytest.approx(0.05 * LIMIT, rel=0.1)
         assert (unstretched.target_s, stretched.target_s) == (LIMIT, 0.1)
-        assert surface.corun_s(load_of(demand, stretched.tokens), stretched.vision_s) == pytest.approx(0.1, rel=0.01)
+        assert surface.corun_s(load_of(pending, stretched.tokens), stretched.vision_s) == pytest.approx(0.1, rel=0.01)
 
     def test_vision_takes_all_the_slack_where_the_request_waits_for_a_picture(self) -> None:
-        demand = decoding(200, decode_context=400_000, prefill_tokens=3000, encode_patches=30000, due_patches=9000)
-        normal = make_budgets().language(demand)
-        urgent = make_budgets().language(replace(demand, ttft_due_s=100.2))
+        pending = decoding(200, decode_context=400_000, prefill_tokens=3000, encode_patches=30000, due_patches=9000)
+        normal = make_budgets().language(pending)
+        urgent = make_budgets().language(replace(pending, ttft_due_s=100.2))
         assert normal.tokens > 0
         assert urgent.tokens == 0
         assert urgent.vision_s > 1.2 * normal.vision_s
 
     def test_a_step_lasts_at_most_four_limits(self) -> None:
-        demand = decoding(prefill_tokens=3000, due_tokens=3000, ttft_due_s=100.01, stretch_s=5.0)
-        assert make_budgets(token_budget=9999).language(demand).target_s == 4 * LIMIT
+        pending = decoding(prefill_tokens=3000, due_tokens=3000, ttft_due_s=100.01, stretch_s=5.0)
+        assert make_budgets(token_budget=9999).language(pending).target_s == 4 * LIMIT
 
     @pytest.mark.parametrize("due", [99.0, 110.0, math.inf], ids=["missed", "in time", "none"])
     def test_no_step_is_stretched_where_it_does_not_help(self, due: float) -> None:
-        demand = decoding(prefill_tokens=3000, due_tokens=3000, ttft_due_s=due, stretch_s=1.0)
-        assert make_budgets().language(demand).target_s == LIMIT
+        pending = decoding(prefill_tokens=3000, due_tokens=3000, ttft_due_s=due, stretch_s=1.0)
+        assert make_budgets().language(pending).target_s == LIMIT
 
     @given(demands(vision=True), st.floats(0, 0.3), st.floats(1, 6))
     def test_stretching_never_takes_from_prefill_and_vision_together(
-        self, demand: Demand, left: float, stretched: float
+        self, pending: PendingWork, left: float, stretched: float
     ) -> None:
         surface = make_surface()
         urgent = replace(
-            demand, ttft_due_s=demand.now + left, due_tokens=500, due_patches=500, stretch_s=stretched * LIMIT
+            pending, ttft_due_s=pending.now + left, due_tokens=500, due_patches=500, stretch_s=stretched * LIMIT
         )
         took = [
-            surface.corun_s(load_of(demand, budget.tokens), budget.vision_s)
-            for budget in (make_budgets(surface).language(demand), make_budgets(surface).language(urgent))
+            surface.corun_s(load_of(pending, budget.tokens), budget.vision_s)
+            for budget in (make_budgets(surface).language(pending), make_budgets(surface).language(urgent))
         ]
         assert took[0] <= took[1] * 1.01 or took[0] <= LIMIT * NEVER_LATE
 

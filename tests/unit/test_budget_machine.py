@@ -30,7 +30,7 @@ def make_traffic(
 
 def share_late(steps: list[Step]) -> float:
     decoding = [step for step in steps if step.load.num_decodes]
-    return sum(step.gap_s > step.demand.decode_limit_s * ROUNDING for step in decoding) / len(decoding)
+    return sum(step.gap_s > step.pending.decode_limit_s * ROUNDING for step in decoding) / len(decoding)
 
 
 BUSY = {"requests_per_s": 20.0, "images_per_s": 20.0}
@@ -128,7 +128,7 @@ def test_decodes_that_alone_exceed_the_limit_end_neither_vision_nor_prefill() ->
     steps = traffic.run(600)
     assert all(step.late for step in steps)
     assert traffic.images_done >= 600 * 0.05 * limit / 0.02 / 2
-    waiting = [step for step in steps if step.demand.prefill_tokens]
+    waiting = [step for step in steps if step.pending.prefill_tokens]
     chunks = [index for index, step in enumerate(waiting) if step.load.prefill_tokens >= 16]
     assert chunks
     assert max(b - a for a, b in zip([0, *chunks], chunks, strict=False)) <= 65

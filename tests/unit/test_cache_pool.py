@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
         if block is None:
             return
         known = key(number) in self.content.values()
-        assert self.pool.name(block, key(number)) is not known
+        assert self.pool.set_hash(block, key(number)) is not known
         if not known:
             self.content[block] = key(number)
 
@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len(self.owners)
         assert len(self.pool._evictable) == len(self.evictable)
         assert all(self.pool.refcount(block) == self.owners.get(block, 0) for block in range(self.size))
-        assert all(self.pool.name_of(block) == self.content.get(block) for block in range(self.size))
+        assert all(self.pool.hash_of(block) == self.content.get(block) for block in range(self.size))
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -135,17 +135,17 @@ def test_releasing_more_often_than_held_is_a_bug() -> None:
 def test_renaming_a_block_to_other_content_is_a_bug() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
-    assert pool.name(block, key(1))
-    assert pool.name(block, key(1)), "saying it again changes nothing"
+    assert pool.set_hash(block, key(1))
+    assert pool.set_hash(block, key(1)), "saying it again changes nothing"
     with pytest.raises(AssertionError, match="other content"):
-        pool.name(block, key(2))
+        pool.set_hash(block, key(2))
 
 
 @pytest.mark.parametrize("damage", ["free twice", "lost", "two states", "wrong name"])
 def test_check_notices(damage: str) -> None:
     pool = BlockPool(3)
     held = pool.allocate(1)
-    pool.name(held[0], key(1))
+    pool.set_hash(held[0], key(1))
     if damage == "free twice":
         pool._free.append(pool._free[0])
     elif damage == "lost":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.cache.prefix import block_hashes, chain_seed, extend_chain, feature_key, feature_names
+from hydra_engine.cache.prefix import block_hashes, chain_seed, extend_chain, feature_hashes, feature_key
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ImageItem, RopeSpan
 
@@ -84,9 +84,9 @@ def test_the_same_picture_at_other_rotary_positions_differs_and_so_does_the_text
 def test_the_features_of_a_picture_have_one_name_per_block_under_their_salt() -> None:
     one, other = ImageDigest(b"1" * 32), ImageDigest(b"2" * 32)
     keys = [feature_key(one), feature_key(other), feature_key(one, "salt")]
-    names = [list(feature_names(key, 3)) for key in keys]
+    names = [list(feature_hashes(key, 3)) for key in keys]
     assert len({name for some in names for name in some}) == 9
-    assert names[0] == list(feature_names(feature_key(one), 3)) and names[0][:2] == list(feature_names(keys[0], 2))
+    assert names[0] == list(feature_hashes(feature_key(one), 3)) and names[0][:2] == list(feature_hashes(keys[0], 2))
 
 
 CONTENTS = st.lists(st.one_of(st.integers(0, 2), st.tuples(st.integers(0, 1), st.integers(1, 3))), max_size=6)

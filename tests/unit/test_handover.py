@@ -65,7 +65,7 @@ class Part(Stepper):
 
     def job(self, number: int, *images: Img, age: int = 0, at: int = 0) -> None:
         request = make_request(number, *([at] if at else []), *images)
-        self.put(replace(request, prompt_token_ids=()), age=age, part=E)
+        self.put(replace(request, prompt_token_ids=()), age=age, stages=E)
 
     def told(self) -> list:
         events = self.connector.take_events()
@@ -178,7 +178,7 @@ def test_jobs_and_what_comes_from_elsewhere_are_reported_too() -> None:
     e.end_vision(plan)
     assert reported(e) == [(1, "transfer", None, None)]
     p = Part(P | D)
-    p.put(make_request(1, A, 2, max_new=2), part=P | D)
+    p.put(make_request(1, A, 2, max_new=2), stages=P | D)
     p.told()
     assert reported(p) == [(1, "queue", 0, 1)]
     p.offer_image(1, 0, 7)
@@ -186,7 +186,7 @@ def test_jobs_and_what_comes_from_elsewhere_are_reported_too() -> None:
     assert reported(p) == [(1, "transfer", 0, 1)]
     p.pulled(pull)
     p.language()
-    p.put(make_request(2, 8, max_new=2), part=D, pulls_kv=True)
+    p.put(make_request(2, 8, max_new=2), stages=D, pulls_kv=True)
     assert reported(p) == [(2, "transfer", None, None)]
 
 
@@ -437,7 +437,7 @@ def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> N
         s.language()
         assert not s.told() or s.state(3).images == [WAITING]
     s.language()
-    assert s.state(3).images == [WAITING] and 3 in s.scheduler._book.awaited
+    assert s.state(3).images == [WAITING] and 3 in s.scheduler._requests.awaited
     s.offer_image(3, 0, 3)
     s.pulled(s.pull())
     s.finish_all()
@@ -711,7 +711,7 @@ def test_a_decode_with_prefill_in_its_part_is_computed_again_here() -> None:
         s.put(make_request(number, 8, A, max_new=20), age=number, pulls_kv=True, remote_images=frozenset({0}))
         arrive(s, number, number)
     assert not s.told()
-    while 2 not in s.scheduler._book.encoding:
+    while 2 not in s.scheduler._requests.encoding:
         s.language()
     assert s.told() == [NeedImages(RequestId(2), (0,))]
     s.offer_image(2, 0, 9)
@@ -821,12 +821,12 @@ def test_a_lent_decode_goes_on_behind_tokens_that_its_new_place_was_not_told_of(
     s = Part(E | D)
     request = make_request(1, 9, max_new=6)
     tokens = expected_tokens(request)
-    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), part=D, pulls_kv=True)
+    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), stages=D, pulls_kv=True)
     end = end_of(request, 4, earlier_token_ids=tuple(tokens[:3]), late_gaps=2)
     s.offer_kv(1, 1, 3, end)
     s.requests[1] = request
     s.pulled(s.pull())
-    assert s.scheduler._book.timelines[1].late_gaps == 2, "they count against what the request may still lose"
+    assert s.scheduler._requests.timelines[1].late_gaps == 2, "they count against what the request may still lose"
     s.tokens[1] = tokens[:4]
     s.finish_all()
     assert s.finished[1].num_generated == 6
@@ -836,7 +836,7 @@ def lend(s: Part, number: int) -> None:
     """A decode that ran elsewhere goes on here."""
     request = make_request(number, 9, max_new=200)
     tokens = expected_tokens(request)
-    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), part=D, pulls_kv=True)
+    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), stages=D, pulls_kv=True)
     s.offer_kv(number, number, 3, end_of(request, 2, earlier_token_ids=tuple(tokens[:1])))
     s.tokens[number] = tokens[:2]
     s.pulled(s.pull())
@@ -881,7 +881,7 @@ def test_only_where_all_decodes_are_borrowed_does_vision_go_first(role: Role) ->
     assert s.plan_language() is None and s.scheduler.language_due_s == math.inf, "the result comes first"
     s.end_language(running, took_s=0.01)
     assert s.plan_language() is None and s.scheduler.language_due_s == 0.01 + STEAL_PATIENCE_S
-    s.put(make_request(2, 5, max_new=9), part=D, pulls_kv=True)
+    s.put(make_request(2, 5, max_new=9), stages=D, pulls_kv=True)
     s.offer_kv(2, 2, 2, end_of(s.requests[2]))
     s.pulled(s.pull())
     assert s.plan_language() is not None, "one of its own"

@@ -100,7 +100,7 @@ def test_the_gap_of_a_request_that_gave_way_reaches_from_its_last_token_over_all
     s.add(1, 8, max_new=9)
     while len(s.tokens[1]) < said:
         s.language(took_s=0.01)
-    s.scheduler._book.preempt(s.state(1), s.now)
+    s.scheduler._requests.preempt(s.state(1), s.now)
     s.now += 0.045
     while len(s.tokens[1]) == said:
         s.language(took_s=0.01)

@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan_language(self) -> None:
         preempted = self.stepper.scheduler.status().num_preemptions
-        live = [s for s in self.stepper.scheduler._book.states.values() if s.ending is None]
+        live = [s for s in self.stepper.scheduler._requests.states.values() if s.ending is None]
         oldest = min(live, key=lambda s: s.order, default=None)
         before = oldest.num_preemptions if oldest else 0
         plan = self.stepper.plan_language()

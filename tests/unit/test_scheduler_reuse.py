@@ -94,7 +94,7 @@ def test_running_requests_share_blocks_and_the_last_one_frees_them() -> None:
     s.language()
     s.add(2, 13, source=0, max_new=2)
     s.language()
-    tables = s.scheduler._book.kv.tables
+    tables = s.scheduler._requests.kv.tables
     assert tables[1].blocks()[:3] == tables[2].blocks()[:3] and tables[1].blocks()[3] != tables[2].blocks()[3]
     assert s.scheduler.ledger().kv_blocks_held == 5
     s.abort(1)
@@ -138,10 +138,10 @@ def test_blocks_are_lent_only_when_a_token_has_proved_them() -> None:
     s.add(1, 20, source=0)
     s.language()
     s.language()
-    assert s.state(1).num_computed == 16 and s.state(1).num_named == 0
+    assert s.state(1).num_computed == 16 and s.state(1).num_published == 0
     s.language()
     s.scheduler.tidy()
-    assert s.state(1).num_computed == 20 and s.state(1).num_named == 5
+    assert s.state(1).num_computed == 20 and s.state(1).num_published == 5
     s.finish_all()
 
 
@@ -185,7 +185,7 @@ def test_eviction_shortens_what_is_found_from_its_end(taken: int) -> None:
     s.add(2, 4 * taken - 1, max_new=1)
     plan = s.plan_language()
     s.add(3, 25, source=0, max_new=1)
-    assert len(s.scheduler._book.prefixes.find(s.state(3))) == 6 - max(0, taken - 2)
+    assert len(s.scheduler._requests.prefixes.find(s.state(3))) == 6 - max(0, taken - 2)
     s.end_language(plan)
     s.finish_all()
 
@@ -235,7 +235,7 @@ def test_a_request_may_come_back_straight_to_its_next_token() -> None:
     s.add(1, 8, max_new=30)
     while s.state(1).num_computed != 12:
         s.language()
-    s.scheduler._book.preempt(s.state(1), s.now)
+    s.scheduler._requests.preempt(s.state(1), s.now)
     s.oracle.look()
     (row,) = rows_of(plan := s.plan_language())
     assert (row.start, len(row.token_ids), row.sample, row.is_decode, row.num_generated) == (12, 1, True, False, 5)
@@ -250,9 +250,9 @@ def test_a_request_preempted_before_its_first_token_has_nothing_to_come_back_to_
     s.vision()
     s.language()
     assert s.state(1).images == [CONSUMED]
-    s.scheduler._book.preempt(s.state(1), s.now)
+    s.scheduler._requests.preempt(s.state(1), s.now)
     assert s.state(1).images == [ENCODED], "no token has proved its KV; the features are still there"
-    s.scheduler._book.images.take(s.state(1).image_keys[0], s.now)
+    s.scheduler._requests.images.take(s.state(1).image_keys[0], s.now)
     assert s.state(1).images == [WAITING] and s.scheduler.status().num_encoding == 1
     s.oracle.look()
     s.finish_all()

@@ -16,7 +16,6 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
-from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.connector import Connector, Finish
 from hydra_engine.scheduler.handover.audit import check_offers, check_pulls
 from hydra_engine.scheduler.handover.encode_jobs import EncodeJobQuota
@@ -27,6 +26,7 @@ from hydra_engine.scheduler.handover.remote_events import RemoteEvents
 from hydra_engine.scheduler.handover.remote_features import RemoteFeatures
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
 from hydra_engine.scheduler.prefill import StepBuilder
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class PeerConnector(Connector):
@@ -41,14 +41,14 @@ class PeerConnector(Connector):
         self._config = config
         self._departed: list[RequestState] = []  # ended while a plan was made, to be forgotten behind it
 
-    def attach(self, book: RequestBook, finish: Finish) -> None:
-        self._book, self._finish = book, finish
+    def attach(self, requests: RequestTable, finish: Finish) -> None:
+        self._requests, self._finish = requests, finish
         self._events = RemoteEvents()
-        self._features = RemoteFeatures(book, self._events)
-        self._handover_end = HandoverEnd(book, self._events)
-        self._admission = RemoteKvAdmission(book, self._config)
-        self._quota = EncodeJobQuota(book)
-        self._pulls = Pulls(book, self._events, self._features, self._admission, self._config)
+        self._features = RemoteFeatures(requests, self._events)
+        self._handover_end = HandoverEnd(requests, self._events)
+        self._admission = RemoteKvAdmission(requests, self._config)
+        self._quota = EncodeJobQuota(requests)
+        self._pulls = Pulls(requests, self._events, self._features, self._admission, self._config)
 
     # ---- hooks of the scheduler
 
@@ -62,14 +62,16 @@ class PeerConnector(Connector):
             self._events.tell(event)
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
-        if Role.D not in state.part:
+        if Role.D not in state.stages:
             self._handover_end.offer_kv(state, now, ends=sampled)
 
     @property
     def only_borrowed(self) -> bool:
-        book = self._book
-        running = [state for queue in (book.prefilling, book.decoding) for state in queue if state.arrival is None]
-        return bool(running) and all(state.borrowed for state in running) and not book.waiting
+        requests = self._requests
+        running = [
+            state for queue in (requests.prefilling, requests.decoding) for state in queue if state.arrival is None
+        ]
+        return bool(running) and all(state.borrowed for state in running) and not requests.waiting
 
     def before_vision(self) -> None:
         self._quota.refresh()
@@ -80,7 +82,7 @@ class PeerConnector(Connector):
     def on_image(self, state: RequestState, index: int, now: float) -> None:
         if index in state.remote_images:
             self._features.ask(state, index)
-        elif state.is_job:
+        elif state.is_encode_job:
             self._features.tell_target(state, index, now)
 
     def may_preempt(self, state: RequestState) -> bool:
@@ -89,12 +91,12 @@ class PeerConnector(Connector):
     def on_blocks_freed(self, state: RequestState) -> None:
         self._handover_end.withdraw_kv(state)
         if state.arrival is not None:
-            state.arrival.num_copied, state.arrival.gives_way = 0, False
+            state.arrival.num_copied, state.arrival.preempt_after_copy = 0, False
 
     def on_preempted(self, state: RequestState, now: float) -> None:
         """What has got its KV from elsewhere and may not compute it here has departed with that."""
-        if state.arrival is None and Role.P not in state.part:
-            self._book.end(state, Ending(Departure.RETURNED))
+        if state.arrival is None and Role.P not in state.stages:
+            self._requests.end(state, Ending(Departure.RETURNED))
             self._departed.append(state)
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
@@ -165,5 +167,5 @@ class PeerConnector(Connector):
 
     def check(self) -> None:
         assert not self._departed, "a request has departed and is still here"
-        check_offers(self._book, self._features.offers, self._pulls.kv_offers)
-        check_pulls(self._book, self.in_flight)
+        check_offers(self._requests, self._features.offers, self._pulls.kv_offers)
+        check_pulls(self._requests, self.in_flight)

@@ -6,7 +6,7 @@ from itertools import chain
 
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.book import RequestBook
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class EncodeJobQuota:
@@ -14,22 +14,22 @@ class EncodeJobQuota:
     nobody here waits for another instance to fetch something; an image too large for that counts as any other. Only
     jobs give way for it, so the oldest job always gets on."""
 
-    def __init__(self, book: RequestBook) -> None:
-        self._book = book
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
         self._num_blocks = 0  # while a vision step is filled
 
     def refresh(self) -> None:
         """A vision step is about to be filled."""
-        self._num_blocks = self._book.features.num_blocks - self._largest_local()
+        self._num_blocks = self._requests.features.num_blocks - self._largest_local()
 
     def _largest_local(self) -> int:
         """Blocks of the largest image that a request of this instance lacks; 0 where there are no jobs."""
-        book = self._book
-        if not book.jobs:
+        requests = self._requests
+        if not requests.jobs:
             return 0
         sizes = (
-            book.features.blocks_for(image.num_tokens)
-            for state in chain(book.encoding, book.prefilling)
+            requests.features.blocks_for(image.num_tokens)
+            for state in chain(requests.encoding, requests.prefilling)
             for image, progress in zip(state.request.images, state.images, strict=True)
             if progress <= ImageProgress.ENCODING
         )
@@ -37,18 +37,20 @@ class EncodeJobQuota:
 
     def has_room(self, state: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
         """For an image of a job, after taking the blocks of later jobs if it must and may."""
-        book, quota = self._book, self._num_blocks
-        if num_blocks > quota or quota == book.features.num_blocks:
+        requests, quota = self._requests, self._num_blocks
+        if num_blocks > quota or quota == requests.features.num_blocks:
             return True
         if (excess := self._held_by_jobs() + num_blocks - quota) <= 0:
             return True
         if may_take:
-            of_jobs = (holder for holder in book.images.encoded() if all(user.is_job for user, _ in holder[1]))
+            of_jobs = (
+                holder for holder in requests.images.encoded() if all(user.is_encode_job for user, _ in holder[1])
+            )
             for key in policy.features_to_take(state, index, of_jobs, excess):
-                book.images.take(key, now)
+                requests.images.take(key, now)
         return self._held_by_jobs() + num_blocks <= quota
 
     def _held_by_jobs(self) -> int:
-        book = self._book
-        held = ((book.features.users(key), num_blocks) for key, _, num_blocks in book.features.held())
-        return sum(n for users, n in held if all(book.states[request_id].is_job for request_id, _ in users))
+        requests = self._requests
+        held = ((requests.features.users(key), num_blocks) for key, _, num_blocks in requests.features.held())
+        return sum(n for users, n in held if all(requests.states[request_id].is_encode_job for request_id, _ in users))

@@ -10,9 +10,9 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
-from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.handover.events import KvEvent, KvGoneEvent
 from hydra_engine.scheduler.handover.remote_events import RemoteEvents
+from hydra_engine.scheduler.request_table import RequestTable
 
 _KV = -1  # the key of the KV in `RequestState.offered_s`, beside the images of jobs
 
@@ -21,8 +21,8 @@ class HandoverEnd:
     """Methods that take ids take unknown ones too, and those of requests that have ended: then nothing happens. Those
     that return requests name the ones that have ended now."""
 
-    def __init__(self, book: RequestBook, events: RemoteEvents) -> None:
-        self._book = book
+    def __init__(self, requests: RequestTable, events: RemoteEvents) -> None:
+        self._requests = requests
         self._events = events
 
     # ---- KV that others may fetch
@@ -30,7 +30,7 @@ class HandoverEnd:
     def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
         """Full blocks that are new since the last time; where it `ends`, the last one too. `earlier`: tokens that who
         goes on with it may not know."""
-        kv, table = self._book.kv, self._book.kv.tables[state.request.id]
+        kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
         stop = kv.blocks_for(state.num_prefilled) if ends else state.num_prefilled // kv.block_size
         if not ends and stop <= state.num_offered:
             return
@@ -40,10 +40,10 @@ class HandoverEnd:
         if ends:
             state.hands_over = True
             state.offered_s[_KV] = now
-            self._book.place(state)
+            self._requests.requeue(state)
 
     def _kv_end(self, state: RequestState, earlier: tuple[int, ...] | None) -> KvEnd:
-        timeline = self._book.timelines[state.request.id]
+        timeline = self._requests.timelines[state.request.id]
         times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
 
@@ -57,7 +57,7 @@ class HandoverEnd:
     def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[RequestState]:
         """Features of an encode job have been fetched, or are not wanted."""
         state = self._live(request_id)
-        if state is None or not state.is_job or not self._book.images.release(state, image_index, now):
+        if state is None or not state.is_encode_job or not self._requests.images.release(state, image_index, now):
             return []
         return self._end(state, Departure.MOVED)
 
@@ -72,7 +72,7 @@ class HandoverEnd:
     def withdraw(self, request_id: RequestId, now: float, reason: str) -> list[RequestState]:
         """Nobody fetches what is offered here."""
         state = self._live(request_id)
-        if state is None or (not state.is_job and Role.D in state.part):
+        if state is None or (not state.is_encode_job and Role.D in state.stages):
             return []
         self._close_offers(state, now, reason)
         return self._end(state, Departure.WITHDRAWN)
@@ -83,22 +83,22 @@ class HandoverEnd:
         state = self._live(request_id)
         if state is None or not state.decodes or state.request.sampling.needs_history:
             return False
-        self._book.leave_decodes(state)
+        self._requests.leave_decodes(state)
         state.num_prefilled, state.decodes = state.num_computed, False
-        state.part &= ~Role.D
+        state.stages &= ~Role.D
         self.offer_kv(state, now, ends=True, earlier=tuple(state.generated[:-1]))
         return True
 
     def _live(self, request_id: RequestId) -> RequestState | None:
-        state = self._book.states.get(request_id)
+        state = self._requests.states.get(request_id)
         return None if state is None or state.ending is not None else state
 
     def _end(self, state: RequestState, departure: Departure) -> list[RequestState]:
-        self._book.end(state, Ending(departure))
+        self._requests.end(state, Ending(departure))
         return [state]
 
     def _close_offers(self, state: RequestState, now: float, cause: str | None) -> None:
-        timeline = self._book.timelines[state.request.id]
+        timeline = self._requests.timelines[state.request.id]
         for index, since_s in state.offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
             stage = "offered_kv" if index == _KV else "offered_features"

@@ -15,11 +15,11 @@ from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
-from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.handover.events import UnneededEvent
 from hydra_engine.scheduler.handover.remote_events import RemoteEvents
 from hydra_engine.scheduler.handover.remote_features import RemoteFeatures
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class Pulls:
@@ -32,7 +32,7 @@ class Pulls:
 
     def __init__(
         self,
-        book: RequestBook,
+        requests: RequestTable,
         events: RemoteEvents,
         images: RemoteFeatures,
         admission: RemoteKvAdmission,
@@ -40,7 +40,7 @@ class Pulls:
     ) -> None:
         self.in_flight: dict[StepId, PullPlan] = {}
         self.kv_offers: dict[int, RequestState] = {}  # those that are known, by their number
-        self._book = book
+        self._requests = requests
         self._events = events
         self._images = images
         self._admission = admission
@@ -51,7 +51,7 @@ class Pulls:
 
     def kv_offered(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
         """An offer, or more of it; a later offer takes the place of one before."""
-        state = self._book.states.get(request_id)
+        state = self._requests.states.get(request_id)
         arrival = None if state is None else state.arrival
         if state is None or arrival is None or state.ending is not None:
             if arrival is None or arrival.copies != offer:  # else it is kept until the copy has ended
@@ -61,7 +61,7 @@ class Pulls:
             self._drop_offer(state)
             self.kv_offers[offer] = state
         arrival.offer, arrival.num_offered, arrival.end = offer, num_blocks, end
-        self._book.place(state)
+        self._requests.requeue(state)
 
     def kv_offer_gone(self, offer: int) -> None:
         """Unknown offers are ignored."""
@@ -93,17 +93,17 @@ class Pulls:
             self._plan_images(plans, now)
         for plan in plans:
             self.in_flight[plan.step_id] = plan
-            self._book.states[plan.request_id].plans_in_flight += 1
+            self._requests.states[plan.request_id].plans_in_flight += 1
         return plans
 
     def _plan_kv(self, plans: list[PullPlan]) -> None:
-        book = self._book
-        for state in list(book.prefilling):
+        requests = self._requests
+        for state in list(requests.prefilling):
             arrival = state.arrival
             if arrival is None or arrival.offer is None or arrival.copies is not None:
                 continue
-            table = book.kv.tables[state.request.id]
-            if arrival.end is not None and book.kv.blocks_for(arrival.end.num_tokens) > table.num_blocks:
+            table = requests.kv.tables[state.request.id]
+            if arrival.end is not None and requests.kv.blocks_for(arrival.end.num_tokens) > table.num_blocks:
                 self._put_back(state)  # it has become more than it was admitted with
                 continue
             stop = min(arrival.num_offered, table.num_blocks)
@@ -123,7 +123,7 @@ class Pulls:
             )
 
     def _plan_images(self, plans: list[PullPlan], now: float) -> None:
-        awaited, before = self._book.awaited, len(plans)
+        awaited, before = self._requests.awaited, len(plans)
         oldest = awaited.oldest()
         if awaited.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
             self._fill(awaited.by_urgency(), plans, now, may_take=False)
@@ -132,7 +132,7 @@ class Pulls:
 
     def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_take: bool) -> None:
         """Room is put aside for every image that goes before and cannot be copied yet."""
-        features = self._book.features
+        features = self._requests.features
         aside: dict[FeatureKey, int] = {}
         for state in states:
             for index in sorted(state.remote_images):
@@ -142,7 +142,9 @@ class Pulls:
                 num_blocks = features.blocks_for(state.request.images[index].num_tokens)
                 reserved = sum(aside.values()) - aside.get(key, 0)
                 offered = index in state.image_offers and not state.pulls_image
-                if offered and self._book.images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
+                if offered and self._requests.images.make_room(
+                    state, index, num_blocks, reserved, now, may_take=may_take
+                ):
                     plans.append(self._pull_image(state, index, now))
                     aside.pop(key, None)
                     continue
@@ -151,12 +153,12 @@ class Pulls:
                     return
 
     def _pull_image(self, state: RequestState, index: int, now: float) -> PullPlan:
-        book = self._book
+        requests = self._requests
         offer = self._images.claim(state, index)
         state.pulls_image = True
-        book.images.reserve(state, index, now)
-        num_blocks = book.features.blocks_for(state.request.images[index].num_tokens)
-        block_ids = book.features.block_ids(state.image_keys[index])[:num_blocks].copy()
+        requests.images.reserve(state, index, now)
+        num_blocks = requests.features.blocks_for(state.request.images[index].num_tokens)
+        block_ids = requests.features.block_ids(state.image_keys[index])[:num_blocks].copy()
         return PullPlan(self._step_id(), offer, state.request.id, index, 0, block_ids, last=True)
 
     def _step_id(self) -> StepId:
@@ -168,11 +170,11 @@ class Pulls:
     def end(self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float) -> RequestState:
         """A copy has come back. Returns its request, which may have ended before or now."""
         plan = self.in_flight.pop(step_id)
-        state = self._book.states[plan.request_id]
+        state = self._requests.states[plan.request_id]
         state.plans_in_flight -= 1
         if plan.image_index is None:
-            num_tokens = len(plan.block_ids) * self._book.kv.block_size
-            self._book.timelines[plan.request_id].pulled("pull_kv", started_s, ended_s, num_tokens)
+            num_tokens = len(plan.block_ids) * self._requests.kv.block_size
+            self._requests.timelines[plan.request_id].pulled("pull_kv", started_s, ended_s, num_tokens)
             self._end_kv(state, plan, now, valid=valid)
         else:
             state.pulls_image = False
@@ -180,15 +182,15 @@ class Pulls:
         return state
 
     def _end_features(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
-        images, num_tokens = self._book.images, state.request.images[index].num_tokens
-        self._book.timelines[state.request.id].pulled("pull_features", started_s, ended_s, num_tokens)
+        images, num_tokens = self._requests.images, state.request.images[index].num_tokens
+        self._requests.timelines[state.request.id].pulled("pull_features", started_s, ended_s, num_tokens)
         if valid:
             state.images_asked.discard(index)
         users = images.finish(state.image_keys[index], ended_s, failed=not valid)
         images.settle_others(users, (), ended_s)
 
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
-        book, arrival = self._book, state.arrival
+        requests, arrival = self._requests, state.arrival
         assert arrival is not None and arrival.copies == plan.offer, "a copy ends that never began"
         arrival.copies = None
         is_current = arrival.offer == plan.offer
@@ -205,36 +207,36 @@ class Pulls:
             self._arrived(state, arrival.end, now)
         else:
             arrival.num_copied = plan.first_block + len(plan.block_ids)
-            if arrival.gives_way:
-                book.preempt(state, now)
+            if arrival.preempt_after_copy:
+                requests.preempt(state, now)
 
     def _arrived(self, state: RequestState, end: KvEnd, now: float) -> None:
         """All KV of the request is here; it goes on as a prefill of one token. What does not fit the tokens that are
         known of it is of no use, and the request has departed."""
-        book = self._book
+        requests = self._requests
         state.arrival = None
         if end.earlier_token_ids is not None:
             state.generated[:] = end.earlier_token_ids
             state.borrowed = True
         state.generated.append(end.token_id)
         if end.num_tokens != state.num_tokens - 1:
-            book.end(state, Ending(Departure.RETURNED))
+            requests.end(state, Ending(Departure.RETURNED))
             return
         state.num_prefilled = end.num_tokens
-        timeline = book.timelines[state.request.id]
+        timeline = requests.timelines[state.request.id]
         timeline.first_token_s, timeline.last_token_s = end.first_token_s, end.token_s
         timeline.last_s, timeline.late_gaps = now, end.late_gaps
-        book.observer.on_away(state.request.id, "transfer", now, until_s=now)
-        book.images.consume(state, now)
-        book.prefixes.owe(state)
-        book.place(state)
+        requests.observer.on_away(state.request.id, "transfer", now, until_s=now)
+        requests.images.consume(state, now)
+        requests.prefixes.publish_later(state)
+        requests.requeue(state)
 
     def _put_back(self, state: RequestState) -> None:
         """What was pulled of a request's KV is worth nothing; it waits as if it had never started. No copy is in
         flight."""
         assert state.arrival is not None and state.arrival.copies is None, "blocks are freed while they are written"
-        self._book.free_blocks(state)
-        self._book.place(state)
+        self._requests.free_blocks(state)
+        self._requests.requeue(state)
 
     # ---- who gives way, and who ends
 
@@ -243,7 +245,7 @@ class Pulls:
         arrival = state.arrival
         if arrival is None or arrival.copies is None:
             return True
-        arrival.gives_way = True
+        arrival.preempt_after_copy = True
         return False
 
     def end_offer(self, state: RequestState) -> None:

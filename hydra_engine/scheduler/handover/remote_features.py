@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.state import ImageProgress, RequestState
-from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, UnneededEvent
 from hydra_engine.scheduler.handover.remote_events import RemoteEvents
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class RemoteFeatures:
@@ -18,9 +18,9 @@ class RemoteFeatures:
     offer is known (`image_offers`) only while the image WAITS or is ENCODING; one whose copy is in flight is not among
     them."""
 
-    def __init__(self, book: RequestBook, events: RemoteEvents) -> None:
+    def __init__(self, requests: RequestTable, events: RemoteEvents) -> None:
         self.offers: dict[int, tuple[RequestState, int]] = {}  # those that are known and not being copied
-        self._book = book
+        self._requests = requests
         self._events = events
 
     # ---- remote images
@@ -38,7 +38,7 @@ class RemoteFeatures:
     def offered(self, request_id: RequestId, index: int, offer: int) -> None:
         """Several instances may offer an image, and all but one may be about to take that back, so none is refused
         before the features are here."""
-        state = self._book.states.get(request_id)
+        state = self._requests.states.get(request_id)
         if state is None or state.ending is not None or not self._is_needed(state, index):
             self._events.tell(UnneededEvent(offer))
             return
@@ -75,7 +75,7 @@ class RemoteFeatures:
 
     def tell_target(self, state: RequestState, index: int, now: float) -> None:
         """Features of an encode job are here, or not any more."""
-        progress, features = state.images[index], self._book.features
+        progress, features = state.images[index], self._requests.features
         request_id, num_tokens = state.request.id, state.request.images[index].num_tokens
         if progress == ImageProgress.ENCODED:
             block_ids = features.block_ids(state.image_keys[index])[: features.blocks_for(num_tokens)]
@@ -83,7 +83,7 @@ class RemoteFeatures:
             state.offered_s[index] = now
         elif index in state.offered_s:
             since_s = state.offered_s.pop(index)
-            self._book.timelines[request_id].offered("offered_features", since_s, now, num_tokens)
+            self._requests.timelines[request_id].offered("offered_features", since_s, now, num_tokens)
             if progress == ImageProgress.WAITING:
                 self._events.tell(FeaturesGoneEvent(request_id, index))
 
@@ -92,7 +92,7 @@ class RemoteFeatures:
     def end(self, state: RequestState) -> None:
         """The request is about to end: nothing is offered any more, nothing wanted."""
         for index, progress in enumerate(state.images):
-            if state.is_job and progress == ImageProgress.ENCODED:
+            if state.is_encode_job and progress == ImageProgress.ENCODED:
                 self._events.tell(FeaturesGoneEvent(state.request.id, index))
         for index in list(state.image_offers):
             self._refuse(state, index)

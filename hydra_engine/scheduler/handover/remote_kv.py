@@ -14,24 +14,24 @@ from itertools import islice
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.book import RequestBook
 from hydra_engine.scheduler.prefill import StepBuilder
+from hydra_engine.scheduler.request_table import RequestTable
 
 
 class RemoteKvAdmission:
     """With that no decode waits for a prefill, and no prefill (on the way to its decode) for an encode: stages wait for
     later ones only, and the last one for nobody."""
 
-    def __init__(self, book: RequestBook, config: SchedulerConfig) -> None:
-        self._book = book
-        self._kv = book.kv
+    def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
+        self._requests = requests
+        self._kv = requests.kv
         self._max_bypass = config.max_bypass
         self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
 
     def admit(self, now: float, builder: StepBuilder | None = None) -> None:
         """Admits as many as there is room for. In a language step, with its `builder`, others give way if they must;
         between two steps nobody does."""
-        if not self._book.incoming:
+        if not self._requests.incoming:
             return
         passed: list[RequestState] = []
         for state in self._complete():
@@ -39,9 +39,9 @@ class RemoteKvAdmission:
                 passed.append(state)
             if len(passed) >= policy.MAX_PASSED or any(map(self._is_overdue, passed)):
                 return
-        if passed or self._book.waiting:
+        if passed or self._requests.waiting:
             return  # room that is free is spoken for
-        for state in islice(self._book.incoming.by_urgency(), policy.MAX_PASSED):
+        for state in islice(self._requests.incoming.by_urgency(), policy.MAX_PASSED):
             if state.request.id not in self._kv.tables and not self._admit(state, now, None):
                 return
 
@@ -49,7 +49,7 @@ class RemoteKvAdmission:
         """Each once, by urgency; but those that have been overtaken too often, by those before them too, go first."""
         seen: set[Order] = set()
         while True:
-            waiting = [s for s in self._book.incoming if policy.is_complete(s) and s.order not in seen]
+            waiting = [s for s in self._requests.incoming if policy.is_complete(s) and s.order not in seen]
             if not waiting:
                 return
             overdue = next(filter(self._is_overdue, waiting), None)
@@ -58,31 +58,31 @@ class RemoteKvAdmission:
             yield state
 
     def _is_overdue(self, state: RequestState) -> bool:
-        return self._book.overtaken(state) >= self._max_bypass
+        return self._requests.overtaken(state) >= self._max_bypass
 
     def _admit(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
         found = self._room_for(state, builder)
         if found is None:
-            self._book.timelines[state.request.id].cause = "kv blocks"
+            self._requests.timelines[state.request.id].cause = "kv blocks"
             return False
         num_tokens = policy.kv_tokens_to_admit(state)
-        self._book.start(state, len(found), now)
+        self._requests.start(state, len(found), now)
         if state.arrival is not None:
             state.arrival.num_copied = len(found)
         granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
         assert granted, "room was found and is gone"
-        self._book.place(state)
+        self._requests.requeue(state)
         return True
 
     def _room_for(self, state: RequestState, builder: StepBuilder | None) -> list[int] | None:
         """The blocks found in the cache for a request that may start; None if there is no room. Every running decode
         keeps room for one more block."""
-        num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._book.decoding)
+        num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._requests.decoding)
         while True:
             if len(self._kv.tables) < self._max_seqs:
-                found = self._book.prefixes.find(state)
+                found = self._requests.prefixes.find(state)
                 if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
                     return found
-            victim = policy.youngest_stalled(self._book.prefilling) if builder is not None else None
+            victim = policy.youngest_stalled(self._requests.prefilling) if builder is not None else None
             if victim is None or builder is None or not builder.preempt(victim):
                 return None

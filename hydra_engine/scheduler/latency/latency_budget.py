@@ -16,7 +16,7 @@ from enum import IntEnum
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
-from hydra_engine.scheduler.budget import USED, Demand, StepBudget
+from hydra_engine.scheduler.budget import USED, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.correction import Correction, Kind, Window
 
 MIN_SHARE = 0.2  # of the slack that prefill and vision each have at least while both have work
@@ -47,14 +47,14 @@ class _Step:
 
     __slots__ = ("_chunk_share", "_context", "_decodes", "_keys_s", "_num_chunks", "_surface", "base")
 
-    def __init__(self, surface: CostSurface, demand: Demand) -> None:
+    def __init__(self, surface: CostSurface, pending: PendingWork) -> None:
         self._surface = surface
-        self._decodes = demand.num_decodes
-        self._context = demand.prefill_context
-        self._num_chunks = demand.num_prefills
-        self._chunk_share = demand.num_prefills / max(1, demand.prefill_tokens)
-        self._keys_s = surface.per_key_s * demand.decode_context + surface.per_decode_s * demand.num_decodes
-        self.base = surface.rows.at(demand.num_decodes) + self._keys_s  # decodes only
+        self._decodes = pending.num_decodes
+        self._context = pending.prefill_context
+        self._num_chunks = pending.num_prefills
+        self._chunk_share = pending.num_prefills / max(1, pending.prefill_tokens)
+        self._keys_s = surface.per_key_s * pending.decode_context + surface.per_decode_s * pending.num_decodes
+        self.base = surface.rows.at(pending.num_decodes) + self._keys_s  # decodes only
 
     def alone(self, tokens: int) -> float:
         if not tokens:
@@ -97,8 +97,8 @@ class LatencyBudgets:
 
     While prefill and vision both have work, the slack that decodes leave is split by the seconds of work that wait on
     either side, at least a fifth each, and what one cannot use goes to the other. If the earliest due first token would
-    come too late like that, the side that it waits for takes all of it, and the step may last up to `Demand.stretch_s`
-    and four limits.
+    come too late like that, the side that it waits for takes all of it, and the step may last up to
+    `PendingWork.stretch_s` and four limits.
 
     Nobody starves: vision has 5 % of the limit beside every step if it has that much to do, and after 64 steps with
     less than 16 tokens a prefill gets as many as take half a limit, at least 16.
@@ -112,7 +112,7 @@ class LatencyBudgets:
         self._num_slices = num_slices
         self._correction = Correction(surface.language_error, surface.corun_error)
         self._kind = Kind.DECODES
-        self._latest = Demand(now=0.0)
+        self._latest = PendingWork(now=0.0)
         self._latest_vision_s = math.inf
         self._guesses = [0] * len(_Towards)  # tokens of the latest step, near which those of the next one will be
         self._starved = 0
@@ -125,25 +125,25 @@ class LatencyBudgets:
 
     # ---- before a step
 
-    def language(self, demand: Demand) -> StepBudget:
-        limit = demand.decode_limit_s
-        highest = max(0, self._config.token_budget - demand.num_decodes)
-        if not demand.num_decodes or limit == math.inf:
+    def language(self, pending: PendingWork) -> StepBudget:
+        limit = pending.decode_limit_s
+        highest = max(0, self._config.token_budget - pending.num_decodes)
+        if not pending.num_decodes or limit == math.inf:
             budget = StepBudget(highest, math.inf)
         else:
-            budget = self._filled(demand, highest, limit, _Towards.BOTH)
-            if self._is_at_risk(demand, budget):
-                towards = _Towards.VISION if demand.due_patches else _Towards.PREFILL
-                target = max(limit, min(demand.stretch_s, MAX_STRETCH * limit))
-                budget = self._filled(demand, highest, target, towards)
-        self._latest, self._latest_vision_s = demand, budget.vision_s
-        return self._fed(demand, budget, min(highest, demand.prefill_tokens))
+            budget = self._filled(pending, highest, limit, _Towards.BOTH)
+            if self._is_at_risk(pending, budget):
+                towards = _Towards.VISION if pending.due_patches else _Towards.PREFILL
+                target = max(limit, min(pending.stretch_s, MAX_STRETCH * limit))
+                budget = self._filled(pending, highest, target, towards)
+        self._latest, self._latest_vision_s = pending, budget.vision_s
+        return self._fed(pending, budget, min(highest, pending.prefill_tokens))
 
-    def _filled(self, demand: Demand, highest: int, target_s: float, towards: _Towards) -> StepBudget:
-        step, guess = _Step(self._surface, demand), self._guesses[towards]
-        limit, want = demand.decode_limit_s, min(highest, demand.prefill_tokens)
+    def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
+        step, guess = _Step(self._surface, pending), self._guesses[towards]
+        limit, want = pending.decode_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
-        if not demand.encode_patches:
+        if not pending.encode_patches:
             tokens = _largest(step.alone, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
             self._guesses[towards] = tokens
             vision_s = max(0.0, step.room(tokens, allowed) - self._overrun_s)  # of a picture that comes meanwhile
@@ -153,9 +153,9 @@ class LatencyBudgets:
         if not self._num_slices:
             tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=guess)
             return StepBudget(tokens, math.inf, limit, target_s, step.beside(tokens, math.inf), tokens < want)
-        work = self._vision_s(demand.encode_patches)
+        work = self._vision_s(pending.encode_patches)
         least = min(work, MIN_VISION * limit)
-        tokens = self._tokens_beside(step, demand, want, allowed, least, work, towards) if want else 0
+        tokens = self._tokens_beside(step, pending, want, allowed, least, work, towards) if want else 0
         self._guesses[towards] = tokens
         room = step.room(tokens, allowed)
         vision_s = max(least, room - self._overrun_s)
@@ -163,11 +163,11 @@ class LatencyBudgets:
         return StepBudget(tokens, vision_s, limit, target_s, planned, tokens < want, room < work)
 
     def _tokens_beside(
-        self, step: _Step, demand: Demand, want: int, allowed: float, least: float, work: float, towards: _Towards
+        self, step: _Step, pending: PendingWork, want: int, allowed: float, least: float, work: float, towards: _Towards
     ) -> int:
         """As many as leave vision its share, or all that it can use."""
         guess = self._guesses[towards]
-        prefill_work = (step.alone(want) - step.base) * demand.prefill_tokens / want
+        prefill_work = (step.alone(want) - step.base) * pending.prefill_tokens / want
         share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
         if towards is not _Towards.BOTH:
             share = 1.0 if towards is _Towards.PREFILL else 0.0
@@ -178,7 +178,7 @@ class LatencyBudgets:
             return own
         return _largest(lambda count: step.beside(count, work), allowed, want, low=own, guess=guess)
 
-    def _fed(self, demand: Demand, budget: StepBudget, want: int) -> StepBudget:
+    def _fed(self, pending: PendingWork, budget: StepBudget, want: int) -> StepBudget:
         """The budget, or one with a chunk for a prefill that has waited for too long."""
         if budget.tokens >= min(MIN_CHUNK, want):
             self._starved = 0
@@ -187,21 +187,21 @@ class LatencyBudgets:
         if self._starved <= STARVED_STEPS:
             return budget
         self._starved = 0
-        step = _Step(self._surface, demand)
+        step = _Step(self._surface, pending)
         tokens = _largest(step.alone, step.base + STARVED_SHARE * budget.limit_s, want)
         return budget._replace(tokens=max(tokens, min(MIN_CHUNK, want)), more_tokens=False, more_vision=False)
 
-    def _is_at_risk(self, demand: Demand, budget: StepBudget) -> bool:
+    def _is_at_risk(self, pending: PendingWork, budget: StepBudget) -> bool:
         """Whether the earliest due first token comes too late if all steps are like this one."""
-        left = demand.ttft_due_s - demand.now
+        left = pending.ttft_due_s - pending.now
         if not 0 < left < math.inf or not (budget.more_tokens or budget.more_vision):
             return False
-        limit = demand.decode_limit_s
+        limit = pending.decode_limit_s
         needed = limit
-        if demand.due_patches:
-            needed += self._vision_s(demand.due_patches) * max(1.0, limit / max(budget.vision_s, MIN_VISION * limit))
-        if demand.due_tokens:
-            needed += limit * demand.due_tokens / budget.tokens if budget.tokens else math.inf
+        if pending.due_patches:
+            needed += self._vision_s(pending.due_patches) * max(1.0, limit / max(budget.vision_s, MIN_VISION * limit))
+        if pending.due_tokens:
+            needed += limit * pending.due_tokens / budget.tokens if budget.tokens else math.inf
         return needed > left
 
     def _allowed(self, kind: Kind, target_s: float) -> float:

@@ -1,4 +1,4 @@
-"""What the budgets are asked and told: the demand against plain sums, budgets that hold, results in order."""
+"""What the budgets are asked and told: pending work against plain sums, budgets that hold, results in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress
-from hydra_engine.scheduler.budget import Demand, StepBudget
+from hydra_engine.scheduler.budget import PendingWork, StepBudget
 from hydra_engine.scheduler.language import MAX_SEEN
 from tests.examples import examples
 from tests.unit.sim import Img, Simulator, config, make_request
@@ -30,7 +30,7 @@ class Scripted:
     seed: int = 0
     most: int = 16
     patches: int = 24
-    asked: list[Demand] = field(default_factory=list)
+    asked: list[PendingWork] = field(default_factory=list)
     given: list[StepBudget] = field(default_factory=list)
     told: list[tuple[LanguageLoad, StepBudget, float, float, float]] = field(default_factory=list)
     encodes: list[VisionLoad] = field(default_factory=list)
@@ -40,11 +40,11 @@ class Scripted:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def language(self, demand: Demand) -> StepBudget:
+    def language(self, pending: PendingWork) -> StepBudget:
         tokens = self._random.randint(0, self.most)
         if self.fixed is not None:
-            tokens = max(0, self.fixed - demand.num_decodes)
-        self.asked.append(demand)
+            tokens = max(0, self.fixed - pending.num_decodes)
+        self.asked.append(pending)
         self.when_asked()
         self.given.append(StepBudget(tokens, self._random.choice((0.0, 0.01, math.inf))))
         return self.given[-1]
@@ -74,7 +74,7 @@ class Asked(Stepper):
         self.scheduler._budgets = self.scheduler._language._budgets = self.scheduler._vision._budgets = self.budgets
 
     @property
-    def demand(self) -> Demand:
+    def pending(self) -> PendingWork:
         return self.budgets.asked[-1]
 
 
@@ -91,7 +91,7 @@ def test_decodes_prefills_and_images_are_counted() -> None:
     s.add(4, 5)
     vision = s.plan_vision()
     s.plan_language()
-    d = s.demand
+    d = s.pending
     assert (d.num_decodes, d.decode_context) == (1, 8)  # eight keys, its own included
     assert (d.prefill_tokens, d.num_prefills, d.prefill_context) == (13 + 5, 2, 7)
     assert d.encode_patches == 22, "one in flight and one that waits"
@@ -104,12 +104,12 @@ def test_the_tightest_limit_of_those_that_decode_counts() -> None:
     s.submit(replace(make_request(1, 4, max_new=9), slo=Slo(tpot_s=0.08)))
     s.language(took_s=0.01)
     s.language(took_s=0.01)
-    assert s.demand.decode_limit_s == 0.08
+    assert s.pending.decode_limit_s == 0.08
     s.add(2, 4, max_new=9)
     s.language(took_s=0.01)
-    assert s.demand.decode_limit_s == 0.08, "the other one is not in the step yet"
+    assert s.pending.decode_limit_s == 0.08, "the other one is not in the step yet"
     s.language(took_s=0.01)
-    assert s.demand.decode_limit_s == 0.05
+    assert s.pending.decode_limit_s == 0.05
 
 
 def test_a_decode_with_gaps_to_spare_lets_a_step_be_longer() -> None:
@@ -120,7 +120,7 @@ def test_a_decode_with_gaps_to_spare_lets_a_step_be_longer() -> None:
     for _ in range(40):
         s.language(took_s=0.01)
     s.plan_language()
-    assert s.demand.stretch_s == pytest.approx(41 * 0.03 - 40 * 0.01)
+    assert s.pending.stretch_s == pytest.approx(41 * 0.03 - 40 * 0.01)
 
 
 def test_the_first_token_that_is_due_next_is_told_with_all_that_goes_before_it() -> None:
@@ -131,15 +131,15 @@ def test_the_first_token_that_is_due_next_is_told_with_all_that_goes_before_it()
     s.submit(replace(make_request(3, Img(6, 9), 2, max_new=1), slo=Slo(ttft_s=2.0)))
     s.submit(replace(make_request(4, 5, max_new=1), slo=Slo(ttft_s=4.0)))
     s.language()
-    d = s.demand
+    d = s.pending
     assert (d.ttft_due_s, d.due_tokens, d.due_patches) == (2.0, 8 + 8, 9)
     s.abort(3)
     s.language()
-    d = s.demand
+    d = s.pending
     assert (d.ttft_due_s, d.due_tokens, d.due_patches) == (3.0, 4 + 7, 0)
     s.now = 3.5
     s.language()
-    assert s.demand.ttft_due_s == 4.0, "what is late is due at no time"
+    assert s.pending.ttft_due_s == 4.0, "what is late is due at no time"
 
 
 def test_a_running_request_waits_for_older_ones_only() -> None:
@@ -150,7 +150,7 @@ def test_a_running_request_waits_for_older_ones_only() -> None:
     s.language()  # the one that is due first
     s.budgets.fixed = 10
     s.language()
-    assert (s.demand.ttft_due_s, s.demand.due_tokens) == (5.0, 6)
+    assert (s.pending.ttft_due_s, s.pending.due_tokens) == (5.0, 6)
 
 
 def test_looking_at_demand_costs_no_more_the_more_requests_wait() -> None:
@@ -158,7 +158,7 @@ def test_looking_at_demand_costs_no_more_the_more_requests_wait() -> None:
     for number in range(100):
         s.add(number, 5)
     s.plan_language()
-    assert s.demand.num_prefills == MAX_SEEN and s.demand.prefill_tokens == 5 * MAX_SEEN
+    assert s.pending.num_prefills == MAX_SEEN and s.pending.prefill_tokens == 5 * MAX_SEEN
 
 
 def test_with_every_slot_taken_waiting_requests_are_no_demand() -> None:
@@ -167,7 +167,7 @@ def test_with_every_slot_taken_waiting_requests_are_no_demand() -> None:
     s.add(2, 5)
     s.language()
     s.language()
-    assert (s.demand.num_prefills, s.demand.prefill_tokens) == (0, 0)
+    assert (s.pending.num_prefills, s.pending.prefill_tokens) == (0, 0)
 
 
 # ---- what is told
@@ -237,8 +237,8 @@ def test_no_step_holds_more_than_its_budget_and_every_budget_of_a_plan_comes_bac
         allowed = budget.tokens if load.num_decodes else max(1, budget.tokens)
         whole = max((i.num_tokens for r in sim.requests.values() for i in r.images if i.whole), default=1)
         assert load.prefill_tokens <= allowed + whole - 1
-        demand = budgets.asked[order.index(id(budget))]
-        assert demand.num_decodes == load.num_decodes and demand.decode_context == load.decode_context
+        pending = budgets.asked[order.index(id(budget))]
+        assert pending.num_decodes == load.num_decodes and pending.decode_context == load.decode_context
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -247,12 +247,12 @@ def test_the_patches_that_wait_are_those_of_images_without_features(work, look_a
     kv_blocks, image_blocks = minimum_pools(work)
     budgets = Scripted(fixed=16)
     sim = Simulator(config(look_ahead=look_ahead), kv_blocks=kv_blocks, image_blocks=image_blocks, budgets=budgets)
-    book, truth = sim.scheduler._book, []
+    requests, truth = sim.scheduler._requests, []
 
     def patches() -> None:
         waiting = sum(
             image.num_patches
-            for state in book.states.values()
+            for state in requests.states.values()
             if state.ending is None
             for image, progress in zip(state.request.images, state.images, strict=True)
             if progress == ImageProgress.WAITING
@@ -264,4 +264,4 @@ def test_the_patches_that_wait_are_those_of_images_without_features(work, look_a
         sim.submit(request, time_s)
     sim.run()
     sim.assert_all_right()
-    assert [demand.encode_patches for demand in budgets.asked] == truth
+    assert [pending.encode_patches for pending in budgets.asked] == truth

@@ -21,14 +21,14 @@ from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
 from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.decodes import DecodeTable
-from hydra_engine.scheduler.images import ImageBook
+from hydra_engine.scheduler.images import ImageTracker
 from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.scheduler.queues import ArrivalQueue, StartedOrders, UrgencyQueue
-from hydra_engine.scheduler.reuse import PrefixReuse
+from hydra_engine.scheduler.reuse import PrefixCache
 from hydra_engine.scheduler.timeline import Timeline
 
 
-class RequestBook:
+class RequestTable:
     """A live request is in exactly one of the queues, unless it is ending: then in none.
 
                        waits for images    has all it needs    one step from a token    computed, to be fetched
@@ -68,7 +68,7 @@ class RequestBook:
         self.seq_slots = SlotPool(config.max_num_seqs)
         self.decodes = DecodeTable(config.max_num_seqs, kv.block_size)
         self.features = FeatureCache(images, keeps=reuse)
-        self.prefixes = PrefixReuse(kv, enabled=reuse and not has_states, shares_features=reuse)
+        self.prefixes = PrefixCache(kv, enabled=reuse and not has_states, shares_features=reuse)
         self.ledger = Ledger(kv, self.features, self.seq_slots, has_states=has_states)
         self.connector = connector if connector is not None else Connector()
         self.observer = observer if observer is not None else StepObserver()
@@ -84,7 +84,7 @@ class RequestBook:
         self.jobs = ArrivalQueue()
         self.unencoded = UrgencyQueue()
         self.awaited = UrgencyQueue()
-        self.images = ImageBook(self.features, self.states, self.timelines, self.connector, self.place)
+        self.images = ImageTracker(self.features, self.states, self.timelines, self.connector, self.requeue)
         self.num_preemptions = 0
         self._instance = instance
         self._next_order = 0
@@ -100,21 +100,23 @@ class RequestBook:
         return (*first, self.handing_over, self.arriving, self.incoming, self.jobs)
 
     def add(
-        self, request: Request, now: float, *, part: Role, remote_images: frozenset[int], pulls_kv: bool
+        self, request: Request, now: float, *, stages: Role, remote_images: frozenset[int], pulls_kv: bool
     ) -> RequestState:
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
-            request, self._next_order, now, part=part, remote_images=remote_images, pulls_kv=pulls_kv
+            request, self._next_order, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv
         )
         state.image_keys = self.prefixes.feature_keys(request)
         self._next_order += 1
         self.states[request.id] = state
-        looks = bool(request.images) and not state.is_job and not pulls_kv
+        looks = bool(request.images) and not state.is_encode_job and not pulls_kv
         self.images.arrive(state, self._cached_tokens(state) if looks else 0, now)
-        if state.due_s < math.inf and Role.P in part and not pulls_kv:
+        if state.due_s < math.inf and Role.P in stages and not pulls_kv:
             heapq.heappush(self._due, (state.due_s, request.id))
         limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
-        timeline = Timeline(self._instance, now, state.waits_for_images, prefills=not state.is_job, limit_s=limit_s)
+        timeline = Timeline(
+            self._instance, now, state.waits_for_images, prefills=not state.is_encode_job, limit_s=limit_s
+        )
         self.timelines[request.id] = timeline
         if (before := request.resumed) is not None:
             timeline.first_token_s, timeline.last_token_s = before.first_token_s, before.last_token_s
@@ -124,10 +126,10 @@ class RequestBook:
             timeline.cause = "transfer"
         if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.remote_images):
             timeline.images_found(now)  # encodes elsewhere are in the timelines of their jobs
-        self.place(state)
+        self.requeue(state)
         return state
 
-    def place(self, state: RequestState) -> None:
+    def requeue(self, state: RequestState) -> None:
         """Puts a request where its state and its blocks say that it belongs."""
         request_id = state.request.id
         belongs = self.queue_for(state)
@@ -160,7 +162,7 @@ class RequestBook:
         self.images.end(state)
         self.connector.on_end(state, ending)
         state.ending = ending
-        self.place(state)
+        self.requeue(state)
 
     def in_use(self, state: RequestState) -> bool:
         """Some plan in flight names the request."""
@@ -171,7 +173,7 @@ class RequestBook:
         """Frees everything. Only when no plan in flight names the request."""
         assert not self.in_use(state) and state.ending is not None, "a request is forgotten while it is in use"
         request_id = state.request.id
-        self.prefixes.settle()
+        self.prefixes.publish()
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         self.images.drop(state)
@@ -193,7 +195,7 @@ class RequestBook:
         self.images.recheck(state, self._cached_tokens(state), now)
         if state.waits_for_images and not waited:
             self.timelines[state.request.id].waits_for("images", now)
-        self.place(state)
+        self.requeue(state)
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """The request gets its first blocks: the `num_found` that the cache has, and behind them what it grows."""
@@ -234,19 +236,19 @@ class RequestBook:
         self.connector.on_preempted(state, now)
         if state.ending is None and state.trusts_cache:
             self.images.recheck(state, self._cached_tokens(state), now)
-        self.place(state)
+        self.requeue(state)
         return True
 
     def free_blocks(self, state: RequestState) -> None:
         """All that the request has computed is gone; `place` says where it goes then."""
         request_id = state.request.id
         self.leave_decodes(state)
-        self.prefixes.settle()
+        self.prefixes.publish()
         self.connector.on_blocks_freed(state)
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         state.decodes = False
-        state.num_prefilled = state.num_named = 0
+        state.num_prefilled = state.num_published = 0
         self.images.lose_kv(state)
 
     def leave_decodes(self, state: RequestState) -> None:
@@ -278,12 +280,12 @@ class RequestBook:
     def queue_for(self, state: RequestState) -> ArrivalQueue | None:
         if state.ending is not None:
             return None
-        if state.is_job:
+        if state.is_encode_job:
             return self.jobs
         if state.request.id in self.kv.tables:
             if state.hands_over:
                 return self.handing_over
-            decodes = Role.D in state.part and state.is_decode and state.slot_known and not state.num_scheduled
+            decodes = Role.D in state.stages and state.is_decode and state.slot_known and not state.num_scheduled
             return self.decoding if decodes else self.prefilling
         if state.arrival is not None:
             return self.arriving if state.arrival.offer is None else self.incoming

@@ -23,14 +23,14 @@ from hydra_engine.core.plans import (
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.scheduler.book import RequestBook
-from hydra_engine.scheduler.decodes import TakenBack
+from hydra_engine.scheduler.decodes import NewTokens
+from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.timeline import StepTimes
 
 
 class Progress:
-    def __init__(self, book: RequestBook, times: StepTimes) -> None:
-        self._book = book
+    def __init__(self, requests: RequestTable, times: StepTimes) -> None:
+        self._requests = requests
         self._times = times
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -40,29 +40,29 @@ class Progress:
 
     def encoded(self, plan: VisionPlan, result: VisionResult) -> list[RequestState]:
         """Returns the requests of the plan, for some may have ended before or now."""
-        book = self._book
+        requests = self._requests
         patches: dict[RequestId, int] = {}
         sharing: dict[RequestId, RequestState] = {}
         for item, error in zip(plan.items, result.errors, strict=True):
             patches[item.request_id] = patches.get(item.request_id, 0) + item.num_patches
-            state = book.states[item.request_id]
+            state = requests.states[item.request_id]
             if error is None:
                 self.images_encoded += 1
             elif state.ending is None:
-                book.end(state, Ending(FinishReason.ERROR, error=error))
+                requests.end(state, Ending(FinishReason.ERROR, error=error))
             key = state.image_keys[item.image_index]
-            users = book.images.finish(key, result.ended_s, failed=error is not None)
+            users = requests.images.finish(key, result.ended_s, failed=error is not None)
             sharing |= {user.request.id: user for user in users}
         for request_id, count in patches.items():
-            state = book.states[request_id]
+            state = requests.states[request_id]
             state.plans_in_flight -= 1
-            timeline = book.timelines[request_id]
+            timeline = requests.timelines[request_id]
             more = state.ending is None and state.needs_encode
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
             if not more and not state.num_scheduled and not state.needs_pull:
                 timeline.images_ready(result.ended_s)
-        book.images.settle_others(sharing.values(), patches, result.ended_s)
-        return [book.states[request_id] for request_id in patches]
+        requests.images.settle_others(sharing.values(), patches, result.ended_s)
+        return [requests.states[request_id] for request_id in patches]
 
     # ---- language
 
@@ -73,11 +73,11 @@ class Progress:
         messages: list[RequestMessage] = []
         ended = self._decodes(plan, result, tokens, messages, failures, logprobs)
         for row, chunk in enumerate(plan.chunks, start=len(plan.decodes)):
-            state = self._book.states[chunk.request_id]
+            state = self._requests.states[chunk.request_id]
             state.plans_in_flight -= 1
             state.num_scheduled -= len(chunk.token_ids)
             more, count = not chunk.sample, len(chunk.token_ids)
-            timeline = self._book.timelines[chunk.request_id]
+            timeline = self._requests.timelines[chunk.request_id]
             timeline.prefilled(result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=more)
             if state.ending is None:
                 token_id = int(result.token_ids[row])
@@ -105,11 +105,11 @@ class Progress:
         """Returns the gap before its token if that came late."""
         late = None
         if error is not None:
-            self._book.end(state, Ending(FinishReason.ERROR, error=error))
+            self._requests.end(state, Ending(FinishReason.ERROR, error=error))
             return None
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
-            self._book.images.consume(state, ended_s)
+            self._requests.images.consume(state, ended_s)
         if chunk.sample:
             assert token_id >= 0, "a row that samples came back without a token"
             if state.num_generated == len(state.request.generated_token_ids):
@@ -117,22 +117,22 @@ class Progress:
             self.generation_tokens += 1
             state.generated.append(token_id)
             late = self._sampled(state, chunk.seq_slot, token_id, ended_s)
-            self._book.prefixes.owe(state)
+            self._requests.prefixes.publish_later(state)
             if (ending := state.ending_with(token_id)) is not None:
-                self._book.end(state, ending)
+                self._requests.end(state, ending)
         if state.ending is None:
-            self._book.connector.on_computed(state, ended_s, sampled=chunk.sample)
-            self._book.place(state)
+            self._requests.connector.on_computed(state, ended_s, sampled=chunk.sample)
+            self._requests.requeue(state)
         return late
 
     def _sampled(self, state: RequestState, seq_slot: int, token_id: int, ended_s: float) -> StageSpan | None:
         """The times of the token that ends a prefill; where the request goes on here, the table of decodes keeps them.
         Returns the gap before it if it came late."""
         gap_s = self._times.gap_s
-        if Role.D in state.part:
-            since_s = self._book.decodes.read_chunk(seq_slot, token_id, ended_s, gap_s)
+        if Role.D in state.stages:
+            since_s = self._requests.decodes.read_chunk(seq_slot, token_id, ended_s, gap_s)
         else:
-            since_s = self._book.timelines[state.request.id].prefill_sampled(ended_s, gap_s)
+            since_s = self._requests.timelines[state.request.id].prefill_sampled(ended_s, gap_s)
         return None if since_s is None else self._explained(state, since_s, ended_s)
 
     def _decodes(
@@ -145,46 +145,46 @@ class Progress:
         logprobs: dict[int, TokenLogprobs],
     ) -> list[RequestState]:
         """Returns those that have ended."""
-        rows, table = plan.decodes, self._book.decodes
+        rows, table = plan.decodes, self._requests.decodes
         if not len(rows):
             return []
         for row, error in failures.items():
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
-                state = self._book.states[RequestId(int(rows.request_ids[row]))]
-                self._book.end(state, Ending(FinishReason.ERROR, error=error))
+                state = self._requests.states[RequestId(int(rows.request_ids[row]))]
+                self._requests.end(state, Ending(FinishReason.ERROR, error=error))
         token_ids, batch = result.token_ids[: len(rows)], plan.num_rows
         back = table.take_back(rows, token_ids, ended_s=result.ended_s, batch=batch, gap_s=self._times.gap_s)
         self.generation_tokens += len(back.token_ids)
         for state, since_s in back.late:
             gap = tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)
-            table.resume(self._book.seq_slots.of(state.request.id), gap.end_s)
-        self._book.prefixes.owe_all(back.filled)
+            table.resume(self._requests.seq_slots.of(state.request.id), gap.end_s)
+        self._requests.prefixes.publish_all_later(back.filled)
         self._tell_all(back, tokens, messages, logprobs)
         for state, ending in back.ended:
-            self._book.end(state, ending)
+            self._requests.end(state, ending)
         ended = [state for state, _ in back.ended]
         if back.live is not None:
-            ended += [self._book.states[RequestId(number)] for number in rows.request_ids[~back.live].tolist()]
+            ended += [self._requests.states[RequestId(number)] for number in rows.request_ids[~back.live].tolist()]
         return ended
 
     def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
         """The gap before a token that came late, as its timeline tells it."""
-        timeline = self._book.timelines[state.request.id]
+        timeline = self._requests.timelines[state.request.id]
         limit_s = timeline.limit_s if timeline.limit_s < math.inf else self._times.gap_s
-        causes = self._book.observer.explain(state.request.id, since_s, ended_s, limit_s)
+        causes = self._requests.observer.explain(state.request.id, since_s, ended_s, limit_s)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)
 
     def _tell_all(
-        self, back: TakenBack, tokens: Tokens, messages: list[RequestMessage], logprobs: dict[int, TokenLogprobs]
+        self, back: NewTokens, tokens: Tokens, messages: list[RequestMessage], logprobs: dict[int, TokenLogprobs]
     ) -> None:
         if not logprobs:
             tokens.request_ids.extend(back.request_ids)
             tokens.positions.extend(back.positions)
             tokens.token_ids.extend(back.token_ids)
             return
-        places = range(len(back.token_ids)) if back.live is None else back.live.nonzero()[0].tolist()
-        for place, *token in zip(places, back.request_ids, back.positions, back.token_ids, strict=True):
-            _tell(RequestId(token[0]), token[1], token[2], logprobs.get(place), tokens, messages)
+        rows = range(len(back.token_ids)) if back.live is None else back.live.nonzero()[0].tolist()
+        for row, *token in zip(rows, back.request_ids, back.positions, back.token_ids, strict=True):
+            _tell(RequestId(token[0]), token[1], token[2], logprobs.get(row), tokens, messages)
 
 
 def _tell(
