@@ -50,7 +50,7 @@ class PrefixCache:
         state.num_prefilled = num_blocks * self._block_size
 
     def publish_later(self, state: RequestState) -> None:
-        """Others may find the full blocks that the request has computed, from the next `settle` on.
+        """Others may find the full blocks that the request has computed, from the next `publish` on.
 
         Only when a token has been sampled behind them: what is not a number spoils everything behind it, so finite
         logits are the proof that all KV before them is sound. Blocks of a row that fails are never found by anybody.

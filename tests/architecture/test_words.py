@@ -15,8 +15,18 @@ RETIRED = (
     *("seat", "seats", "Seats", "DeviceSeats", "SeatPool", "Tenancy", "Recipe", "recipe", "plain_from", "drawn_from"),
     *("Draws", "Commons", "OwnCommons", "Forwarding", "plain_messages", "TokensEvent", "FinishEvent"),
     *("SchedulerStats", "StepLog", "Outside", "Modes", "attainable", "put_back", "Draft", "lend"),
-    *("RequestBook", "ImageBook", "check_book", "Demand", "demand_of", "PrefixReuse", "TakenBack", "is_job", "num_named"),
-    *("gives_way", "owe", "owe_all", "settle"),
+    *(
+        "RequestBook",
+        "ImageBook",
+        "check_book",
+        "Demand",
+        "demand_of",
+        "PrefixReuse",
+        "TakenBack",
+        "is_job",
+        "num_named",
+    ),
+    *("gives_way", "owe", "owe_all"),
 )
 
 
