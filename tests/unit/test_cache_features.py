@@ -220,6 +220,6 @@ def test_damage_is_noticed() -> None:
     with pytest.raises(AssertionError, match="entries and blocks disagree"):
         features.check()
     features._entries[B].progress = ENCODED
-    features._blocks._pool._unname(features.block_ids(B).tolist()[1])
+    features._blocks._pool._forget_hash(features.block_ids(B).tolist()[1])
     with pytest.raises(AssertionError, match="cannot be found"):
         features.check()
