@@ -58,7 +58,7 @@ class Writes:
 
     def ours(self, layer: int) -> Tensor:
         q, k, v = self._q[layer], self._k[layer], self._v[layer]
-        return self._ops.rope_and_write(q, k, v, self._cos, self._sin, self.cache, layer, self.slots)
+        return self._ops.rope_and_write(q, k, v, (self._cos, self._sin), self.cache, layer, self.slots)
 
     def unfused(self, layer: int) -> Tensor:
         block, offset = self.slots // BLOCK, self.slots % BLOCK

@@ -51,17 +51,19 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, help="tokens that each decode sees")
     parser.add_argument("--prompt", type=int, help="tokens of the prompt beside decodes, 0: none")
     parser.add_argument("--picture", default="896x896", help="width x height of a picture")
-    parser.add_argument("--splits", help="of a GPU: multiprocessors for decodes at each place, with commas; 0: none")
+    parser.add_argument(
+        "--splits", help="of a GPU: multiprocessors for decodes of each partition, with commas; 0: none"
+    )
 
 
 class Mode(NamedTuple):
     name: str
-    place: int
+    partition: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """`first` is the compute-bound work, `steps` the decodes by place of the device."""
+    """`first` is the compute-bound work, `steps` the decodes by partition of the device."""
 
     what: str
     first: Run
@@ -77,8 +79,8 @@ class Case:
 
 def modes(subject: Subject) -> list[Mode]:
     """Two plain streams, and the parts that the device offers."""
-    parts = subject.backend.device.num_places if subject.on_gpu else 1
-    return [Mode("two streams", 0), *(Mode(f"place {place}", place) for place in range(1, parts))]
+    parts = subject.backend.device.partitions.count if subject.on_gpu else 1
+    return [Mode("two streams", 0), *(Mode(f"partition {number}", number) for number in range(1, parts))]
 
 
 def splits(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -165,7 +167,7 @@ def _counts(arguments: argparse.Namespace, report: Report, subject: Subject, ima
 
 
 def _decodes(report: Report, subject: Subject, rows: int, context: int) -> tuple[Step, dict[int, Run]]:
-    """One step, and how to run it at each place. Without a part of the device the others are measured all the same."""
+    """One step, and how to run it on each partition. Where one cannot be had the others are measured all the same."""
     step = subject.language([Row(context - 1)] * rows, subject.kv_cache(rows, context))
     expected = step()
     if not subject.on_gpu:
@@ -173,11 +175,14 @@ def _decodes(report: Report, subject: Subject, rows: int, context: int) -> tuple
     steps: dict[int, Run] = {}
     for mode in modes(subject):
         what = f"{subject.name} decode B={rows} at {mode.name}"
-        with report.optional(what) if mode.place else nullcontext(), subject.backend.device.at(mode.place):
+        with (
+            report.optional(what) if mode.partition else nullcontext(),
+            subject.backend.device.partitions.at(mode.partition),
+        ):
             graph = step.graph()
             graph.replay()
             agree(what, graph.logits, expected)
-            steps[mode.place] = graph.replay
+            steps[mode.partition] = graph.replay
     return step, steps
 
 
@@ -193,8 +198,8 @@ def _encode(subject: Subject, count: int, picture: tuple[int, int], image: Image
 
 def _pairs(report: Report, subject: Subject, case: Case, vision: Lane, language: Lane) -> None:
     turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
-    for mode in [mode for mode in modes(subject) if mode.place in case.steps]:
-        found = _duo(subject, case, mode.place, vision, language).together(report.effort)
+    for mode in [mode for mode in modes(subject) if mode.partition in case.steps]:
+        found = _duo(subject, case, mode.partition, vision, language).together(report.effort)
         gains = _gains(report, case, turns, found)
         row = report.row(
             f"{case.what}, pair, {mode.name}",
@@ -228,8 +233,8 @@ def _beside(report: Report, subject: Subject, case: Case, vision: Lane, language
     assert report.ceilings is not None
     turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
     count = max(3, int(_BESIDE_S / turns.first.median))
-    for mode in [mode for mode in modes(subject) if mode.place in case.steps]:
-        found = _duo(subject, case, mode.place, vision, language).beside(count)
+    for mode in [mode for mode in modes(subject) if mode.partition in case.steps]:
+        found = _duo(subject, case, mode.partition, vision, language).beside(count)
         serial = count * turns.first.median + found.num_steps * turns.second.median
         mix = [part.times(count) for part in case.first_work] + [part.times(found.num_steps) for part in case.step_work]
         # Each encode and each step reads its weights, so parts are summed one by one.
@@ -251,8 +256,8 @@ def _beside(report: Report, subject: Subject, case: Case, vision: Lane, language
         )
 
 
-def _duo(subject: Subject, case: Case, place: int, vision: Lane, language: Lane) -> Duo:
-    return Duo(subject.backend.device, vision, language, case.first, case.steps[place], place)
+def _duo(subject: Subject, case: Case, partition: int, vision: Lane, language: Lane) -> Duo:
+    return Duo(subject.backend.device, vision, language, case.first, case.steps[partition], partition)
 
 
 def _one_batch(arguments: argparse.Namespace, report: Report, subject: Subject, language: Lane) -> None:

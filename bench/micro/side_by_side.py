@@ -47,11 +47,13 @@ class Beside(NamedTuple):
 
 
 class Duo:
-    """`first` goes to the vision lane, `second` to the language lane, both at one place of the device."""
+    """`first` goes to the vision lane, `second` to the language lane, both on one partition of the device."""
 
-    def __init__(self, device: Device, vision: Lane, language: Lane, first: Run, second: Run, place: int = 0) -> None:
+    def __init__(
+        self, device: Device, vision: Lane, language: Lane, first: Run, second: Run, partition: int = 0
+    ) -> None:
         self._device, self._vision, self._language = device, vision, language
-        self._first, self._second, self._place = first, second, place
+        self._first, self._second, self._partition = first, second, partition
 
     def in_turn(self, effort: Effort) -> Together:
         """Both on the language lane."""
@@ -102,8 +104,8 @@ class Duo:
 
     def _after(self, barrier: threading.Barrier, job: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
-            # Also at place 0: lanes of a divided device move by themselves while both have work.
-            with self._device.at(self._place):
+            # Also on partition 0: lanes of a divided device move by themselves while both have work.
+            with self._device.partitions.at(self._partition):
                 barrier.wait(timeout=60)
                 return job()
 

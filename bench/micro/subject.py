@@ -166,7 +166,7 @@ class Encode:
         self._model.encode(self.inputs, self.cache)
 
     def graph(self) -> Callable[[], None] | str:
-        """The engine's replay of it at any place, with all that it does beside the graph; captured by the calling
+        """The engine's replay of it on any partition, with all that it does beside the graph; captured by the calling
         lane. Or why there is none."""
         subject, tower = self._subject, self._model.tower
         if not subject.on_gpu:
@@ -176,8 +176,8 @@ class Encode:
         graphs = EncodeGraphs(tower, subject.backend, self.cache, (num_patches,))
         try:
             graphs.prepare()
-            for place, size in graphs.wanted:
-                graphs.capture(place, size)
+            for partition, size in graphs.wanted:
+                graphs.capture(partition, size)
         except BackendError as error:
             return str(error)[:200]
         slots = self.slots.cpu().numpy()

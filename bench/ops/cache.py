@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.common import card, emit, interleaved
 from hydra_engine import _C
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import HeadNorms, PagedCache
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.reference.ops import ReferenceOps
 
@@ -101,14 +101,14 @@ def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, in
     ops.write_cache(t.cache, 0, (t.k[0], t.v[0]), t.slots)
     plain.write_cache(other, 0, (t.k[0], t.v[0]), t.slots)
     require(torch.equal(t.cache.data, other.data), "write_cache")
-    rotated = ops.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, t.cache, 0, t.slots)
-    expected = plain.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, other, 0, t.slots)
+    rotated = ops.rope_and_write(t.q[0], t.k[0], t.v[0], (t.cos, t.sin), t.cache, 0, t.slots)
+    expected = plain.rope_and_write(t.q[0], t.k[0], t.v[0], (t.cos, t.sin), other, 0, t.slots)
     require(torch.allclose(rotated.float(), expected.float(), rtol=2**-7, atol=1e-2), "rope_and_write")
     require(torch.equal(ops.gather_cache(t.cache, 0, 1, t.slots), t.v[0]), "gather_cache")
     weight = torch.rand(case[3]).to(DTYPE)
-    norms: dict[str, Any] = {"q_norm": weight, "k_norm": weight, "eps": EPS}
-    rotated = ops.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, t.cache, 0, t.slots, **norms)
-    expected = plain.rope_and_write(t.q[0], t.k[0], t.v[0], t.cos, t.sin, other, 0, t.slots, **norms)
+    norms = HeadNorms(weight, weight, EPS)
+    rotated = ops.rope_and_write(t.q[0], t.k[0], t.v[0], (t.cos, t.sin), t.cache, 0, t.slots, norms)
+    expected = plain.rope_and_write(t.q[0], t.k[0], t.v[0], (t.cos, t.sin), other, 0, t.slots, norms)
     require(torch.allclose(rotated.float(), expected.float(), rtol=2**-7, atol=1e-2), "rope_and_write with norms")
 
     def torch_rope(i: int) -> Tensor:
@@ -137,7 +137,7 @@ def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, in
             t.kv_bytes + t.q_bytes,
             {
                 "native": t.in_turn(
-                    lambda i: ops.rope_and_write(t.q[i], t.k[i], t.v[i], t.cos, t.sin, t.cache, i, t.slots)
+                    lambda i: ops.rope_and_write(t.q[i], t.k[i], t.v[i], (t.cos, t.sin), t.cache, i, t.slots)
                 ),
                 "torch": t.in_turn(torch_rope),
                 "copy": t.copy(t.kv_bytes + t.q_bytes),
@@ -148,7 +148,7 @@ def step_candidates(ops: NativeOps, case: tuple[int, ...]) -> list[tuple[str, in
             t.kv_bytes + t.q_bytes,
             {
                 "native": t.in_turn(
-                    lambda i: ops.rope_and_write(t.q[i], t.k[i], t.v[i], t.cos, t.sin, t.cache, i, t.slots, **norms)
+                    lambda i: ops.rope_and_write(t.q[i], t.k[i], t.v[i], (t.cos, t.sin), t.cache, i, t.slots, norms)
                 ),
                 "torch": t.in_turn(torch_norm_rope),
                 "copy": t.copy(t.kv_bytes + t.q_bytes),

@@ -143,6 +143,30 @@ class SamplingTensors(NamedTuple):
     numbers: Tensor  # float32 in [0, 1): where in the cumulative distribution
 
 
+class DeltaInputs(NamedTuple):
+    """What the gated delta rule reads of T tokens; Hv is a multiple of Hk. The decay of a token is
+    exp(-exp(rates) softplus(a + shift)), its strength sigmoid(b), rounded."""
+
+    q: Tensor  # [T, Hk, Dk], as k; the rule normalises both
+    k: Tensor
+    v: Tensor  # [T, Hv, Dv]; head h reads key head h // (Hv / Hk)
+    a: Tensor  # [T, Hv], as b
+    b: Tensor
+    rates: Tensor  # [Hv] float32, as shift
+    shift: Tensor
+
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the tokens' angles, [T, D/2] float32 each
+
+
+class HeadNorms(NamedTuple):
+    """Norms of queries and keys before they are rotated, as rms_norm with these weights [D]; None: left as it is."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+
+
 class PackedLinear(Protocol):
     """A weight in the layout its implementation wants; the original may be gone."""
 
@@ -233,24 +257,9 @@ class Ops(Protocol):
         x [T, channels], weight [channels, K] contiguous of x's dtype -> [T, channels]. Moves `cache.conv` on."""
         ...
 
-    def delta_rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: Tensor,
-        shift: Tensor,
-        cache: StateCache,
-        layer: int,
-        rows: StateRows,
-    ) -> Tensor:
-        """The gated delta rule (formulas in backend/reference/delta_rule.py), which first normalises q and k.
-
-        q, k [T, Hk, Dk], v [T, Hv, Dv], a, b [T, Hv], rates, shift [Hv] float32 -> [T, Hv, Dv]; value head h reads key
-        head h // (Hv / Hk). The decay is exp(-exp(rates) softplus(a + shift)), the strength sigmoid(b), rounded.
-        Moves `cache.recurrent` on."""
+    def delta_rule(self, inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        """The gated delta rule (formulas in backend/reference/delta_rule.py) -> [T, Hv, Dv]. Moves `cache.recurrent`
+        on."""
         ...
 
     # ---- caches
@@ -264,19 +273,15 @@ class Ops(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         layer: int,
         slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotates q [T, Hq, D] and k [T, Hkv, D] (half-split pairs (i, i + D/2), as Llama), writes rotated k and v
-        to `slots` (-1 skips), returns rotated q [T, Hq, D]. cos, sin [T, D/2] float32 (sections already resolved).
-        With q_norm or k_norm [D] it first does to that tensor what rms_norm with that weight and `eps` does."""
+        """Rotates q [T, Hq, D] and k [T, Hkv, D] (half-split pairs (i, i + D/2), as Llama), behind their norms where
+        there are any, writes rotated k and v to `slots` (-1 skips), returns rotated q [T, Hq, D]. Sections of `rotary`
+        are resolved."""
         ...
 
     def merge_image_tokens(

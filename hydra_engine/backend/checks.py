@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, HeadNorms, PagedCache, Rotary, SamplingTensors, StateCache, StateRows
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -116,7 +116,7 @@ class RopeStrides(NamedTuple):
 
 
 def check_rope(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor
+    q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: PagedCache, layer: int, slots: Tensor
 ) -> RopeStrides:
     data = cache.data
     _, num_layers, num_tensors, _, num_kv_heads, dim = data.shape
@@ -130,8 +130,8 @@ def check_rope(
         check_heads("q", q, (tokens, q.shape[1] if q.dim() == 3 else 0, dim), dtype),
         check_heads("k", k, kv_shape, dtype),
         check_heads("v", v, kv_shape, dtype),
-        _check_angles("cos", cos, (tokens, dim // 2)),
-        _check_angles("sin", sin, (tokens, dim // 2)),
+        _check_angles("cos", rotary[0], (tokens, dim // 2)),
+        _check_angles("sin", rotary[1], (tokens, dim // 2)),
     )
 
 
@@ -153,9 +153,9 @@ def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> RotateStrides:
     return RotateStrides(*strides, _check_angles("cos", cos, angles), _check_angles("sin", sin, angles))
 
 
-def check_head_norms(q_norm: Tensor | None, k_norm: Tensor | None, dim: int, dtype: torch.dtype) -> None:
-    """Weights of the norms before a rotation: [D] of the cache's dtype where they are given."""
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+def check_head_norms(norms: HeadNorms, dim: int, dtype: torch.dtype) -> None:
+    """Weights [D] of the cache's dtype where they are given."""
+    for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
         if weight is not None and (weight.shape != (dim,) or weight.dtype is not dtype or not weight.is_contiguous()):
             raise ValueError(f"{name}: expected contiguous [{dim}] {dtype}, got {described(weight)}")
 
@@ -315,17 +315,8 @@ def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) ->
     check_state_rows(rows)
 
 
-def check_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rates: Tensor,
-    shift: Tensor,
-    cache: StateCache,
-    rows: StateRows,
-) -> None:
+def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None:
+    q, k, v, a, b, rates, shift = inputs
     _, _, heads, key_dim, value_dim = cache.recurrent.shape
     if cache.recurrent.dtype is not torch.float32 or not cache.recurrent.is_contiguous():
         raise ValueError(f"cache: expected contiguous [N, L, Hv, Dk, Dv] float32, got {described(cache.recurrent)}")

@@ -6,7 +6,7 @@ Part of the one door to hardware (`base.py`). Does not know tensors' meaning, op
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +75,34 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+class Partitions(Protocol):
+    """Parts of a device on which the language lane may run, numbered from 0, all of it, each with graphs."""
+
+    count: int  # 1: the device is never divided
+
+    def current(self) -> int:
+        """Where the calling lane's present job runs."""
+        ...
+
+    def at(self, partition: int) -> AbstractContextManager[None]:
+        """Runs what the calling lane launches inside there."""
+        ...
+
+
+class WholeDevice:
+    """`Partitions` of a device that is never divided."""
+
+    count = 1
+
+    def current(self) -> int:
+        return 0
+
+    def at(self, partition: int) -> AbstractContextManager[None]:
+        if partition != 0:
+            raise ValueError(f"partition: expected 0, the device is not divided, got {partition}")
+        return nullcontext()
+
+
 class Lane(Protocol):
     """Where the steps of one model run in order: a thread (CPU) or a stream with its launching thread (CUDA)."""
 
@@ -92,6 +120,9 @@ class Lane(Protocol):
 class Device(Protocol):
     name: str  # "cpu", "cuda:0"
     torch_device: torch.device
+
+    @property
+    def partitions(self) -> Partitions: ...
 
     def lane(self, name: str) -> Lane: ...
 
@@ -136,23 +167,9 @@ class Device(Protocol):
         ...
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Runs `launch` once to warm it up and once to capture it, at the calling lane's present place. Graphs share
-        one pool of memory: their results must be read before the next replay. `launch` must not wait, copy from the
-        host or allocate what outlives it."""
-        ...
-
-    @property
-    def num_places(self) -> int:
-        """Parts of the device on which the language lane may run, numbered from 0, all of it. Graphs are captured for
-        each. 1: the device is never divided."""
-        ...
-
-    def place(self) -> int:
-        """Where the calling lane's present job runs."""
-        ...
-
-    def at(self, place: int) -> AbstractContextManager[None]:
-        """Runs what the calling lane launches inside there."""
+        """Runs `launch` once to warm it up and once to capture it, on the calling lane's present partition. Graphs
+        share one pool of memory: their results must be read before the next replay. `launch` must not wait, copy from
+        the host or allocate what outlives it."""
         ...
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:

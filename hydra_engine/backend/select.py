@@ -164,22 +164,22 @@ def _on_cuda(
     # Both import GPU libraries, which only now are known to be there and wanted.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
     cuda: Any = importlib.import_module("hydra_engine.backend.cuda.ops")
-    places = _places(torch.device("cuda", index), sm_split, lane_priority) if sm_split else None
-    device = host.CudaDevice(index, threads, _set_threads, lane_priority, places)
+    split = _split(torch.device("cuda", index), sm_split, lane_priority) if sm_split else None
+    device = host.CudaDevice(index, threads, _set_threads, lane_priority, split)
     taken = Attention(attention)
     if attention == AUTO:
         assert heads is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
         taken = timing.choose(device, chosen.num_sms, dtype, heads)
     ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=taken)
-    notes = filter(None, (None if places is None else places.note, taken.note))
+    notes = filter(None, (None if split is None else split.note, taken.note))
     return Backend(device, ops, dtype, threads, tuple(notes))
 
 
-def _places(device: torch.device, sm_split: Sequence[int], lane_priority: str) -> Any:
-    split: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
+def _split(device: torch.device, sm_split: Sequence[int], lane_priority: str) -> Any:
+    sm: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
     lanes: Any = importlib.import_module("hydra_engine.backend.cuda.lanes")
-    return split.SplitDevice(device, sm_split, lanes.PRIORITIES[lane_priority])
+    return sm.SplitDevice(device, sm_split, lanes.PRIORITIES[lane_priority])
 
 
 def _set_threads(count: int) -> None:

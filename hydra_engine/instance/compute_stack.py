@@ -232,7 +232,7 @@ def step_times(
         fill_cache=partial(_fill_with_noise, stack.kv_cache),
         gpu=gpu,
         attention=kernels["attention_paged"] if gpu else "",
-        sm_split=stack.config.sm_counts if backend.device.num_places > 1 else (),
+        sm_split=stack.config.sm_counts if backend.device.partitions.count > 1 else (),
         graph_sizes=stack.worker.graph_sizes,
         captured_patches=stack.worker.captured_patches,
     )

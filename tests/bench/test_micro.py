@@ -21,6 +21,7 @@ from bench.micro.side_by_side import Duo
 from bench.micro.subject import _divided
 from bench.summary import table
 from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.device import WholeDevice
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -170,22 +171,23 @@ def test_a_shape_that_does_not_fit_is_wrong() -> None:
     assert [wrong["what"] for wrong in report.document()["wrong"]] == ["shape"]
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_work_is_held_at_the_place_that_is_measured(place: int) -> None:
+@pytest.mark.parametrize("partition", [0, 2])
+def test_work_is_held_on_the_partition_that_is_measured(partition: int) -> None:
     """The whole device too: lanes of one that is divided would move to a part of it."""
     asked: list[int] = []
 
-    class Divided(CpuDevice):
-        def at(self, place: int) -> nullcontext[None]:
-            asked.append(place)
+    class Divided(WholeDevice):
+        def at(self, partition: int) -> nullcontext[None]:
+            asked.append(partition)
             return nullcontext()
 
-    device = Divided(1)
+    device = CpuDevice(1)
+    device.partitions = Divided()
     lanes = device.lane("vision"), device.lane("language")
-    Duo(device, *lanes, lambda: None, lambda: None, place).together(Effort(1, 0.0, 1.0))
+    Duo(device, *lanes, lambda: None, lambda: None, partition).together(Effort(1, 0.0, 1.0))
     for lane in lanes:
         lane.close()
-    assert asked == [place] * 4
+    assert asked == [partition] * 4
 
 
 def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:

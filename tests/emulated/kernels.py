@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
 
@@ -206,7 +206,9 @@ def _delta_rule(
     writes: Tensor,
 ) -> Tensor:
     with _places(states, writes) as (cache, written):
-        return OPS.delta_rule(q, k, v, a, b, rates, shift, cache, 0, StateRows(cu_q, starts, reads, written))
+        return OPS.delta_rule(
+            DeltaInputs(q, k, v, a, b, rates, shift), cache, 0, StateRows(cu_q, starts, reads, written)
+        )
 
 
 @contextmanager

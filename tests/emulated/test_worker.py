@@ -147,7 +147,7 @@ def test_recurrent_states_follow_their_requests(on_device: Rigs, models: Models)
     assert ask(rig, texts(30), rig.generate_ahead, chunk=15) == together
 
 
-def test_a_lane_that_moves_between_places_keeps_its_order(
+def test_a_lane_that_moves_between_partitions_keeps_its_order(
     on_device: Rigs, models: Models, replays: list[CUDAGraph], streams: Streams
 ) -> None:
     """The language lane has its own part of the device while the other one has work."""

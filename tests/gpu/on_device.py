@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary
 from hydra_engine.backend.cuda.cache import CudaCacheOps
 
 
@@ -40,22 +40,19 @@ class OnDevice:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         layer: int,
         slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         there = self.cache(cache)
-        inputs = [self.moved(x) for x in (q, k, v, cos, sin)]
-        first, second = (None if weight is None else self.moved(weight) for weight in (q_norm, k_norm))
+        q, k, v, cos, sin = (self.moved(x) for x in (q, k, v, *rotary))
+        if norms is not None:
+            weights = (None if weight is None else self.moved(weight) for weight in (norms.q, norms.k))
+            norms = HeadNorms(*weights, norms.eps)
         try:
-            out = self._ops.rope_and_write(*inputs, there, layer, slots, q_norm=first, k_norm=second, eps=eps)
-            return out.cpu()
+            return self._ops.rope_and_write(q, k, v, (cos, sin), there, layer, slots, norms).cpu()
         finally:
             cache.data.copy_(there.data)
 

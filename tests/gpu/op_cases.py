@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import Activation, DeltaInputs, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, CudaLinear, implementation
 from hydra_engine.backend.reference.ops import ALL_OPS, ReferenceOps
@@ -149,9 +149,9 @@ def states(places: int, taps: int, channels: int, heads: int, dim: int) -> State
     return StateCache(random(places, 2, taps - 1, channels, seed=8), random(places, 2, heads, dim, dim, seed=9))
 
 
-def rule_inputs(tokens: int, key_heads: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+def rule_inputs(tokens: int, key_heads: int, heads: int, dim: int) -> DeltaInputs:
     q, k, v = (random(tokens, count, dim, seed=s) for s, count in ((2, key_heads), (3, key_heads), (4, heads)))
-    return q, k, v, random(tokens, heads, seed=5), random(tokens, heads, seed=6), *random(2, heads, seed=7)
+    return DeltaInputs(q, k, v, random(tokens, heads, seed=5), random(tokens, heads, seed=6), *random(2, heads, seed=7))
 
 
 def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
@@ -170,8 +170,8 @@ def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(there.conv.cpu(), host.conv)
         tensors = rule_inputs(tokens, 2, 4, 8)
-        expected = REFERENCE.delta_rule(*tensors, host, 1, rows)
-        found = side.ops.delta_rule(*(side.there(t) for t in tensors), there, 1, planned)
+        expected = REFERENCE.delta_rule(tensors, host, 1, rows)
+        found = side.ops.delta_rule(DeltaInputs(*map(side.there, tensors)), there, 1, planned)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
 
@@ -197,7 +197,7 @@ def test_decodes_read_their_places_when_they_are_used(side: Side) -> None:
     starts, reads, writes = (torch.full((3,), value, device=device) for value in (0, 0, -1))
     planned = side.ops.plan_decode_states(starts, reads, writes)
     x, weight, tensors = random(3, 24), random(24, 4, seed=1), rule_inputs(3, 2, 4, 8)
-    moved = side.there(x), side.there(weight), [side.there(t) for t in tensors]
+    moved = side.there(x), side.there(weight), DeltaInputs(*map(side.there, tensors))
     for places in (([9, 5], [0, 3], [1, 2]), ([10, 6], [1, 2], [0, 3])):
         for column, values in zip((starts, reads, writes), places, strict=True):
             column[:2] = torch.tensor(values)
@@ -205,8 +205,8 @@ def test_decodes_read_their_places_when_they_are_used(side: Side) -> None:
         expected = REFERENCE.causal_conv(x[:2], weight, host, 1, rows)
         found = side.ops.causal_conv(*moved[:2], there, 1, planned)
         torch.testing.assert_close(found[:2].cpu(), expected, rtol=1e-5, atol=1e-5)
-        expected = REFERENCE.delta_rule(*(t[:2] for t in tensors[:5]), *tensors[5:], host, 1, rows)
-        found = side.ops.delta_rule(*moved[2], there, 1, planned)
+        expected = REFERENCE.delta_rule(DeltaInputs(*(t[:2] for t in tensors[:5]), *tensors[5:]), host, 1, rows)
+        found = side.ops.delta_rule(moved[2], there, 1, planned)
         torch.testing.assert_close(found[:2].cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(there.conv.cpu(), host.conv)
         torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
@@ -226,7 +226,7 @@ def test_messages_of_states(side: Side) -> None:
     with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
         ops.causal_conv(x, weight, there, 2, good)
     with pytest.raises(ValueError, match="rows: expected places 0 to 1, got 2"):
-        ops.delta_rule(*(side.there(t) for t in rule_inputs(3, 2, 4, 8)), there, 1, rows([0, 3], [0], [0], [2]))
+        ops.delta_rule(DeltaInputs(*map(side.there, rule_inputs(3, 2, 4, 8))), there, 1, rows([0, 3], [0], [0], [2]))
     for bad in ([0, 3, 2], [1, 2, 3]):
         with pytest.raises(ValueError, match="rows: expected cu_q to rise from 0, got"):
             rows(bad, [0, 0], [0, 0], [0, 1])

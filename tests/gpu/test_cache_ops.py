@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import HeadNorms, PagedCache
 from hydra_engine.backend.cuda import cache as cuda_cache
 from tests.gpu.on_device import OnDevice
 from tests.ops import test_cache_ops as cases
@@ -40,7 +40,7 @@ def test_norm_and_rotation_are_as_exact_as_the_formula(
     cos, sin = heads.angles(40, dim)
     weights = {name: cases.random(dim, dtype=dtype, seed=8) for name in "qk" if which in (name, "both")}
     out = ops.rope_and_write(
-        q, k, v, cos, sin, cache, 1, slots, q_norm=weights.get("q"), k_norm=weights.get("k"), eps=heads.EPS
+        q, k, v, (cos, sin), cache, 1, slots, HeadNorms(weights.get("q"), weights.get("k"), heads.EPS)
     )
     check(out, q, cos, sin, weights.get("q"))
     check(cases.slot_rows(cache, 1, 0)[slots[kept]], k[kept], cos[kept], sin[kept], weights.get("k"))
@@ -123,12 +123,12 @@ def test_captured_calls_repeat(cuda: torch.device) -> None:
     cos, sin = (cases.random(8, 32, dtype=torch.float32, seed=s).to(cuda) for s in (1, 2))
     slots = torch.full((8,), -1, device=cuda)
     other = filled((4, 1, 2, 16, 2, 64), torch.bfloat16, cuda)
-    expected = ops.rope_and_write(q, k, v, cos, sin, other, 0, torch.arange(8, 16))
+    expected = ops.rope_and_write(q, k, v, (cos, sin), other, 0, torch.arange(8, 16))
     ops.desc(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():  # as every graph of a process
         with torch.cuda.graph(graph):
-            out = ops.rope_and_write(q, k, v, cos, sin, cache, 0, slots)
+            out = ops.rope_and_write(q, k, v, (cos, sin), cache, 0, slots)
         slots.copy_(torch.arange(8, 16))
         graph.replay()
     assert torch.equal(out, expected)

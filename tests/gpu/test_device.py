@@ -365,9 +365,9 @@ def test_pools_are_full_of_zeros_and_refused_where_they_are_not_what_was_said(de
         device.share(1 << 50)
 
 
-def test_the_device_is_one_place(device: CudaDevice) -> None:
-    assert (device.num_places, device.place(), device.asynchronous) == (1, 0, True)
-    with device.at(0):
-        assert device.place() == 0
-    with pytest.raises(ValueError, match="place: expected 0"):
-        device.at(1)
+def test_the_device_is_one_partition(device: CudaDevice) -> None:
+    assert (device.partitions.count, device.partitions.current(), device.asynchronous) == (1, 0, True)
+    with device.partitions.at(0):
+        assert device.partitions.current() == 0
+    with pytest.raises(ValueError, match="partition: expected 0"):
+        device.partitions.at(1)

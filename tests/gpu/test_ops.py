@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, HeadNorms, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.ops import CudaOps
 from tests.gpu import op_cases as cases
@@ -71,11 +71,11 @@ def test_caches(side: Side, cuda: torch.device, where: str) -> None:
     cos, sin, norm = cases.random(5, 8, seed=1), cases.random(5, 8, seed=2), cases.random(16, seed=3)
     slots = torch.tensor([3, -1, 22, 7, 0])
     moved = slots if where == "host" else slots.to(cuda)
-    expected = reference.rope_and_write(q, k, v, cos, sin, host, 1, slots, q_norm=norm, k_norm=norm, eps=1e-6)
+    expected = reference.rope_and_write(q, k, v, (cos, sin), host, 1, slots, HeadNorms(norm, norm, 1e-6))
     on_device = (part for part in side.there(fused).split((4, 2, 2), dim=1))
     weight = side.there(norm)
     found = ops.rope_and_write(
-        *on_device, side.there(cos), side.there(sin), there, 1, moved, q_norm=weight, k_norm=weight, eps=1e-6
+        *on_device, (side.there(cos), side.there(sin)), there, 1, moved, HeadNorms(weight, weight, 1e-6)
     )
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(there.data.cpu(), host.data, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -118,7 +118,7 @@ class OneLayer:
         plan = ops.plan_decode(context, tables)
         normed = ops.rms_norm(x, self._scale, 1e-6)
         q, k, v = ops.linear(normed, self._qkv).view(self._batch, 8, 64).split((4, 2, 2), dim=1)
-        q = ops.rope_and_write(q, k, v, angles, angles, cache, 0, slots)
+        q = ops.rope_and_write(q, k, v, (angles, angles), cache, 0, slots)
         mixed = ops.attention_paged(q, cache, 0, plan, 0.125)
         return ops.sample(ops.linear(mixed.flatten(1), self._head, out_dtype=torch.float32), draws)
 
@@ -193,19 +193,19 @@ class OneDeltaNet:
         x, weight, scales = self._moved
         inputs, gates = x[begin:end, : self._channels], x[begin:end, self._channels :]
         mixed = self._ops.causal_conv(inputs, weight, self.there, 1, rows)
-        return mixed, self._ops.delta_rule(*_of_rule(mixed, gates, scales), self.there, 1, rows)
+        return mixed, self._ops.delta_rule(_of_rule(mixed, gates, scales), self.there, 1, rows)
 
     def expect(self, rows: StateRows, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The rule of what the device's convolution gave, so that one rounding is compared at a time."""
         x, gates = self._x[:, : self._channels].float(), self._x[:, self._channels :]
         convolved = cases.REFERENCE.causal_conv(x, self._weight.float(), self.host, 1, rows)
-        return convolved, cases.REFERENCE.delta_rule(*_of_rule(mixed, gates, self._scales), self.host, 1, rows)
+        return convolved, cases.REFERENCE.delta_rule(_of_rule(mixed, gates, self._scales), self.host, 1, rows)
 
 
-def _of_rule(mixed: Tensor, gates: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+def _of_rule(mixed: Tensor, gates: Tensor, scales: Tensor) -> DeltaInputs:
     key_heads, heads, dim, _ = HYBRID
     q, k, v = mixed.view(-1, 2 * key_heads + heads, dim).split((key_heads, key_heads, heads), dim=1)
-    return q, k, v, *gates.chunk(2, dim=1), *scales
+    return DeltaInputs(q, k, v, *gates.chunk(2, dim=1), *scales)
 
 
 def test_recurrent_layers_of_real_widths(side: Side) -> None:

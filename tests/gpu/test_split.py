@@ -42,23 +42,23 @@ def sms(out: Tensor) -> set[int]:
     return set(out.tolist())
 
 
-class OwnPlace:
+class OwnPolicy:
     """A policy that the test sets."""
 
     def __init__(self) -> None:
         self.number = 1
 
-    def place(self) -> int:
+    def __call__(self) -> int:
         return self.number
 
 
 @pytest.fixture(scope="module")
-def policy() -> OwnPlace:
-    return OwnPlace()
+def policy() -> OwnPolicy:
+    return OwnPolicy()
 
 
 @pytest.fixture(scope="module")
-def places(cuda: torch.device, policy: OwnPlace) -> SplitDevice:
+def split(cuda: torch.device, policy: OwnPolicy) -> SplitDevice:
     try:
         return SplitDevice(cuda, (16, 32), PRIORITIES["balanced"], policy)
     except (BackendError, ConfigError) as error:
@@ -66,13 +66,13 @@ def places(cuda: torch.device, policy: OwnPlace) -> SplitDevice:
 
 
 @pytest.fixture
-def device(cuda: torch.device, places: SplitDevice) -> CudaDevice:
+def device(cuda: torch.device, split: SplitDevice) -> CudaDevice:
     assert cuda.index is not None
-    return CudaDevice(cuda.index, 1, places=places)
+    return CudaDevice(cuda.index, 1, split=split)
 
 
 @pytest.fixture
-def language(device: CudaDevice, policy: OwnPlace) -> Iterator[Lane]:
+def language(device: CudaDevice, policy: OwnPolicy) -> Iterator[Lane]:
     policy.number = 1
     lane = device.lane("language")
     yield lane
@@ -109,21 +109,21 @@ def wait(lane: Lane, job: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_there_is_a_place_for_each_count_and_a_note(device: CudaDevice, places: SplitDevice) -> None:
-    assert device.num_places == 3
-    assert places.note.startswith("multiprocessors while both models run: 16 for tokens")
+def test_there_is_a_partition_for_each_count_and_a_note(device: CudaDevice, split: SplitDevice) -> None:
+    assert device.partitions.count == 3
+    assert split.note.startswith("multiprocessors while both models run: 16 for tokens")
 
 
-def test_lanes_at_a_place_run_on_disjoint_multiprocessors(
+def test_lanes_on_a_partition_run_on_disjoint_multiprocessors(
     device: CudaDevice, language: Lane, vision: Lane, noted: Callable[[], Tensor], cuda: torch.device
 ) -> None:
     num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
-    for place, count in ((1, 16), (2, 32)):
+    for partition, count in ((1, 16), (2, 32)):
         tokens, pictures = noted(), noted()
 
-        def job(out: Tensor, place: int = place) -> None:
-            with device.at(place):
-                assert device.place() == place
+        def job(out: Tensor, partition: int = partition) -> None:
+            with device.partitions.at(partition):
+                assert device.partitions.current() == partition
                 note(out)
                 device.finish()
 
@@ -134,13 +134,13 @@ def test_lanes_at_a_place_run_on_disjoint_multiprocessors(
         assert len(sms(tokens)) + len(sms(pictures)) <= num_sms + LENT
 
 
-def test_the_whole_device_is_used_at_place_0(
+def test_the_whole_device_is_used_on_partition_0(
     device: CudaDevice, language: Lane, noted: Callable[[], Tensor], cuda: torch.device
 ) -> None:
     out = noted()
 
     def job() -> None:
-        assert device.place() == 0
+        assert device.partitions.current() == 0
         note(out)
         device.finish()
 
@@ -153,45 +153,45 @@ def test_a_lane_moves_when_the_other_has_work_and_back(device: CudaDevice, langu
     encode, begun = threading.Event(), threading.Event()
 
     def encoding() -> None:
-        seen["vision"].append(device.place())
+        seen["vision"].append(device.partitions.current())
         begun.set()
         assert encode.wait(60)
 
-    wait(language, lambda: seen["language"].append(device.place()))
+    wait(language, lambda: seen["language"].append(device.partitions.current()))
     vision.submit(encoding)
     assert begun.wait(60)
-    wait(language, lambda: seen["language"].append(device.place()))
+    wait(language, lambda: seen["language"].append(device.partitions.current()))
     encode.set()
-    wait(vision, lambda: seen["vision"].append(device.place()))  # a step began since the last encode did
+    wait(vision, lambda: seen["vision"].append(device.partitions.current()))  # a step began since the last encode did
     vision.close()
-    wait(language, lambda: seen["language"].append(device.place()))
+    wait(language, lambda: seen["language"].append(device.partitions.current()))
     assert seen == {"language": [0, 1, 0], "vision": [1, 1]}
 
 
-def test_a_graph_keeps_the_place_of_its_capture(
+def test_a_graph_keeps_the_partition_of_its_capture(
     device: CudaDevice, language: Lane, noted: Callable[[], Tensor]
 ) -> None:
-    """And other places keep theirs, wherever the lane is now."""
+    """And other partitions keep theirs, wherever the lane is now."""
     outs, graphs = [noted() for _ in range(3)], {}
 
-    def capture(place: int) -> None:
-        with device.at(place):
-            graphs[place] = device.capture(partial(note, outs[place]))
+    def capture(partition: int) -> None:
+        with device.partitions.at(partition):
+            graphs[partition] = device.capture(partial(note, outs[partition]))
 
-    for place in range(3):
-        wait(language, partial(capture, place))
+    for partition in range(3):
+        wait(language, partial(capture, partition))
 
-    def replay(place: int) -> None:
-        outs[place].fill_(-1)
-        with device.at(place):
-            graphs[place].replay()
+    def replay(partition: int) -> None:
+        outs[partition].fill_(-1)
+        with device.partitions.at(partition):
+            graphs[partition].replay()
             device.finish()
 
     used = []
-    for place in (2, 0, 1):
-        wait(language, partial(replay, place))
-        assert -1 not in sms(outs[place])
-        used.append(len(sms(outs[place])))
+    for partition in (2, 0, 1):
+        wait(language, partial(replay, partition))
+        assert -1 not in sms(outs[partition])
+        used.append(len(sms(outs[partition])))
     at_2, at_0, at_1 = used
     assert at_1 < at_2 < at_0
 
@@ -199,13 +199,13 @@ def test_a_graph_keeps_the_place_of_its_capture(
 def test_what_a_lane_launched_before_it_moved_comes_first(
     device: CudaDevice, language: Lane, cuda: torch.device
 ) -> None:
-    """Each launch is slow and reads what the one before it wrote, at another place."""
+    """Each launch is slow and reads what the one before it wrote, on another partition."""
     value = torch.zeros(1 << 16, dtype=torch.int64, device=cuda)
     fetches = []
 
     def job() -> None:
         for turn in range(30):
-            with device.at(turn % 3):
+            with device.partitions.at(turn % 3):
                 torch.cuda._sleep(1_000_000)
                 value.mul_(2).add_(turn % 3)
         fetches.append(device.fetch((value,)))
@@ -218,7 +218,7 @@ def test_what_a_lane_launched_before_it_moved_comes_first(
     assert (got == expected).all()
 
 
-def test_a_job_at_a_place_begins_behind_what_its_submitter_launched(
+def test_a_job_on_a_partition_begins_behind_what_its_submitter_launched(
     device: CudaDevice, language: Lane, vision: Lane, cuda: torch.device
 ) -> None:
     value = torch.zeros(1000, device=cuda)
@@ -229,7 +229,7 @@ def test_a_job_at_a_place_begins_behind_what_its_submitter_launched(
     value.add_(1)
 
     def job() -> None:
-        assert device.place() == 1
+        assert device.partitions.current() == 1
         seen.append(value.clone())
         device.finish()
 
@@ -240,13 +240,13 @@ def test_a_job_at_a_place_begins_behind_what_its_submitter_launched(
     assert bool((seen[0] == 1).all())
 
 
-def test_results_are_the_same_at_every_place(device: CudaDevice, language: Lane, cuda: torch.device) -> None:
+def test_results_are_the_same_on_every_partition(device: CudaDevice, language: Lane, cuda: torch.device) -> None:
     x = torch.randn(512, 512, device=cuda)
     results: list[Tensor] = []
 
     def job() -> None:
-        for place in range(3):
-            with device.at(place):
+        for partition in range(3):
+            with device.partitions.at(partition):
                 results.append((x @ x).softmax(-1).argmax(-1))
         device.finish()
 
@@ -254,12 +254,12 @@ def test_results_are_the_same_at_every_place(device: CudaDevice, language: Lane,
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_closing_a_lane_waits_for_the_place_it_was_at(device: CudaDevice, cuda: torch.device) -> None:
+def test_closing_a_lane_waits_for_the_partition_it_was_on(device: CudaDevice, cuda: torch.device) -> None:
     lane = device.lane("language")
     ended: list[torch.cuda.Event] = []
 
     def job() -> None:
-        with device.at(1):
+        with device.partitions.at(1):
             torch.cuda._sleep(50_000_000)
             ended.append(torch.cuda.Event())
             ended[0].record()
@@ -270,16 +270,16 @@ def test_closing_a_lane_waits_for_the_place_it_was_at(device: CudaDevice, cuda: 
     assert ended[0].query()
 
 
-def test_a_place_that_is_not_there_is_refused(device: CudaDevice) -> None:
-    with pytest.raises(ValueError, match="place: expected 0 to 2, got 3"):
-        device.at(3)
+def test_a_partition_that_is_not_there_is_refused(device: CudaDevice) -> None:
+    with pytest.raises(ValueError, match="partition: expected 0 to 2, got 3"):
+        device.partitions.at(3)
     with pytest.raises(ValueError, match="expected 0 outside of the language and the vision lane, got 1"):
-        device.at(1)
-    with device.at(0):
-        assert device.place() == 0
+        device.partitions.at(1)
+    with device.partitions.at(0):
+        assert device.partitions.current() == 0
 
 
-def test_what_leaves_less_than_a_part_is_refused_by_its_name(cuda: torch.device, places: SplitDevice) -> None:
+def test_what_leaves_less_than_a_part_is_refused_by_its_name(cuda: torch.device, split: SplitDevice) -> None:
     """Or taken, where the device makes parts as small."""
     num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
     try:
@@ -290,7 +290,7 @@ def test_what_leaves_less_than_a_part_is_refused_by_its_name(cuda: torch.device,
         assert made.count == 2
 
 
-def test_more_than_there_is_cannot_be_split_off(cuda: torch.device, places: SplitDevice) -> None:
+def test_more_than_there_is_cannot_be_split_off(cuda: torch.device, split: SplitDevice) -> None:
     for count in (4096, torch.cuda.get_device_properties(cuda).multi_processor_count):
         with pytest.raises(ConfigError, match=r"sm_split: expected 1 to [0-9]+ of the device's [0-9]+ multiproc"):
             SplitDevice(cuda, (count,), PRIORITIES["balanced"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, StateCache, StateRows
 from hydra_engine.backend.reference import delta_rule as reference
 
 
@@ -42,4 +42,4 @@ def by_reference(states: Tensor, rows: StateRows, *tensors: Tensor) -> tuple[Ten
     after = states.clone()
     if len(tensors) == 2:
         return reference.causal_conv(*tensors, StateCache(after, after), 1, rows), after
-    return reference.delta_rule(*tensors, StateCache(after, after), 1, rows), after
+    return reference.delta_rule(DeltaInputs(*tensors), StateCache(after, after), 1, rows), after

@@ -92,7 +92,7 @@ def test_rotation_matches_float64_and_lands_in_the_cache(
     angles = torch.rand(len(slots), dim, generator=torch.Generator().manual_seed(3)) * 100
     cos, sin = angles.cos()[:, ::2].contiguous(), angles.sin()[:, : dim // 2]
     sin = torch.cat((sin, sin), dim=-1)[:, : dim // 2]  # rows of a wider tensor
-    rotated = ops.rope_and_write(q, k, v, cos, sin, cache, layers - 1, slots)
+    rotated = ops.rope_and_write(q, k, v, (cos, sin), cache, layers - 1, slots)
     assert rotated.shape == q.shape and rotated.dtype == dtype and rotated.is_contiguous()
     assert_rotated(rotated, q, cos, sin)
     kept = slots >= 0
@@ -121,10 +121,10 @@ def test_rotation_of_a_token_does_not_depend_on_its_neighbours(ops: Ops, threads
     slots = some_slots(cache, 600)
     q, k, v = fused_rows(600, [2, 1, 1], 4, 64, torch.bfloat16)
     cos, sin = random(600, 32, dtype=torch.float32), random(600, 32, dtype=torch.float32, seed=1)
-    together = ops.rope_and_write(q, k, v, cos, sin, cache, 0, slots)
+    together = ops.rope_and_write(q, k, v, (cos, sin), cache, 0, slots)
     for begin, end in ((0, 1), (1, 18), (18, 600)):
         part = slice(begin, end)
-        alone = ops.rope_and_write(q[part], k[part], v[part], cos[part], sin[part], other, 0, slots[part])
+        alone = ops.rope_and_write(q[part], k[part], v[part], (cos[part], sin[part]), other, 0, slots[part])
         assert torch.equal(alone, together[part])
     assert torch.equal(bits(cache.data), bits(other.data))
 
@@ -185,7 +185,7 @@ def test_empty_calls_do_nothing(ops: Ops) -> None:
     k = torch.empty(0, 2, 8)
     angles = torch.empty(0, 4)
     ops.write_cache(cache, 0, (k, k), none)
-    assert ops.rope_and_write(torch.empty(0, 4, 8), k, k, angles, angles, cache, 0, none).shape == (0, 4, 8)
+    assert ops.rope_and_write(torch.empty(0, 4, 8), k, k, (angles, angles), cache, 0, none).shape == (0, 4, 8)
     for accumulate in (False, True):
         ops.merge_image_tokens(torch.empty(3, 8), none, image, none, accumulate=accumulate)
     assert ops.gather_cache(cache, 0, 1, none).shape == (0, 2, 8)
@@ -229,7 +229,7 @@ def test_wrong_arguments_are_named_with_what_was_expected(ops: Ops) -> None:
             torch.zeros(3, 7), slots, poisoned((2, 1, 1, 4, 1, 8), torch.float32), slots
         ),
         r"cos: expected \[3, 4\]": lambda: ops.rope_and_write(
-            rows, rows, rows, torch.zeros(3, 8), torch.zeros(3, 4), cache, 0, slots
+            rows, rows, rows, (torch.zeros(3, 8), torch.zeros(3, 4)), cache, 0, slots
         ),
         r"pairs: expected": lambda: ops.copy_blocks(cache, cache, slots),
         r"target: expected": lambda: ops.copy_blocks(

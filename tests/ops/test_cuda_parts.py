@@ -73,11 +73,11 @@ def test_every_priority_of_lanes_has_a_meaning_here() -> None:
 def test_a_device_is_not_touched_before_it_is_used() -> None:
     """`doctor` makes one to ask its ops."""
     device = CudaDevice(3, 1)
-    assert (device.name, device.torch_device, device.num_places) == ("cuda:3", torch.device("cuda", 3), 1)
-    with device.at(device.place()):
+    assert (device.name, device.torch_device, device.partitions.count) == ("cuda:3", torch.device("cuda", 3), 1)
+    with device.partitions.at(device.partitions.current()):
         pass
-    with pytest.raises(ValueError, match="place: expected 0, the device is not divided, got 1"):
-        device.at(1)
+    with pytest.raises(ValueError, match="partition: expected 0, the device is not divided, got 1"):
+        device.partitions.at(1)
     layout = PoolLayout(PoolKind.KV, 1, (1, 2, 1, 1, 4), "float32", 32)
     with pytest.raises(TransferError, match="'memfd' cannot be mapped by a GPU"):
         device.open_peer(PoolExport(layout, "memfd", 32), -1)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend.base import Ops, StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, Ops, StateCache, StateRows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -67,13 +67,15 @@ class Case:
         heads = (s.key_heads, s.key_dim), (s.key_heads, s.key_dim), (s.heads, s.value_dim)
         return Inputs(made(self.channels), *(made(*one) for one in heads), made(s.heads), made(s.heads))
 
+    def of_rule(self, inputs: Inputs) -> DeltaInputs:
+        return DeltaInputs(*inputs[1:], self.rates, self.shift)
+
     def __call__(self, inputs: Inputs, cache: StateCache, rows: Sequence[tuple[int, int, int, int]]) -> Tensor:
         """`rows`: (tokens, start, read, write) each; both results of a token side by side."""
         cu_q = torch.tensor([0, *(row[0] for row in rows)]).cumsum(0)
         given = StateRows(cu_q, *(torch.tensor([row[i] for row in rows], dtype=torch.int64) for i in (1, 2, 3)))
         conv = self.ops.causal_conv(inputs.x, self.taps, cache, 1, given)
-        gates = inputs.a, inputs.b, self.rates, self.shift
-        mixed = self.ops.delta_rule(inputs.q, inputs.k, inputs.v, *gates, cache, 1, given)
+        mixed = self.ops.delta_rule(self.of_rule(inputs), cache, 1, given)
         return torch.cat((conv, mixed.flatten(1)), dim=1)
 
     def cut(self, inputs: Inputs, counts: Sequence[int]) -> Tensor:
@@ -194,9 +196,8 @@ def test_wrong_arguments_are_named(ops: Ops) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             case.ops.causal_conv(inputs.x, case.taps, cache, 0, rows)
-        gates = inputs.a, inputs.b, case.rates, case.shift
         with pytest.raises(ValueError, match=words):
-            case.ops.delta_rule(inputs.q, inputs.k, inputs.v, *gates, cache, 0, rows)
+            case.ops.delta_rule(case.of_rule(inputs), cache, 0, rows)
     with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
         case.ops.causal_conv(inputs.x, case.taps, cache, 2, _rows([0, 5], 0, 0, 1))
     with pytest.raises(ValueError, match="gate: expected"):

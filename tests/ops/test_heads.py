@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.backend.base import HeadNorms, Ops, PagedCache
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,7 +111,7 @@ def test_norm_rotation_and_write_in_one_call_are_the_three_in_turn(
     cos, sin = angles(9, dim)
     slots = torch.tensor([3, 5, -1, 0, 7, 11, 2, 9, -1])
     cache, other = (PagedCache(torch.full((3, 2, 2, 4, 1, dim), float("nan"), dtype=dtype)) for _ in range(2))
-    result = ops.rope_and_write(q, k, v, cos, sin, cache, 1, slots, q_norm=q_norm, k_norm=k_norm, eps=EPS)
+    result = ops.rope_and_write(q, k, v, (cos, sin), cache, 1, slots, HeadNorms(q_norm, k_norm, EPS))
     normed_q = q if q_norm is None else ops.rms_norm(q, q_norm, EPS)
     normed_k = k if k_norm is None else ops.rms_norm(k, k_norm, EPS)
     expected = ops.rotate(normed_q, cos, sin)
@@ -155,7 +155,7 @@ def test_empty_calls(ops: Ops) -> None:
         assert ops.rms_norm(x, weight, EPS).shape == x.shape
     cache, none = PagedCache(torch.zeros(1, 1, 2, 4, 2, 8)), torch.empty(0, dtype=torch.int64)
     x, cos = torch.empty(0, 2, 8), torch.empty(0, 4)
-    result = ops.rope_and_write(x, x, x, cos, cos, cache, 0, none, q_norm=weight, k_norm=weight, eps=EPS)
+    result = ops.rope_and_write(x, x, x, (cos, cos), cache, 0, none, HeadNorms(weight, weight, EPS))
     assert result.shape == x.shape
 
 
@@ -163,8 +163,8 @@ def test_wrong_arguments_are_named_with_what_was_expected(ops: Ops) -> None:
     x, cos, weight = torch.ones(3, 2, 8), torch.ones(3, 4), torch.ones(8)
     cache, slots = PagedCache(torch.zeros(1, 1, 2, 4, 2, 8)), torch.arange(3)
 
-    def write(**norms: Tensor) -> Tensor:
-        return ops.rope_and_write(x, x, x, cos, cos, cache, 0, slots, eps=EPS, **norms)
+    def write(q: Tensor | None = None, k: Tensor | None = None) -> Tensor:
+        return ops.rope_and_write(x, x, x, (cos, cos), cache, 0, slots, HeadNorms(q, k, EPS))
 
     cases = {
         r"x: expected an even head dim for rotation, got 7": lambda: ops.rotate(x[..., :7], cos, cos),
@@ -177,11 +177,11 @@ def test_wrong_arguments_are_named_with_what_was_expected(ops: Ops) -> None:
         ),
         r"x: expected \[T, H, 7\]": lambda: ops.rms_norm(x, weight[:7], EPS),
         r"x: expected .*dense last dimension.*strides \[16, 1, 8\]": lambda: ops.rms_norm(x.mT, torch.ones(2), EPS),
-        r"q_norm: expected contiguous \[8\].*got \[7\]": lambda: write(q_norm=weight[:7]),
+        r"q_norm: expected contiguous \[8\].*got \[7\]": lambda: write(q=weight[:7]),
         r"k_norm: expected contiguous \[8\] torch.float32, got \[8\] torch.bfloat16": lambda: write(
-            k_norm=weight.bfloat16()
+            k=weight.bfloat16()
         ),
-        r"k_norm: expected contiguous \[8\].*strides \[2\]": lambda: write(k_norm=torch.ones(16)[::2]),
+        r"k_norm: expected contiguous \[8\].*strides \[2\]": lambda: write(k=torch.ones(16)[::2]),
     }
     for message, call in cases.items():
         with pytest.raises(ValueError, match=message):

@@ -7,14 +7,14 @@ import torch
 
 from hydra_engine import _C
 from hydra_engine.backend.cuda import sm_split as cuda_split
-from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, FixedPlace, Sharing, Track, note_of
+from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, Sharing, Track, note_of
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import BackendError, ConfigError
 
 
 def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
-    sharing = Sharing(FixedPlace(2))
+    sharing = Sharing(lambda: 2)
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 0
     sharing.submitted(VISION)
@@ -26,7 +26,7 @@ def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
 
 
 def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
-    sharing = Sharing(FixedPlace())
+    sharing = Sharing()
     for _ in range(2):
         sharing.submitted(VISION)
         assert sharing.begin(VISION) == 0
@@ -37,7 +37,7 @@ def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
 
 
 def test_an_encode_between_two_steps_shares_the_device_with_the_next_one() -> None:
-    sharing = Sharing(FixedPlace())
+    sharing = Sharing()
     for lane in (VISION, LANGUAGE):
         sharing.submitted(lane)
         sharing.begin(lane)
@@ -65,8 +65,8 @@ def track() -> tuple[Any, list[str]]:
 
 def test_a_lane_that_moves_waits_for_what_it_launched_before() -> None:
     moving, log = track()
-    for place in (0, 1, 1, 2, 0):
-        moving.move(place)
+    for partition in (0, 1, 1, 2, 0):
+        moving.move(partition)
     assert log == [
         *("first waits for whole", "use first"),
         *("second waits for first", "use second"),
@@ -74,12 +74,12 @@ def test_a_lane_that_moves_waits_for_what_it_launched_before() -> None:
     ]
 
 
-def test_a_scope_at_a_place_is_left_even_when_it_raises() -> None:
+def test_a_scope_on_a_partition_is_left_even_when_it_raises() -> None:
     moving, log = track()
     with pytest.raises(KeyError), moving.at(2):
-        assert moving.place == 2
+        assert moving.partition == 2
         raise KeyError
-    assert moving.place == 0 and log[-2:] == ["whole waits for second", "use whole"]
+    assert moving.partition == 0 and log[-2:] == ["whole waits for second", "use whole"]
 
 
 def test_the_note_says_how_counts_were_rounded() -> None:

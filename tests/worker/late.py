@@ -39,23 +39,35 @@ class CountedCalls:
     num_bytes: int = 1000
 
     def replay(self) -> None:
-        self.device.replays.append(self.device.here)
+        self.device.replays.append(self.device.partitions.here)
         self.launch()
 
 
-class LateDevice(CpuDevice):
-    """Nothing that is sent is the host's memory. Graphs are calls, counted by the place they are replayed at."""
+class LatePartitions:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.here = 0
 
-    def __init__(self, num_places: int = 1) -> None:
+    def current(self) -> int:
+        return self.here
+
+    def at(self, partition: int) -> AbstractContextManager[None]:
+        assert 0 <= partition < self.count
+        return nullcontext()
+
+
+class LateDevice(CpuDevice):
+    """Nothing that is sent is the host's memory. Graphs are calls, counted by the partition they are replayed on."""
+
+    def __init__(self, num_partitions: int = 1) -> None:
         super().__init__(1)
         self.working = threading.Event()  # unset: results are not there yet
         self.working.set()
         self.waiting = threading.Event()  # somebody waits for a result, or did
         self.broken = False
-        self.places = num_places
-        self.here = 0
+        self.partitions: LatePartitions = LatePartitions(num_partitions)
         self.sent: list[int] = []  # arrays of each send
-        self.replays: list[int] = []  # the place of each
+        self.replays: list[int] = []  # the partition of each
         self.trims = 0
 
     @property
@@ -79,14 +91,3 @@ class LateDevice(CpuDevice):
 
     def trim(self) -> None:
         self.trims += 1
-
-    @property
-    def num_places(self) -> int:
-        return self.places
-
-    def place(self) -> int:
-        return self.here
-
-    def at(self, place: int) -> AbstractContextManager[None]:
-        assert 0 <= place < self.places
-        return nullcontext()

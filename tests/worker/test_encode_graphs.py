@@ -117,8 +117,8 @@ def made(directory: Path, sizes: Callable[[Bench], Sequence[int]], device: LateD
     bench = Bench(model, spec.vision, device, EncodeGraphs(model.tower, backend, caches[0], ()), *caches)
     bench.graphs.sizes = tuple(sizes(bench))
     bench.graphs.prepare()
-    for place, size in bench.graphs.wanted:
-        bench.graphs.capture(place, size)
+    for partition, size in bench.graphs.wanted:
+        bench.graphs.capture(partition, size)
     device.replays.clear()
     return bench
 
@@ -233,12 +233,12 @@ def test_a_table_that_was_reserved_stays_where_it_is() -> None:
 # ---- what is captured
 
 
-def test_the_largest_is_captured_first_and_all_of_them_for_every_place(checkpoints: Callable[[str], Path]) -> None:
-    bench = made(checkpoints("llava"), two_sizes, LateDevice(num_places=2))
+def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(checkpoints: Callable[[str], Path]) -> None:
+    bench = made(checkpoints("llava"), two_sizes, LateDevice(num_partitions=2))
     small, large = bench.graphs.sizes
     assert bench.graphs.wanted == [(0, large), (0, small), (1, large), (1, small)]
     assert bench.graphs.num_bytes == 4000 and bench.graphs.largest == large
-    bench.device.here = 1
+    bench.device.partitions.here = 1
     bench.expected(PICTURES[2])
     assert bench.replay(PICTURES[2]) and bench.device.replays == [1]
     bench.assert_equal()

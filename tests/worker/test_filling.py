@@ -36,6 +36,7 @@ from hydra_engine.worker.memory.working import (
     largest_encode,
 )
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
+from tests.worker.late import LatePartitions
 from tools.miniatures import make_tiny
 
 MIB = 1 << 20
@@ -254,13 +255,13 @@ def test_peaks_of_a_role_are_those_of_its_stages(tiny: Path) -> None:
         )
 
 
-def test_graphs_take_memory_at_every_place(tiny: Path) -> None:
+def test_graphs_take_memory_on_every_partition(tiny: Path) -> None:
     spec = load_spec(tiny)
     settings = config(token_budget=24, max_num_seqs=4, dtype="float32")
 
     class Divided(MeasuringDevice):
         asynchronous = True
-        num_places = 3
+        partitions = LatePartitions(3)
 
     device = Divided([40])
     backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
@@ -289,7 +290,7 @@ def test_estimates_count_what_the_role_runs() -> None:
     assert estimate(spec, Role.D, settings, 4).language_bytes == decode
 
 
-def test_every_place_of_a_divided_device_keeps_memory_of_its_own() -> None:
+def test_every_partition_of_a_divided_device_keeps_memory_of_its_own() -> None:
     """Streams do not share what an allocator keeps for them."""
     spec, whole = fake_spec(), config(token_budget=1000, max_num_seqs=10)
     divided, language = config(token_budget=1000, max_num_seqs=10, sm_split="16,32"), Role.P | Role.D
@@ -300,10 +301,10 @@ def test_every_place_of_a_divided_device_keeps_memory_of_its_own() -> None:
 
 
 class DividedDevice(MeasuringDevice):
-    num_places = 2
+    partitions = LatePartitions(2)
 
 
-def test_peaks_are_measured_once_and_count_for_every_place(tmp_path: Path) -> None:
+def test_peaks_are_measured_once_and_count_for_every_partition(tmp_path: Path) -> None:
     make_tiny("llava", tmp_path, seed=1)
     spec, settings = load_spec(tmp_path), config(token_budget=24, max_num_seqs=4, dtype="float32")
     device = DividedDevice([300, 40, 50])

@@ -37,8 +37,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class GraphDevice(LateDevice):
     """Says when a graph is captured or replayed: then nobody may plan."""
 
-    def __init__(self, library: Library, num_places: int = 1) -> None:
-        super().__init__(num_places)
+    def __init__(self, library: Library, num_partitions: int = 1) -> None:
+        super().__init__(num_partitions)
         self.library = library
 
     def capture(self, launch: Callable[[], None]) -> Graph:
@@ -136,15 +136,17 @@ def test_steps_are_launched_op_by_op_once_a_plan_no_longer_fits(
 
 
 @pytest.mark.slow
-def test_every_place_has_wrappers_of_its_own(model_dir: Path, library: Library, device: GraphDevice, rig: Rig) -> None:
-    other = GraphDevice(library, num_places=2)
+def test_every_partition_has_wrappers_of_its_own(
+    model_dir: Path, library: Library, device: GraphDevice, rig: Rig
+) -> None:
+    other = GraphDevice(library, num_partitions=2)
     before = len(library.graph_wrappers())
     both = graph_rig(model_dir, other)
     assert len(library.graph_wrappers()) - before == 2 * len(SIZES)
     made = requests(both, 20)
-    for place in (0, 1):
-        other.here = place
+    for partition in (0, 1):
+        other.partitions.here = partition
         other.replays.clear()
         assert both.generate_ahead(*made) == expected(model_dir)
-        assert set(other.replays) == {place}
+        assert set(other.replays) == {partition}
     both.worker.close()

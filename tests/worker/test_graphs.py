@@ -242,8 +242,8 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
 # ---- what is captured
 
 
-def test_the_largest_is_captured_first_and_all_of_them_for_every_place(model_dir: Path) -> None:
-    device, seen = LateDevice(num_places=2), list[tuple[int, int]]()
+def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(model_dir: Path) -> None:
+    device, seen = LateDevice(num_partitions=2), list[tuple[int, int]]()
     rig = make_rig(model_dir, "reference", num_seq_slots=6, asynchronous=True, device=device)
     rig.worker.capture_graphs(lambda done, total: seen.append((done, total)))
     graphs, encodes = rig.worker._language.graphs, rig.worker._vision.graphs
@@ -251,7 +251,7 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_place(model_dir
     total = 8 + len(encodes.wanted)
     assert seen == [(done, total) for done in range(1, total + 1)] and rig.worker.graph_bytes == 1000 * total
     device.replays.clear()
-    device.here = 1
+    device.partitions.here = 1
     rig.add(request := make_request(1, [5, 6, 7]))
     rig.generate_ahead(request, steps=3)
     assert device.replays == [1, 1]

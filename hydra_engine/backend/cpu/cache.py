@@ -8,45 +8,44 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 
 _NO_ADDRESS = 0
+
+
+def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int, int]:
+    """Of a descriptor of the extension."""
+    checks.check_new_cache(cache)
+    data = cache.data
+    num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
+    dtype = DTYPE_CODES[data.dtype]
+    return data.data_ptr(), num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim, dtype
 
 
 class CacheOps:
     """The ops of `Ops` on caches; one `_C.CacheDesc` per cache, made at first use and forgotten with its tensor."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], _C.CacheDesc]] = {}
+        self._descs: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
-    def desc(self, cache: PagedCache) -> _C.CacheDesc:
-        data = cache.data
-        known = self._known.get(id(data))
-        if known is not None:
-            return known[1]
-        checks.check_new_cache(cache)
-        num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
-        desc = _C.CacheDesc(
-            data.data_ptr(),
-            num_blocks,
-            num_layers,
-            num_tensors,
-            block_size,
-            num_heads,
-            head_dim,
-            DTYPE_CODES[data.dtype],
-        )
-        key = id(data)
-        # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
-        self._known[key] = (weakref.ref(data, lambda _: self._known.pop(key, None)), desc)
-        return desc
+    def desc(self, cache: PagedCache) -> Any:
+        key = id(cache.data)
+        entry = self._descs.get(key)
+        if entry is None:
+            # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
+            forget = weakref.ref(cache.data, lambda _: self._descs.pop(key, None))
+            entry = self._descs[key] = forget, self._new_desc(cache)
+        return entry[1]
+
+    def _new_desc(self, cache: PagedCache) -> Any:
+        return _C.CacheDesc(*desc_arguments(cache))
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         desc = self.desc(cache)
@@ -62,22 +61,22 @@ class CacheOps:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         layer: int,
         slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         desc = self.desc(cache)
-        strides = checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
+        strides = checks.check_rope(q, k, v, rotary, cache, layer, slots)
         tokens, num_heads, dim = shape = q.shape
-        if q_norm is not None or k_norm is not None:
-            checks.check_head_norms(q_norm, k_norm, dim, q.dtype)
-        out = torch.empty(shape, dtype=q.dtype)
+        normed: tuple[int, int, float] | tuple[()] = ()
+        if norms is not None:
+            checks.check_head_norms(norms, dim, q.dtype)
+            q_norm, k_norm = (_NO_ADDRESS if weight is None else weight.data_ptr() for weight in norms[:2])
+            normed = q_norm, k_norm, norms.eps
+        cos, sin = rotary
+        out = q.new_empty(shape)
         desc.rope_and_write(
             layer,
             q.data_ptr(),
@@ -94,9 +93,7 @@ class CacheOps:
             slots.data_ptr(),
             tokens,
             out.data_ptr(),
-            _NO_ADDRESS if q_norm is None else q_norm.data_ptr(),
-            _NO_ADDRESS if k_norm is None else k_norm.data_ptr(),
-            eps,
+            *normed,
         )
         return out
 
@@ -118,7 +115,7 @@ class CacheOps:
         desc = self.desc(cache)
         count = checks.check_indices("slots", slots)
         shape = cache.data.shape
-        out = torch.empty((count, shape[4], shape[5]), dtype=cache.data.dtype)
+        out = cache.data.new_empty((count, shape[4], shape[5]))
         desc.gather(layer, index, slots.data_ptr(), count, out.data_ptr())
         return out
 

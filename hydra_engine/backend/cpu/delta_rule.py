@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, StateCache, StateRows
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 
 _Rows = tuple[int, int, int, int, int, int, int, int, int]
@@ -42,19 +42,9 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     return out
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rates: Tensor,
-    shift: Tensor,
-    cache: StateCache,
-    layer: int,
-    rows: StateRows,
-) -> Tensor:
-    checks.check_delta(q, k, v, a, b, rates, shift, cache, rows)
+def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    checks.check_delta(inputs, cache, rows)
+    q, k, v, a, b, rates, shift = inputs
     out = torch.empty(v.shape, dtype=v.dtype)
     _C.delta_rule(
         (q.data_ptr(), q.stride(0)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from hydra_engine.backend.cpu.lanes import ThreadLane, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT, SharedPool, map_pool
-from hydra_engine.backend.device import Fetch, Graph, Lane, PeerMemory, SharedMemory
+from hydra_engine.backend.device import Fetch, Graph, Lane, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.errors import TransferError
 
@@ -42,6 +41,7 @@ class CpuDevice:
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    partitions: Partitions = WholeDevice()
 
     def __init__(
         self,
@@ -102,17 +102,6 @@ class CpuDevice:
         """Nothing is captured: a replay makes the calls again."""
         launch()
         return _Calls(launch)
-
-    @property
-    def num_places(self) -> int:
-        return 1
-
-    def place(self) -> int:
-        return 0
-
-    def at(self, place: int) -> AbstractContextManager[None]:
-        assert place == 0, "a processor is not divided"
-        return nullcontext()
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
         """Host memory is not counted."""

@@ -9,38 +9,24 @@ host memory. Does not know which ops exist; allocates results with torch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cpu.linear import DTYPE_CODES
-
-_NO_ADDRESS = 0
+from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary
+from hydra_engine.backend.cpu.cache import CacheOps, desc_arguments
 
 
 def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
     """`device`: whose kernels use the cache, where that is another one than its memory's: for a peer's mapped pool."""
-    checks.check_new_cache(cache)
-    data = cache.data
-    if not data.is_cuda:
-        raise ValueError(f"cache: expected a CUDA device, got {data.device}")
-    num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
-    return _C.CudaCacheDesc(
-        data.data_ptr(),
-        num_blocks,
-        num_layers,
-        num_tensors,
-        block_size,
-        num_heads,
-        head_dim,
-        DTYPE_CODES[data.dtype],
-        data.get_device() if device is None else device,
-    )
+    arguments = desc_arguments(cache)
+    if not cache.data.is_cuda:
+        raise ValueError(f"cache: expected a CUDA device, got {cache.data.device}")
+    return _C.CudaCacheDesc(*arguments, cache.data.get_device() if device is None else device)
 
 
 def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int, size: int) -> Tensor:
@@ -54,84 +40,62 @@ def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int
     return indices.to(device, non_blocking=True)
 
 
-class CudaCacheOps:
-    """The ops of `Ops` on caches, with one `_C.CudaCacheDesc` per cache, made at first use and forgotten with its
-    tensor; a graph is captured once it is made. `device`: whose kernels use the caches, where one is a peer's that lies
-    on another."""
+class _OnStream:
+    """A descriptor with the methods of `_C.CacheDesc`, which launch on the current stream of its cache's device."""
+
+    def __init__(self, desc: _C.CudaCacheDesc, device: torch.device) -> None:
+        self._desc = desc
+        self._device = device
+
+    def write(self, *arguments: int) -> None:
+        self._desc.write(_stream(self._device), *arguments)
+
+    def rope_and_write(self, layer: int, *arguments: Any) -> None:
+        self._desc.rope_and_write(_stream(self._device), layer, *arguments)
+
+    def merge(self, plane: int, *arguments: Any) -> None:
+        self._desc.merge(_stream(self._device), plane, *arguments)
+
+    def gather(self, *arguments: int) -> None:
+        self._desc.gather(_stream(self._device), *arguments)
+
+    def copy_to(self, target: _OnStream, pairs: int, count: int) -> None:
+        """On the target's device: this cache may be another process's."""
+        self._desc.copy_to(_stream(target._device), target._desc, pairs, count)
+
+
+class CudaCacheOps(CacheOps):
+    """The ops of `Ops` on caches. A graph is captured once the descriptors of its caches are made. `device`: whose
+    kernels use the caches, where one is a peer's that lies on another."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = None if device is None else device.index
-        self._known: dict[int, tuple[weakref.ref[Tensor], _C.CudaCacheDesc]] = {}
+        super().__init__()
+        self._kernel_device = None if device is None else device.index
 
-    def desc(self, cache: PagedCache) -> _C.CudaCacheDesc:
-        data = cache.data
-        known = self._known.get(id(data))
-        if known is not None:
-            return known[1]
-        desc = make_desc(cache, self._device)
-        key = id(data)
-        # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
-        self._known[key] = (weakref.ref(data, lambda _: self._known.pop(key, None)), desc)
-        return desc
+    def _new_desc(self, cache: PagedCache) -> _OnStream:
+        return _OnStream(make_desc(cache, self._kernel_device), cache.data.device)
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
-        desc = self.desc(cache)
-        tokens, strides = checks.check_write(cache, layer, rows, slots)
-        device = cache.data.device
-        checks.check_device(device, [(f"rows[{x}]", source) for x, source in enumerate(rows)])
-        slots = step_indices("slots", slots, device, least=-1, size=_num_slots(cache))
-        second, second_stride = (_NO_ADDRESS, 0) if len(rows) == 1 else (rows[1].data_ptr(), strides[1])
-        stream = _stream(device)
-        desc.write(stream, layer, rows[0].data_ptr(), strides[0], second, second_stride, slots.data_ptr(), tokens)
+        checks.check_device(cache.data.device, [(f"rows[{x}]", source) for x, source in enumerate(rows)])
+        super().write_cache(cache, layer, rows, _slots(cache, slots, least=-1))
 
     def rope_and_write(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         layer: int,
         slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        desc = self.desc(cache)
-        strides = checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
-        tokens, num_heads, dim = shape = q.shape
-        device = cache.data.device
-        checks.check_device(device, (("q", q), ("k", k), ("v", v), ("cos", cos), ("sin", sin)))
-        if q_norm is not None or k_norm is not None:
-            checks.check_head_norms(q_norm, k_norm, dim, q.dtype)
-            norms = (("q_norm", q_norm), ("k_norm", k_norm))
-            checks.check_device(device, [(name, weight) for name, weight in norms if weight is not None])
-        slots = step_indices("slots", slots, device, least=-1, size=_num_slots(cache))
-        out = torch.empty(shape, dtype=q.dtype, device=device)
-        desc.rope_and_write(
-            _stream(device),
-            layer,
-            q.data_ptr(),
-            strides.q,
-            num_heads,
-            k.data_ptr(),
-            strides.k,
-            v.data_ptr(),
-            strides.v,
-            cos.data_ptr(),
-            strides.cos,
-            sin.data_ptr(),
-            strides.sin,
-            slots.data_ptr(),
-            tokens,
-            out.data_ptr(),
-            _NO_ADDRESS if q_norm is None else q_norm.data_ptr(),
-            _NO_ADDRESS if k_norm is None else k_norm.data_ptr(),
-            eps,
-        )
-        return out
+        tensors = [("q", q), ("k", k), ("v", v), ("cos", rotary[0]), ("sin", rotary[1])]
+        if norms is not None:
+            weights = (("q_norm", norms.q), ("k_norm", norms.k))
+            tensors += [(name, weight) for name, weight in weights if weight is not None]
+        checks.check_device(cache.data.device, tensors)
+        return super().rope_and_write(q, k, v, rotary, cache, layer, _slots(cache, slots, least=-1), norms)
 
     def merge_image_tokens(
         self,
@@ -143,35 +107,23 @@ class CudaCacheOps:
         *,
         accumulate: bool = False,
     ) -> None:
-        desc = self.desc(cache)
-        count = checks.check_merge(hidden, rows, cache, slots, plane)
         device = cache.data.device
         checks.check_device(device, (("hidden", hidden),))
-        slots = step_indices("slots", slots, device, least=0, size=_num_slots(cache))
         rows = step_indices("rows", rows, device, least=0, size=hidden.shape[0])
-        addresses = (slots.data_ptr(), rows.data_ptr())
-        desc.merge(_stream(device), plane, *addresses, count, hidden.data_ptr(), hidden.shape[0], accumulate)
+        super().merge_image_tokens(hidden, rows, cache, _slots(cache, slots), plane, accumulate=accumulate)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        desc = self.desc(cache)
-        count = checks.check_indices("slots", slots)
-        shape, device = cache.data.shape, cache.data.device
         checks.check_plane(cache, layer, index)
-        slots = step_indices("slots", slots, device, least=0, size=_num_slots(cache))
-        out = torch.empty((count, shape[4], shape[5]), dtype=cache.data.dtype, device=device)
-        desc.gather(_stream(device), layer, index, slots.data_ptr(), count, out.data_ptr())
-        return out
+        return super().gather_cache(cache, layer, index, _slots(cache, slots))
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
         """`source` may be a peer's pool that is mapped here; the copy runs on the target's device."""
-        source_desc, target_desc = self.desc(source), self.desc(target)
-        count = checks.check_copy(source, target, pairs)
         checks.check_device(torch.device("cpu"), (("pairs", pairs),))
-        source_desc.copy_to(_stream(target.data.device), target_desc, pairs.data_ptr(), count)
+        super().copy_blocks(source, target, pairs)
 
 
-def _num_slots(cache: PagedCache) -> int:
-    return cache.num_blocks * cache.block_size
+def _slots(cache: PagedCache, slots: Tensor, *, least: int = 0) -> Tensor:
+    return step_indices("slots", slots, cache.data.device, least=least, size=cache.num_blocks * cache.block_size)
 
 
 def _stream(device: torch.device) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, StateCache, StateRows
 from hydra_engine.backend.device import Send
 from hydra_kernels import causal_conv as convolution
 from hydra_kernels import delta_rule as recurrence
@@ -64,23 +64,10 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     )
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rates: Tensor,
-    shift: Tensor,
-    cache: StateCache,
-    layer: int,
-    rows: StateRows,
-) -> Tensor:
-    _checked(rows, v.shape[0], cache.recurrent, layer)
+def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    _checked(rows, inputs.v.shape[0], cache.recurrent, layer)
     states = cache.recurrent[:, layer]
-    return recurrence.delta_rule(
-        *(q, k, v, a, b, rates, shift, states, rows.cu_q, rows.starts, rows.reads, rows.writes)
-    )
+    return recurrence.delta_rule(*inputs, states, rows.cu_q, rows.starts, rows.reads, rows.writes)
 
 
 def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,9 @@ from hydra_engine.backend.cpu.lanes import set_torch_threads
 from hydra_engine.backend.cuda import ipc as cuda_ipc
 from hydra_engine.backend.cuda.copies import CudaFetch, Sender, failure
 from hydra_engine.backend.cuda.graphs import GraphPools
-from hydra_engine.backend.cuda.lanes import PRIORITIES, Places, WholeDevice
-from hydra_engine.backend.device import Fetch, Graph, Lane, PeerMemory, SharedMemory
+from hydra_engine.backend.cuda.lanes import PRIORITIES, CudaLane
+from hydra_engine.backend.cuda.sm_split import SplitDevice
+from hydra_engine.backend.device import Fetch, Graph, Lane, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.core.units import size
 from hydra_engine.errors import ResourceError, TransferError
@@ -29,7 +29,7 @@ from hydra_engine.errors import ResourceError, TransferError
 
 class CudaDevice:
     """`set_threads` sets the processor threads of the thread that calls it; `lane_priority` is a key of PRIORITIES.
-    `places` None: the device is not divided."""
+    `split` None: the device is not divided."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class CudaDevice:
         threads: int,
         set_threads: Callable[[int], None] = set_torch_threads,
         lane_priority: str = "balanced",
-        places: Places | None = None,
+        split: SplitDevice | None = None,
     ) -> None:
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
@@ -46,12 +46,16 @@ class CudaDevice:
         self._set_threads = set_threads
         self._priorities = PRIORITIES[lane_priority]
         self._host = CpuDevice(threads, set_threads)
-        self._places = WholeDevice(self.torch_device) if places is None else places
+        self._split = split
+        self.partitions: Partitions = WholeDevice() if split is None else split
         self._graphs = GraphPools(self.torch_device)
         self._of_thread = threading.local()
 
     def lane(self, name: str) -> Lane:
-        return self._places.lane(name, self._priorities.get(name, 0), self._threads, self._set_threads)
+        stream = torch.cuda.Stream(self.torch_device, priority=self._priorities.get(name, 0))
+        if self._split is None:
+            return CudaLane(name, self.torch_device, stream, self._threads, self._set_threads)
+        return self._split.lane(name, stream, self._threads, self._set_threads)
 
     # ---- memory
 
@@ -123,15 +127,3 @@ class CudaDevice:
         """Before the lane serves: what is freed elsewhere while its stream is captured would become part of the graph.
         Raises BackendError where `launch` cannot be captured."""
         return self._graphs.capture(launch)
-
-    # ---- parts of the device
-
-    @property
-    def num_places(self) -> int:
-        return self._places.count
-
-    def place(self) -> int:
-        return self._places.current()
-
-    def at(self, place: int) -> AbstractContextManager[None]:
-        return self._places.at(place)

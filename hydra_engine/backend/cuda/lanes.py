@@ -1,4 +1,4 @@
-"""Lanes on a CUDA device: a stream with the thread that launches on it. And the parts of the device they run on.
+"""Lanes on a CUDA device: a stream with the thread that launches on it.
 
 A lane's stream does not wait for the default stream, on which the thread that builds an instance works. So a job begins
 behind what its submitter had launched. Does not know what a job does.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -72,39 +70,3 @@ class CudaLane:
             job()
 
         return run
-
-
-class Places(Protocol):
-    """The parts of a device on which lanes run, numbered from 0, all of it."""
-
-    count: int
-
-    def lane(self, name: str, priority: int, threads: int, set_threads: Callable[[int], None]) -> CudaLane: ...
-
-    def current(self) -> int:
-        """Where the calling lane's present job runs."""
-        ...
-
-    def at(self, place: int) -> AbstractContextManager[None]:
-        """Runs what the calling lane launches inside there."""
-        ...
-
-
-class WholeDevice:
-    """The places of a device that is never divided: one. `cuda_split.py` has others."""
-
-    count = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def lane(self, name: str, priority: int, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
-        return CudaLane(name, self._device, torch.cuda.Stream(self._device, priority=priority), threads, set_threads)
-
-    def current(self) -> int:
-        return 0
-
-    def at(self, place: int) -> AbstractContextManager[None]:
-        if place != 0:
-            raise ValueError(f"place: expected 0, the device is not divided, got {place}")
-        return nullcontext()

@@ -1,10 +1,10 @@
 """A device whose multiprocessors are divided between the lanes while both have work.
 
-A place is one split: the language lane's part and the rest, which is the vision lane's. Both are green contexts, since
-ordinary streams run on every multiprocessor. Place 0 is the whole device, where lanes run on their ordinary streams.
-Only multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its stream at the
-new place waits for the one at the old. Other lanes than these two are never moved. Does not know what a job does, nor
-which split is best: a policy says that.
+A partition is one split: the language lane's part and the rest, which is the vision lane's. Both are green contexts,
+since ordinary streams run on every multiprocessor. Partition 0 is the whole device, where lanes run on their ordinary
+streams. Only multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its
+stream of the new partition waits for that of the old one. Other lanes than these two are never moved. Does not know
+what a job does, nor which split is best: a policy says that.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -27,26 +26,18 @@ LANGUAGE, VISION = "language", "vision"
 UseStream = Callable[[torch.cuda.Stream], None]
 
 
-class Policy(Protocol):
-    def place(self) -> int:
-        """Where jobs that begin now run while both lanes have work; 0: on the whole device. From any thread."""
-        ...
+# The partition of jobs that begin now while both lanes have work; 0: the whole device. From any thread.
+Policy = Callable[[], int]
 
 
-@dataclass(frozen=True, slots=True)
-class FixedPlace:
-    """`Policy`."""
-
-    number: int = 1
-
-    def place(self) -> int:
-        return self.number
+def always_the_first() -> int:
+    return 1
 
 
 class Sharing:
-    """Which lanes have work, and so where a job that begins runs. From any thread."""
+    """Which lanes have work, and so the partition of a job that begins. From any thread."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy = always_the_first) -> None:
         self._policy = policy
         self._lock = threading.Lock()
         self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not ended
@@ -72,28 +63,28 @@ class Sharing:
             else:
                 shares = self._open[LANGUAGE] > 0 or self._steps > self._steps_seen
                 self._steps_seen = self._steps
-        return self._policy.place() if shares else 0
+        return self._policy() if shares else 0
 
 
 class Track:
-    """The streams of one lane, one for each place, and where it is. Moving belongs to the lane's thread."""
+    """The streams of one lane, one for each partition, and where it is. Moving belongs to the lane's thread."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], use: UseStream = torch.cuda.set_stream) -> None:
         self.streams = tuple(streams)
-        self.place = 0
+        self.partition = 0
         self._use = use
 
-    def move(self, place: int) -> None:
-        if place == self.place:
+    def move(self, partition: int) -> None:
+        if partition == self.partition:
             return
-        self.streams[place].wait_stream(self.streams[self.place])
-        self.place = place
-        self._use(self.streams[place])
+        self.streams[partition].wait_stream(self.streams[self.partition])
+        self.partition = partition
+        self._use(self.streams[partition])
 
     @contextmanager
-    def at(self, place: int) -> Iterator[None]:
-        before = self.place
-        self.move(place)
+    def at(self, partition: int) -> Iterator[None]:
+        before = self.partition
+        self.move(partition)
         try:
             yield
         finally:
@@ -101,7 +92,7 @@ class Track:
 
 
 class SplitLane(CudaLane):
-    """`Lane` of backend/device.py, moved to a place before each job."""
+    """`Lane` of backend/device.py, moved to a partition before each job."""
 
     def __init__(
         self,
@@ -160,23 +151,26 @@ class Split(NamedTuple):
 
 
 class SplitDevice:
-    """`Places` of cuda_lanes.py: a place for each of `counts`, multiprocessors for the language lane.
+    """`Partitions` of backend/device.py: one for each of `counts`, multiprocessors for the language lane.
 
     Raises BackendError where the driver cannot divide, ConfigError where the device cannot be divided so."""
 
     def __init__(
-        self, device: torch.device, counts: Sequence[int], priorities: dict[str, int], policy: Policy | None = None
+        self,
+        device: torch.device,
+        counts: Sequence[int],
+        priorities: dict[str, int],
+        policy: Policy = always_the_first,
     ) -> None:
         self._device = device
         self._splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
-        self._sharing = Sharing(FixedPlace() if policy is None else policy)
+        self._sharing = Sharing(policy)
         self._of_thread = threading.local()
         self.count = 1 + len(self._splits)
         self.note = note_of(counts, [(one.language_sms, one.vision_sms) for one in self._splits])
 
-    def lane(self, name: str, priority: int, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
-        """One of each name: both parts of a place have one stream."""
-        whole = torch.cuda.Stream(self._device, priority=priority)
+    def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
+        """One of each name, for both parts of a partition have one stream. `whole`: for the whole device."""
         if name not in (LANGUAGE, VISION):
             return CudaLane(name, self._device, whole, threads, set_threads)
         parts = [one.language if name == LANGUAGE else one.vision for one in self._splits]
@@ -185,16 +179,16 @@ class SplitDevice:
 
     def current(self) -> int:
         track: Track | None = getattr(self._of_thread, "track", None)
-        return 0 if track is None else track.place
+        return 0 if track is None else track.partition
 
-    def at(self, place: int) -> AbstractContextManager[None]:
-        if not 0 <= place < self.count:
-            raise ValueError(f"place: expected 0 to {self.count - 1}, got {place}")
+    def at(self, partition: int) -> AbstractContextManager[None]:
+        if not 0 <= partition < self.count:
+            raise ValueError(f"partition: expected 0 to {self.count - 1}, got {partition}")
         track: Track | None = getattr(self._of_thread, "track", None)
         if track is not None:
-            return track.at(place)
-        if place != 0:
-            raise ValueError(f"place: expected 0 outside of the language and the vision lane, got {place}")
+            return track.at(partition)
+        if partition != 0:
+            raise ValueError(f"partition: expected 0 outside of the language and the vision lane, got {partition}")
         return nullcontext()
 
 
@@ -225,13 +219,13 @@ def split(
 
 def note_of(counts: Sequence[int], sms: Sequence[tuple[int, int]]) -> str:
     """For the start-up summary. `sms`: of the language and of the vision lane, for each of `counts`."""
-    places = [
+    partitions = [
         f"{language} for tokens and {vision} for pictures"
         + (f" ({count} asked for, the device divides by more)" if count != language else "")
         for count, (language, vision) in zip(counts, sms, strict=True)
     ]
-    others = f"; also made: {', '.join(places[1:])}" if len(places) > 1 else ""
-    return f"multiprocessors while both models run: {places[0]}; else all for either{others}"
+    others = f"; also made: {', '.join(partitions[1:])}" if len(partitions) > 1 else ""
+    return f"multiprocessors while both models run: {partitions[0]}; else all for either{others}"
 
 
 def _sentence(error: Exception) -> str:

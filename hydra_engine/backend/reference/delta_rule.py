@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend.base import StateCache, StateRows
+from hydra_engine.backend.base import DeltaInputs, StateCache, StateRows
 
 LENGTH_EPS = 1e-6  # of the length of keys and queries
 _PIECE = 1 << 14  # elements: whole vectors, and few enough for one thread
@@ -48,19 +48,9 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     return by_vectors(F.silu, total).to(x.dtype)
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rates: Tensor,
-    shift: Tensor,
-    cache: StateCache,
-    layer: int,
-    rows: StateRows,
-) -> Tensor:
+def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     """Token by token, all heads at once. d = exp(-exp(rates) softplus(a + shift)), strength sigmoid(b), rounded."""
+    q, k, v, a, b, rates, shift = inputs
     group = v.shape[1] // k.shape[1]
     q, k = (_unit(x).repeat_interleave(group, dim=1) for x in (q, k))
     q = q * q.shape[2] ** -0.5

@@ -19,10 +19,13 @@ from hydra_engine.backend import checks
 from hydra_engine.backend.base import (
     Activation,
     AttentionPlan,
+    DeltaInputs,
+    HeadNorms,
     OpChoice,
     PackedLinear,
     PackedPlan,
     PagedCache,
+    Rotary,
     Segments,
     StateCache,
     StateRows,
@@ -180,22 +183,10 @@ class ReferenceOps:
         _check_places(rows, x.shape[0], cache.conv, layer)
         return delta_rule.causal_conv(x, weight, cache, layer, rows)
 
-    def delta_rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: Tensor,
-        shift: Tensor,
-        cache: StateCache,
-        layer: int,
-        rows: StateRows,
-    ) -> Tensor:
-        checks.check_delta(q, k, v, a, b, rates, shift, cache, rows)
-        _check_places(rows, v.shape[0], cache.recurrent, layer)
-        return delta_rule.delta_rule(q, k, v, a, b, rates, shift, cache, layer, rows)
+    def delta_rule(self, inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        checks.check_delta(inputs, cache, rows)
+        _check_places(rows, inputs.v.shape[0], cache.recurrent, layer)
+        return delta_rule.delta_rule(inputs, cache, layer, rows)
 
     # ---- caches
 
@@ -213,25 +204,20 @@ class ReferenceOps:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         layer: int,
         slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Writes rotate(rms_norm(k)) and v, returns rotate(rms_norm(q)); a norm without a weight is left out."""
-        checks.check_rope(q, k, v, cos, sin, cache, layer, slots)
-        checks.check_head_norms(q_norm, k_norm, q.shape[2], q.dtype)
-        if q_norm is not None:
-            q = self.rms_norm(q, q_norm, eps)
-        if k_norm is not None:
-            k = self.rms_norm(k, k_norm, eps)
-        self.write_cache(cache, layer, (_rotated(k, cos, sin), v), slots)
-        return _rotated(q, cos, sin)
+        checks.check_rope(q, k, v, rotary, cache, layer, slots)
+        if norms is not None:
+            checks.check_head_norms(norms, q.shape[2], q.dtype)
+            q = q if norms.q is None else self.rms_norm(q, norms.q, norms.eps)
+            k = k if norms.k is None else self.rms_norm(k, norms.k, norms.eps)
+        self.write_cache(cache, layer, (_rotated(k, *rotary), v), slots)
+        return _rotated(q, *rotary)
 
     def merge_image_tokens(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, Segments
+from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary, Segments
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers.basic import Linear, RmsNorm, Weight
 from hydra_engine.models.layers.vision_slices import Slices
@@ -36,26 +36,25 @@ class PagedAttention:
     def __call__(
         self,
         x: Tensor,  # [T, C]
-        cos: Tensor,  # [T, D/2] float32
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         batch: LanguageInput,
         rows: Tensor | None = None,
     ) -> Tensor:
         """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
         q, k, v = self._qkv(x).view(self._split).split(self._heads, dim=1)
+        norms = None
+        if self._q_norm is not None and self._k_norm is not None:
+            norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
         q = self._ops.rope_and_write(  # [T, Hq, D]
             q,
             k,
             v,
-            cos,
-            sin,
+            rotary,
             cache,
             self._layer,
             batch.slots,
-            q_norm=None if self._q_norm is None else self._q_norm.tensor,
-            k_norm=None if self._k_norm is None else self._k_norm.tensor,
-            eps=self._eps,
+            norms,
         )
         if rows is not None and not rows.shape[0]:
             return x[:0]
@@ -64,7 +63,6 @@ class PagedAttention:
 
 
 _QK_NORM_EPS = 1e-6  # no config names it
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [P, D/2] float32
 
 
 class PackedAttention:

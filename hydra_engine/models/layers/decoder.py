@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import PagedCache, Rotary
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
@@ -44,7 +44,7 @@ class Decoder:
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """[B', V] float32"""
-        cos, sin = self._rotary(batch.positions, batch.position_end)  # each [T, D/2]
+        rotary = self._rotary(batch.positions, batch.position_end)
         logit_rows = batch.logit_rows
         if batch.scored is not None:
             logit_rows = torch.cat((batch.scored.rows, logit_rows))
@@ -53,7 +53,7 @@ class Decoder:
         last, num_deep = len(self._layers) - 1, _num_deep(batch, images)
         for index, layer in enumerate(self._layers):
             rows = logit_rows if index == last else None
-            hidden = layer.mix(hidden, cos, sin, cache, batch, rows)
+            hidden = layer.mix(hidden, rotary, cache, batch, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
             hidden, residual = layer.post_norm.add(hidden, residual)
@@ -116,12 +116,10 @@ class DecoderLayer:
         self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), size, eps, centred=centred)
         self.mlp = GatedMlp(scope.at("mlp"), spec.hidden_size, spec.intermediate_size, spec.hidden_act)
 
-    def mix(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, batch: LanguageInput, rows: Tensor | None
-    ) -> Tensor:
+    def mix(self, x: Tensor, rotary: Rotary, cache: PagedCache, batch: LanguageInput, rows: Tensor | None) -> Tensor:
         """[T, C], or only the given rows of it: what all rows leave in the caches is written in any case."""
         if self._attention is not None:
-            return self._attention(x, cos, sin, cache, batch, rows)
+            return self._attention(x, rotary, cache, batch, rows)
         assert self._delta is not None
         if batch.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import DeltaInputs, PagedCache, Rotary
 from hydra_engine.models.inputs import LanguageInput, States
 from hydra_engine.models.layers.basic import Linear, Weight
 from hydra_engine.models.loading.parameters import Scope
@@ -44,7 +44,7 @@ class DeltaNet:
         qkv, z, b, a = self._in(x).split(self._cuts, dim=1)
         mixed = ops.causal_conv(qkv, self._taps.tensor.squeeze(1), states.cache, self._layer, states.rows)
         q, k, v = mixed.split((shape.key_width, shape.key_width, shape.value_width), dim=1)
-        out = ops.delta_rule(  # [T, Hv, Dv]
+        inputs = DeltaInputs(
             q.unflatten(1, (-1, shape.key_dim)),
             k.unflatten(1, (-1, shape.key_dim)),
             v.unflatten(1, (-1, shape.value_dim)),
@@ -52,10 +52,8 @@ class DeltaNet:
             b,
             self._rates.tensor,
             self._shift.tensor,
-            states.cache,
-            self._layer,
-            states.rows,
         )
+        out = ops.delta_rule(inputs, states.cache, self._layer, states.rows)  # [T, Hv, Dv]
         gate = z.unflatten(1, (-1, shape.value_dim))
         return self._out(ops.gated_rms_norm(out, self._norm.tensor, gate, self._eps).flatten(1))
 
@@ -80,8 +78,7 @@ class GatedAttention:
     def __call__(
         self,
         x: Tensor,  # [T, C]
-        cos: Tensor,  # [T, D/2] float32
-        sin: Tensor,
+        rotary: Rotary,
         cache: PagedCache,
         batch: LanguageInput,
         rows: Tensor | None = None,
@@ -91,7 +88,7 @@ class GatedAttention:
         projected = self._qkv(x).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)
         q, k = ops.rms_norm(q, self._q_norm.tensor, self._eps), ops.rms_norm(k, self._k_norm.tensor, self._eps)
-        q = ops.rope_and_write(q, k, v, cos, sin, cache, self._layer, batch.slots)
+        q = ops.rope_and_write(q, k, v, rotary, cache, self._layer, batch.slots)
         if rows is not None and not rows.shape[0]:
             return x[:0]
         mixed = ops.attention_paged(q, cache, self._layer, batch.attention, self._scale)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Segments
+from hydra_engine.backend.base import Rotary, Segments
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.attention import PackedAttention, Rotary
+from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import GatedMlp, LayerNorm, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.pixels import PatchProjection
 from hydra_engine.models.layers.vision_packing import Packing, TowerInput

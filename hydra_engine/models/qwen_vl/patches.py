@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.base import Rotary
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.attention import Rotary
 from hydra_engine.models.layers.pixels import PatchProjection
 from hydra_engine.models.layers.rotary import GrowingTable
 from hydra_engine.models.layers.vision import LayerNames, LayerShape, VisionLayer

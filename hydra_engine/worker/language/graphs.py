@@ -88,7 +88,7 @@ class DecodeGraphs:
         self._slot_table = slot_table
         self._max_model_len = max_model_len
         self._width = -(-max_model_len // parts.kv_cache.block_size)
-        self._captured: dict[tuple[int, int], _Captured] = {}  # by place and size
+        self._captured: dict[tuple[int, int], _Captured] = {}  # by partition and size
         self._blanks: dict[int, Ints] = {}
         self._refused = False  # a plan could not be made for what was captured
 
@@ -111,19 +111,19 @@ class DecodeGraphs:
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(place, size) of all graphs, in the order in which they are best captured: the largest first, whose memory
-        the others use again."""
-        places = range(self._parts.device.num_places)
-        return [(place, size) for place in places for size in reversed(self.sizes)]
+        """(partition, size) of all graphs, in the order in which they are best captured: the largest first, whose
+        memory the others use again."""
+        partitions = range(self._parts.device.partitions.count)
+        return [(partition, size) for partition in partitions for size in reversed(self.sizes)]
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         return tuple(sorted({size for _, size in self._captured}))
 
-    def capture(self, place: int, size: int) -> None:
+    def capture(self, partition: int, size: int) -> None:
         """When no step is in flight."""
         parts = self._parts
-        with torch.inference_mode(), parts.device.at(place):
+        with torch.inference_mode(), parts.device.partitions.at(partition):
             packed, blank = self._packed[: _WORDS * size], self._blank(size)
             packed.copy_(parts.device.send((blank,))[0])
             columns, inputs = self._inputs(packed, size)
@@ -133,7 +133,7 @@ class DecodeGraphs:
             results: list[Tensor] = []
             graph = parts.device.capture(partial(self._launch, inputs, columns, results))
         self.num_bytes += graph.num_bytes
-        self._captured[place, size] = _Captured(graph, results, refresh)
+        self._captured[partition, size] = _Captured(graph, results, refresh)
 
     def _inputs(self, packed: Tensor, size: int) -> tuple[_Columns[Tensor], LanguageInput]:
         columns: _Columns[Tensor] = _columns(packed, size, torch.int32, torch.float32)
@@ -187,8 +187,8 @@ class DecodeGraphs:
         count = len(rows.block_tables)
         if self._refused or not self._captured or count > self.sizes[-1]:
             return False
-        place = self._parts.device.place()
-        return rows.position_end <= self._max_model_len and (place, self._size(count)) in self._captured
+        partition = self._parts.device.partitions.current()
+        return rows.position_end <= self._max_model_len and (partition, self._size(count)) in self._captured
 
     def replay(
         self, rows: StepRows, seq_slots: Ints, sampling: SamplingArrays, states: StateRows | None = None
@@ -212,7 +212,7 @@ class DecodeGraphs:
         sent, tables = device.send((packed, given_tables))
         self._packed[: len(packed)].copy_(sent)
         self._tables[:count, :width].copy_(tables)
-        captured = self._captured[device.place(), size]
+        captured = self._captured[device.partitions.current(), size]
         if captured.refresh is not None:
             self._refresh(captured.refresh, columns.num_context, given_tables)
         captured.graph.replay()

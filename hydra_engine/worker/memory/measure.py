@@ -55,7 +55,7 @@ def measure(
             language = max(language, _peak(backend, partial(steps.forward, counts, scored=True)))
         if Role.D in role and backend.device.asynchronous:
             graphs += decode + GRAPH_BYTES
-    return WorkingMemory(encode, language, graphs).times(backend.device.num_places)
+    return WorkingMemory(encode, language, graphs).times(backend.device.partitions.count)
 
 
 def _peak(backend: Backend, job: partial[None]) -> int:

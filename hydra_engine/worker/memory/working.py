@@ -2,8 +2,8 @@
 
 The largest step of each stage that a role runs, as a scheduler may plan it: one largest picture, or as many as the
 image budget holds; a prefill of the token budget at the end of the longest context, with as many rows that are sampled
-as may run; a decode of all of them. At each place of a divided device a lane has another stream, and the allocator
-gives no stream what it keeps for another: all of it counts once for every place. Does not know lanes or requests.
+as may run; a decode of all of them. On each partition of a divided device a lane has another stream, and the allocator
+gives no stream what it keeps for another: all of it counts once for every partition. Does not know lanes or requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
 from hydra_engine.worker.vision.graphs import most_captured
 
-GRAPH_BYTES = 1 << 28  # what captured decode steps take at a place, besides the memory that they compute in
+GRAPH_BYTES = 1 << 28  # what captured decode steps take on a partition, besides the memory that they compute in
 ENCODE_GRAPH_BYTES = 1 << 26  # and captured encodes
 DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution come near it
 
@@ -44,8 +44,10 @@ class WorkingMemory:
     def total_bytes(self) -> int:
         return self.activation_bytes + self.graph_bytes
 
-    def times(self, places: int) -> WorkingMemory:
-        return WorkingMemory(self.encode_bytes * places, self.language_bytes * places, self.graph_bytes * places)
+    def times(self, partitions: int) -> WorkingMemory:
+        return WorkingMemory(
+            *(size * partitions for size in (self.encode_bytes, self.language_bytes, self.graph_bytes))
+        )
 
 
 NOT_COUNTED = WorkingMemory()

@@ -78,7 +78,7 @@ class EncodeGraphs:
         self._tower = tower
         self._ops, self._device = backend.ops, backend.device
         self._cache = cache
-        self._captured: dict[tuple[int, int], Graph] = {}  # by place and size
+        self._captured: dict[tuple[int, int], Graph] = {}  # by partition and size
 
     # ---- capture
 
@@ -95,12 +95,14 @@ class EncodeGraphs:
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(place, size) of all graphs, the largest first, whose memory the others use again."""
-        return [(place, size) for place in range(self._device.num_places) for size in reversed(self.sizes)]
+        """(partition, size) of all graphs, the largest first, whose memory the others use again."""
+        return [
+            (partition, size) for partition in range(self._device.partitions.count) for size in reversed(self.sizes)
+        ]
 
-    def capture(self, place: int, size: int) -> None:
+    def capture(self, partition: int, size: int) -> None:
         """When no encode is in flight. A graph whose padding does not give finite features is not kept."""
-        with torch.inference_mode(), self._device.at(place):
+        with torch.inference_mode(), self._device.partitions.at(partition):
             packing = self._blank(size)
             self._send(packing, np.zeros(0, dtype=np.int64))
             features: list[Tensor] = []
@@ -110,7 +112,7 @@ class EncodeGraphs:
             features.clear()  # the graph keeps what it launches; the next one may take the memory
         self.num_bytes += graph.num_bytes
         if finite:
-            self._captured[place, size] = graph
+            self._captured[partition, size] = graph
         else:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
@@ -162,7 +164,7 @@ class EncodeGraphs:
         if index == len(self.sizes):
             return False
         size = self.sizes[index]
-        graph = self._captured.get((self._device.place(), size))
+        graph = self._captured.get((self._device.partitions.current(), size))
         packing = None if graph is None else self._tower.pack(batch, size)
         if graph is None or packing is None:
             return False

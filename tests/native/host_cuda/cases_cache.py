@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import HeadNorms, PagedCache
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.cuda import cache as cuda_cache
 from tests.gpu import test_cache_ops as device_cases
@@ -54,9 +54,9 @@ def test_of_a_token_with_a_bad_slot_only_the_query_is_there(ops: OnDevice, host:
     cache, other = (cases.poisoned((3, 2, 2, 16, 2, 64), torch.bfloat16) for _ in range(2))
     q, k, v = cases.fused_rows(5, [2, 1, 1], 2, 64, torch.bfloat16)
     angles, slots = heads.angles(5, 64), torch.tensor([3, 40, 0, 17, 47])
-    expected = NATIVE.rope_and_write(q, k, v, *angles, other, 1, slots.where(slots != 0, -1))
+    expected = NATIVE.rope_and_write(q, k, v, angles, other, 1, slots.where(slots != 0, -1))
     slots[2] = bad
-    assert torch.equal(ops.rope_and_write(q, k, v, *angles, cache, 1, slots), expected)
+    assert torch.equal(ops.rope_and_write(q, k, v, angles, cache, 1, slots), expected)
     assert torch.equal(cases.bits(cache.data), cases.bits(other.data))
     with pytest.raises(ValueError, match=r"slots: a kernel on device 0 skipped index 2\b"):
         host.cuda_check_faults(0)
@@ -73,8 +73,8 @@ def test_heads_of_every_size_are_the_processors(ops: OnDevice, dtype: torch.dtyp
     q, k, v = cases.fused_rows(tokens, [3, 1, 1], 2, dim, dtype)
     slots = cases.some_slots(cache, tokens)
     slots[1:-1:4] = -1
-    result = ops.rope_and_write(q, k, v, *heads.angles(tokens, dim), cache, 1, slots)
-    assert torch.equal(result, NATIVE.rope_and_write(q, k, v, *heads.angles(tokens, dim), other, 1, slots))
+    result = ops.rope_and_write(q, k, v, heads.angles(tokens, dim), cache, 1, slots)
+    assert torch.equal(result, NATIVE.rope_and_write(q, k, v, heads.angles(tokens, dim), other, 1, slots))
     assert torch.equal(cases.bits(cache.data), cases.bits(other.data))
 
 
@@ -104,7 +104,9 @@ def test_rope_of_unaligned_memory_takes_single_elements(
         cache = cases.poisoned((2, 1, 2, 8, 2, 64), dtype)
         if moved == "cache":
             cache = PagedCache(shifted(cache.data))
-        results.append((ops.rope_and_write(**used, cache=cache, layer=0, slots=slots, eps=heads.EPS), cache.data))
+        rows, rotary, norms = [*used.values()][:3], (used["cos"], used["sin"]), (used["q_norm"], used["k_norm"])
+        result = ops.rope_and_write(*rows, rotary, cache, 0, slots, HeadNorms(*norms, heads.EPS))
+        results.append((result, cache.data))
         assert (launches()[0].widest == 16) == (moved == "none")
     for aligned, unaligned in zip(*results, strict=True):
         # Sums of squares are taken in another order.
@@ -156,8 +158,8 @@ def test_slots_beyond_4_gib_are_their_own(ops: OnDevice) -> None:
     q, k, v = cases.fused_rows(4, [2, 1, 1], 4, 128, torch.bfloat16)
     cos, sin = heads.angles(4, 128)
     small = cases.poisoned((1, 1, 2, 4, 4, 128), torch.bfloat16)
-    NATIVE.rope_and_write(q, k, v, cos, sin, small, 0, torch.arange(4))
-    ops.rope_and_write(q, k, v, cos, sin, cache, 1, slots)
+    NATIVE.rope_and_write(q, k, v, (cos, sin), small, 0, torch.arange(4))
+    ops.rope_and_write(q, k, v, (cos, sin), cache, 1, slots)
     ops.write_cache(cache, 0, [v, k], slots)
     for token, slot in enumerate(far):
         row = cache.data[slot // 16, :, :, slot % 16]
@@ -184,7 +186,7 @@ def test_a_call_is_one_launch_that_just_covers_it(ops: OnDevice, launches: Launc
         assert [launch.grid for launch in launches()] == [(blocks, 1, 1), ((rows + 7) // 8, 1, 1)]
     for tokens, blocks in ((1, 1), (5, 1), (6, 1), (11, 2), (13, 2), (64, 8)):
         q, k, v = cases.fused_rows(tokens, [1, 1, 1], 2, 64, torch.bfloat16)
-        ops.rope_and_write(q, k, v, *heads.angles(tokens, 64), cache, 0, torch.arange(tokens))
+        ops.rope_and_write(q, k, v, heads.angles(tokens, 64), cache, 0, torch.arange(tokens))
         # Four lanes for each head: of 32 pairs a lane rotates 8.
         (launch,) = launches()
         assert (launch.grid, launch.threads) == ((-(-tokens * 6 // 64), 1, 1), 256) and launch.grid[0] <= blocks
