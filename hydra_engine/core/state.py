@@ -1,7 +1,7 @@
-"""The progress of one request inside the engine: a few integers, and what follows from them.
+"""The progress of one request inside the engine: its phase, a few integers, and what follows from them.
 
 The one mutable record of the deciding rooms; owned by the scheduler of the instance that holds the request. Keeps the
-names of what it computes, but does not know blocks, plans or the clock. What changes with every token of a decode is
+hashes of what it computes, but does not know blocks, plans or the clock. What changes with every token of a decode is
 not here but in the arrays of `scheduler/decodes.py`; only the tokens themselves are appended.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 
 from hydra_engine.core.ids import BlockHash, FeatureKey
 from hydra_engine.core.outputs import Departure, FinishReason
@@ -23,6 +23,29 @@ Order = tuple[int, int]
 
 # (priority, when the first token is due, order): the smaller one is considered first.
 Urgency = tuple[int, float, Order]
+
+
+class RequestPhase(Enum):
+    """Where a request is. `RequestTable.phase_of` derives it, `RequestTable.requeue` moves the request into its queue.
+
+    A request of an instance that has no others goes ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING ->
+    ENDED. It may prefill up to the first image without features before all are encoded, so ENCODING -> PREFILLING is
+    legal too. Preemption takes its KV: PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
+
+    With other instances: what decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; what is prefilled elsewhere
+    goes REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING. An ENCODE_JOB stays one until
+    its features have been fetched. Every phase may end, by an abort or an error.
+    """
+
+    ENCODING = auto()  # no KV blocks; some image has no features yet
+    WAITING = auto()  # no KV blocks; has all it needs to start
+    PREFILLING = auto()  # KV blocks; more than one step from its next token, or that step is in flight
+    DECODING = auto()  # KV blocks; one step from its next token
+    HANDING_OVER = auto()  # KV blocks; computed here, to be fetched by the instance that decodes
+    REMOTE_PREFILL = auto()  # no KV blocks; another instance prefills and has offered nothing yet
+    KV_OFFERED = auto()  # no KV blocks; another instance offers KV, which can be copied as soon as there are some
+    ENCODE_JOB = auto()  # images for another instance, and nothing else
+    ENDED = auto()  # to be forgotten as soon as no plan in flight names it
 
 
 class ImageProgress(IntEnum):
@@ -45,7 +68,7 @@ class Ending:
 
 
 @dataclass(slots=True)
-class Arrival:
+class RemoteKv:
     """KV of a request that another instance computes, as far as it is known and copied. Blocks are counted in the order
     of the request's table; those before `num_copied` are here."""
 
@@ -53,8 +76,29 @@ class Arrival:
     num_offered: int = 0  # blocks
     end: KvEnd | None = None  # with it, nothing more will be offered
     num_copied: int = 0
-    copies: int | None = None  # the offer that a copy in flight belongs to
-    preempt_after_copy: bool = False  # somebody older needs the blocks as soon as no copy is in flight
+    copied_offer: int | None = None  # the offer that a copy in flight belongs to
+    preempt_after_copy: bool = False  # an older request needs the blocks as soon as no copy is in flight
+
+
+@dataclass(slots=True, eq=False)
+class HandoverState:
+    """What is known of a request only because other instances take part in it. `scheduler/handover/` writes it.
+
+    Taken from others: its KV while that is not here (`remote_kv`), and features of `RequestState.remote_images`.
+    Offered to others: its first `num_offered` KV blocks, which are all of them with `offers_all`; of an encode job
+    every image that is ENCODED.
+    """
+
+    remote_kv: RemoteKv | None = None
+    requested_images: set[int] = field(default_factory=set)  # remote images that others have been asked for
+    image_offers: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # image -> offers of its features, not being copied
+    pulls_image: bool = False  # a copy of an image's features is in flight for it
+    borrowed: bool = False  # decoded elsewhere before, and that instance goes on with other requests meanwhile
+    num_offered: int = 0
+    offers_all: bool = False
+    offered_s: dict[int, float] = field(default_factory=dict)  # since when: images of a job, or -1 for its KV
 
 
 @dataclass(slots=True, eq=False)
@@ -66,30 +110,29 @@ class RequestState:
         [num_planned, num_tokens)     still to compute
 
     `num_tokens` counts the prompt and what was generated. The last generated token has no KV until the next step, so
-    a request that `decodes` has `num_computed == num_tokens - 1`: there it follows from the tokens, and before it is
+    a request that is DECODING has `num_computed == num_tokens - 1`: there it follows from the tokens, and before it is
     `num_prefilled`, which a decoding request no longer keeps up to date. Preemption sets it to zero and forgets nothing
     else. A request that starts on blocks found in the cache starts with `num_prefilled` behind them.
 
     `plans_in_flight` counts vision plans, chunks and pulls; rows of decodes that are in flight are counted by slot.
 
-    `stages` are those that are done here. With E alone it is an encode job: no prompt, no KV, and every image that is
-    ENCODED is offered to another instance. With P and without D its KV is offered, `num_offered` blocks so far,
-    and with all of them it `hands_over`. While KV comes from another instance there is an `arrival`.
+    `stages` are those that are done here. With E alone it is an encode job: no prompt and no KV. `handover` is None
+    where no other instance takes part.
     """
 
     request: Request
     order: Order
+    urgency: Urgency
     images: list[ImageProgress]
     stop_ids: frozenset[int]
-    generated: list[int] = field(default_factory=list)
+    generated: list[int]
+    phase: RequestPhase = RequestPhase.WAITING
     num_prefilled: int = 0
     num_scheduled: int = 0
-    decodes: bool = False  # it is in the queue of decodes
     slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
     starts_seen: int | None = None  # of younger requests, when it began to wait for its start
     plans_in_flight: int = 0
-    urgency: Urgency = (0, math.inf, (0, 0))
     image_wait_since_s: float = 0.0
     ending: Ending | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; grows when asked for
@@ -99,16 +142,7 @@ class RequestState:
     cached_tokens: int = 0  # found in the cache when it started first
     stages: Role = EPD
     remote_images: frozenset[int] = frozenset()  # encoded by other instances
-    images_asked: set[int] = field(default_factory=set)  # of these, which others have been asked for
-    image_offers: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # image -> offers of its features, not being copied
-    pulls_image: bool = False  # a copy of an image's features is in flight for it
-    num_offered: int = 0
-    hands_over: bool = False
-    offered_s: dict[int, float] = field(default_factory=dict)  # since when: images of a job, or -1 for its KV
-    arrival: Arrival | None = None
-    borrowed: bool = False  # decoded elsewhere before, which goes on with other requests meanwhile
+    handover: HandoverState | None = None
 
     @classmethod
     def new(
@@ -124,22 +158,23 @@ class RequestState:
         """`arrived` counts arrivals."""
         due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
         order = request.age, arrived
+        elsewhere = stages != EPD or bool(remote_images) or pulls_kv
         return cls(
             request=request,
             order=order,
+            urgency=(request.priority, due_s, order),
             images=[ImageProgress.WAITING] * len(request.images),
             stop_ids=request.stop_ids,
             generated=list(request.generated_token_ids),
             image_wait_since_s=now,
-            urgency=(request.priority, due_s, order),
             stages=stages,
             remote_images=remote_images if Role.E in stages else frozenset(range(len(request.images))),
-            arrival=Arrival() if pulls_kv else None,
+            handover=HandoverState(RemoteKv() if pulls_kv else None) if elsewhere else None,
         )
 
     @property
     def is_encode_job(self) -> bool:
-        """Encodes images for another instance, and nothing else."""
+        """It encodes images for another instance, and nothing else."""
         return self.stages == Role.E
 
     @property
@@ -161,7 +196,7 @@ class RequestState:
 
     @property
     def num_computed(self) -> int:
-        return self.num_tokens - 1 if self.decodes else self.num_prefilled
+        return self.num_tokens - 1 if self.phase is RequestPhase.DECODING else self.num_prefilled
 
     @property
     def num_planned(self) -> int:
@@ -183,15 +218,20 @@ class RequestState:
 
     @property
     def scores_prompt(self) -> bool:
-        """Somebody wants to know how likely each prompt token was, and has not been told all of it: that is before the
-        first token. Every row of the prompt is computed for that, also where the cache has its KV."""
+        """The caller asked how likely each prompt token was, and has not been told of all: that is before the first
+        token. Every row of the prompt is computed for that, also where the cache has its KV."""
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property
     def lacks_one_token(self) -> bool:
         """It is one step away from a new token and that step is not planned yet: a decode, or a prefill that lacks
         nothing but its last token."""
-        return self.is_decode and self.arrival is None and not self.num_scheduled
+        return self.is_decode and self.remote_kv is None and not self.num_scheduled
+
+    @property
+    def remote_kv(self) -> RemoteKv | None:
+        """Its KV as another instance computes it; None once all of it is here, and where it is computed here."""
+        return None if self.handover is None else self.handover.remote_kv
 
     @property
     def waits_for_images(self) -> bool:
@@ -214,7 +254,7 @@ class RequestState:
     @property
     def trusts_cache(self) -> bool:
         """Some image has been found in cached KV and is not encoded for that reason."""
-        return ImageProgress.CACHED in self.images and self.arrival is None
+        return ImageProgress.CACHED in self.images and self.remote_kv is None
 
     @property
     def cached_images(self) -> int:
@@ -228,7 +268,7 @@ class RequestState:
     def num_computable(self) -> int:
         """Positions [num_planned, num_computable) have all they need: up to the first image without features. There are
         none while KV comes from elsewhere."""
-        if self.arrival is not None:
+        if self.remote_kv is not None:
             return self.num_planned
         for image, progress in zip(self.request.images, self.images, strict=True):
             if progress <= ImageProgress.ENCODING:

@@ -110,7 +110,7 @@ class Migration:
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
         """A decode is to go on at `target`; nothing happens if it does not run here."""
-        if self._connector.hand_over(request.id, now):
+        if self._connector.offers.hand_over(request.id, now):
             self._requests[request.id] = request
             self._targets[request.id] = target
 
@@ -173,7 +173,7 @@ class Migration:
         self._tell(self._destination.peer_lost(peer.name))
         events: list[RequestMessage] = []
         for request_id in [request_id for request_id, target in self._targets.items() if target == peer.name]:
-            events += self._connector.withdraw(request_id, now, Departure.WITHDRAWN)
+            events += self._connector.offers.withdraw(request_id, now, Departure.WITHDRAWN)
         return events
 
     def _receive(self, peer: str, message: TransferMessage, now: float) -> list[RequestMessage]:
@@ -283,14 +283,14 @@ class Migration:
         request_id, index = owner
         self._hit(BEFORE_FREE, [self._requests[request_id]])
         if index is None:
-            return self._connector.release_kv(request_id, now)
-        return self._connector.release_features(request_id, index, now)
+            return self._connector.offers.release_kv(request_id, now)
+        return self._connector.offers.release_features(request_id, index, now)
 
     def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
         """The offer was not fetched, or cannot be."""
         self._leaving.pop(owner, None)
         self._unsent.pop(owner, None)
-        return self._connector.withdraw(owner[0], now, Departure.WITHDRAWN)
+        return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
 
     def _checksums(self, pool: PoolKind, blocks: Sequence[int]) -> tuple[int, ...]:
         return self._worker.checksums(pool, blocks) if self._config.check_transfers else ()
@@ -302,16 +302,16 @@ class Migration:
         for event in events:
             match event:
                 case Offered(handle, request_id, None, num_blocks, end):
-                    connector.kv_offered(request_id, handle, num_blocks, end)
+                    connector.pulls.kv_offered(request_id, handle, num_blocks, end)
                 case Offered(handle, request_id, int() as index):
-                    connector.image_offered(request_id, index, handle)
+                    connector.pulls.images.offered(request_id, index, handle)
                 case Gone(handle, _, None):
-                    connector.kv_offer_gone(handle)
+                    connector.pulls.kv_offer_gone(handle)
                 case Gone(handle):
-                    connector.image_offer_gone(handle)
+                    connector.pulls.images.offer_gone(handle)
 
     def plan_pulls(self, now: float) -> list[PullPlan]:
-        return self._connector.plan_pulls(now)
+        return self._connector.pulls.plan(now)
 
     def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
         """Pulls that the scheduler has planned; what its events ask for has been done before."""

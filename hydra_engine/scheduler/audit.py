@@ -12,7 +12,7 @@ from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import LanguagePlan, PullPlan, VisionPlan
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler.request_table import RequestTable
 
 
@@ -29,9 +29,10 @@ def check_requests(requests: RequestTable) -> None:
             local = ((image, progress) for i, (image, progress) in zipped if i not in state.remote_images)
             patches += sum(image.num_patches for image, progress in local if progress == ImageProgress.WAITING)
         chunk_in_flight = state.num_scheduled > 0 and state.num_planned == state.num_tokens
-        if state.ending is None and (state.decodes or (chunk_in_flight and Role.D in state.stages)):
+        joins = state.ending is None and chunk_in_flight and Role.D in state.stages
+        if state.phase is RequestPhase.DECODING or joins:
             members[requests.seq_slots.of(request_id)] = state, requests.kv.tables[request_id], int(chunk_in_flight)
-    for queue in (*requests.queues, requests.unencoded, requests.awaited):
+    for queue in (*requests.queues.values(), requests.unencoded, requests.unfetched):
         orders = [state.order for state in queue]
         assert orders == sorted(orders), "a queue is out of order"
         assert all(requests.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
@@ -41,15 +42,12 @@ def check_requests(requests: RequestTable) -> None:
 
 
 def _check_queue(requests: RequestTable, state: RequestState) -> None:
-    request_id, belongs = state.request.id, requests.queue_for(state)
-    for queue in requests.queues:
-        assert (request_id in queue) == (queue is belongs), f"request {request_id} is in the wrong queue"
-    live = state.ending is None
-    assert (request_id in requests.unencoded) == (live and state.needs_encode), (
-        f"request {request_id}: images to encode"
-    )
-    assert (request_id in requests.awaited) == (live and state.needs_pull), f"request {request_id}: images to fetch"
-    assert state.decodes == (request_id in requests.decoding), f"request {request_id}: whether it decodes"
+    request_id, where, live = state.request.id, f"request {state.request.id}", state.ending is None
+    assert state.phase is requests.phase_of(state), f"{where} is in the wrong phase"
+    for phase, queue in requests.queues.items():
+        assert (request_id in queue) == (phase is state.phase), f"{where} is in the wrong queue"
+    assert (request_id in requests.unencoded) == (live and state.needs_encode), f"{where}: images to encode"
+    assert (request_id in requests.unfetched) == (live and state.needs_pull), f"{where}: images to fetch"
 
 
 def _check_blocks(requests: RequestTable, state: RequestState) -> None:
@@ -76,12 +74,12 @@ def _check_images(requests: RequestTable, state: RequestState) -> int:
         assert state.is_encode_job or (progress == ImageProgress.CONSUMED) == consumed, (
             f"{where}: KV and progress disagree"
         )
-        looked_for = progress == ImageProgress.CACHED and state.arrival is None
+        looked_for = progress == ImageProgress.CACHED and state.remote_kv is None
         assert not runs or not looked_for, f"{where} is looked for although it has started"
         if progress <= ImageProgress.ENCODED:
             users += 1
             key = state.image_keys[index]
-            assert (request_id, index) in requests.features.users(key), f"{where} needs features and nobody knows"
+            assert (request_id, index) in requests.features.users(key), f"{where} needs features and is no user of them"
             assert progress == requests.features.progress(key), f"{where}: features and progress disagree"
     return users
 

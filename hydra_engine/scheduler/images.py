@@ -40,7 +40,7 @@ class ImageTracker:
         """A new request; images before `cached_tokens` need nothing if their KV stays where it is."""
         for index, image in enumerate(state.request.images):
             self.patches_waiting += image.num_patches * (index not in state.remote_images)
-            covered = state.arrival is not None or image.end <= cached_tokens
+            covered = state.remote_kv is not None or image.end <= cached_tokens
             self._set(state, index, ImageProgress.CACHED if covered else self._need(state, index), now)
 
     def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:

@@ -131,7 +131,7 @@ class LanguagePlanner:
                 continue  # its last chunk is in flight
             timeline = self._requests.timelines[state.request.id]
             if policy.is_stalled(state):
-                timeline.cause = "images" if state.arrival is None else "transfer"
+                timeline.cause = "images" if state.remote_kv is None else "transfer"
             elif not (chunk := builder.chunk_of(state)):
                 timeline.cause = "budget"
             elif self._grow_for_chunk(state, state.num_planned + chunk, builder):
@@ -235,7 +235,7 @@ def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
     else:
         first += islice(requests.prefilling, MAX_SEEN)
         first += (state for state in islice(requests.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
-    tokens = sum(state.num_tokens - state.num_planned for state in first if state.arrival is None)
+    tokens = sum(state.num_tokens - state.num_planned for state in first if state.remote_kv is None)
     return tokens, sum(map(_patches, first)) if due.waits_for_images else 0
 
 

@@ -52,9 +52,9 @@ def kv_tokens_to_admit(state: RequestState) -> int:
         return state.num_tokens
     if state.preempted:
         return state.request.max_total_tokens
-    if state.arrival is None:
+    if state.remote_kv is None:
         return state.num_tokens
-    end = state.arrival.end
+    end = state.remote_kv.end
     return min(max(state.num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
 
 
@@ -65,7 +65,7 @@ def takes_all_at_once(state: RequestState) -> bool:
     here. Such a request must not stand in need of blocks that others hold at the same time: the order of age would not
     help, for nobody takes blocks back that are offered.
     """
-    return state.preempted or state.arrival is not None or Role.D not in state.stages
+    return state.preempted or state.remote_kv is not None or Role.D not in state.stages
 
 
 def is_stalled(state: RequestState) -> bool:
@@ -98,7 +98,7 @@ def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Ite
 
 def is_complete(state: RequestState) -> bool:
     """All KV of an arriving request is offered, so it waits for nothing but its copies."""
-    return state.arrival is not None and state.arrival.end is not None
+    return state.remote_kv is not None and state.remote_kv.end is not None
 
 
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:

@@ -1,8 +1,8 @@
 """The requests of one instance, the queue that each is in, and the blocks that each holds.
 
-Carries out what the planners and the scheduler decide (place, start, preempt, end, forget) so that queues,
-states, slots, decodes and caches never disagree; `audit.py` checks that they do not. Images are in `images.py`. Decides
-nothing and knows no budget.
+Carries out what the planners and the scheduler decide (add, start, preempt, end, forget) so that queues, states, slots,
+decodes and caches never disagree; `audit.py` checks that they do not. Images are in `images.py`. Decides nothing and
+knows no budget.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import Ending, ImageProgress, RequestState
+from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.decodes import DecodeTable
 from hydra_engine.scheduler.images import ImageTracker
@@ -29,25 +29,26 @@ from hydra_engine.scheduler.timeline import Timeline
 
 
 class RequestTable:
-    """A live request is in exactly one of the queues, unless it is ending: then in none.
+    """A live request is in the queue of its phase (`core/state.py`); one that has ended is in none:
 
                        waits for images    has all it needs    one step from a token    computed, to be fetched
         no KV blocks   encoding            waiting             -                        -
         KV blocks      prefilling          prefilling          decoding                 handing_over
 
-    One whose KV comes from another instance is `arriving` until that is offered, then `incoming`, and prefilling
-    (though nothing is computed) until all of it is here. Encode jobs are in `jobs`; they hold no KV and are no
-    candidates for the language lane. `unencoded` and `awaited` are indices beside the queues: requests with an image
-    that waits for an encode here, and for one elsewhere. Whoever holds KV blocks has a slot. `decodes` has the numbers
-    of those that decode, and of those whose last chunk is in flight.
+    One whose KV comes from another instance is in `remote_prefills` until that is offered, then in `kv_offered`, and in
+    prefilling (though nothing is computed) until all of it is here. Encode jobs hold no KV and are no candidates for
+    the language lane. `unencoded` and `unfetched` are indices beside the queues: requests with an image that waits for
+    an encode here, and for one elsewhere. A request holds a sequence slot exactly while it holds KV blocks. `decodes`
+    has the numbers of those that decode, and of those whose last chunk is in flight.
 
     Reuse. KV that the cache has is looked up when a request arrives or is preempted, and images inside it are CACHED:
-    nobody encodes them. Nothing is held for that, so it takes no room from anybody and cannot deadlock; the price is
-    that the blocks may be gone when the request is considered for its start. It is looked up again then, and an image
-    that is not covered any more needs features after all (`recheck`). That happens at most once between two starts of
-    a request, for only an arrival or a preemption makes an image CACHED; from there on the request is one like all
-    others, and the rules of age in `policy.py` bring it to its end. Features that several images share are as old as
-    the oldest of these images: what may be taken from a younger request may still be taken when younger ones share it.
+    they are not encoded. Nothing is held for that, so it takes room from no other request and cannot deadlock; the
+    price is that the blocks may be gone when the request is considered for its start. It is looked up again then, and
+    an image that is not covered any more needs features after all (`recheck`). That happens at most once between two
+    starts of a request, for only an arrival or a preemption makes an image CACHED; from there on the request is one
+    like all others, and the rules of age in `policy.py` bring it to its end. Features that several images share are as
+    old as the oldest of these images: what may be taken from a younger request may still be taken when younger ones
+    share it.
     """
 
     def __init__(
@@ -74,16 +75,20 @@ class RequestTable:
         self.observer = observer if observer is not None else StepObserver()
         self.states: dict[RequestId, RequestState] = {}
         self.timelines: dict[RequestId, Timeline] = {}
-        self.encoding = UrgencyQueue()
-        self.waiting = UrgencyQueue()
-        self.prefilling = ArrivalQueue()
-        self.decoding = ArrivalQueue()
-        self.handing_over = ArrivalQueue()
-        self.arriving = ArrivalQueue()
-        self.incoming = UrgencyQueue()
-        self.jobs = ArrivalQueue()
-        self.unencoded = UrgencyQueue()
-        self.awaited = UrgencyQueue()
+        self.encoding, self.waiting, self.kv_offered = UrgencyQueue(), UrgencyQueue(), UrgencyQueue()
+        self.prefilling, self.decoding, self.handing_over = ArrivalQueue(), ArrivalQueue(), ArrivalQueue()
+        self.remote_prefills, self.encode_jobs = ArrivalQueue(), ArrivalQueue()
+        self.queues: dict[RequestPhase, ArrivalQueue] = {
+            RequestPhase.ENCODING: self.encoding,
+            RequestPhase.WAITING: self.waiting,
+            RequestPhase.PREFILLING: self.prefilling,
+            RequestPhase.DECODING: self.decoding,
+            RequestPhase.HANDING_OVER: self.handing_over,
+            RequestPhase.REMOTE_PREFILL: self.remote_prefills,
+            RequestPhase.KV_OFFERED: self.kv_offered,
+            RequestPhase.ENCODE_JOB: self.encode_jobs,
+        }
+        self.unencoded, self.unfetched = UrgencyQueue(), UrgencyQueue()
         self.images = ImageTracker(self.features, self.states, self.timelines, self.connector, self.requeue)
         self.num_preemptions = 0
         self._instance = instance
@@ -92,12 +97,6 @@ class RequestTable:
         self._due: list[tuple[float, RequestId]] = []  # a heap: first tokens with a limit
 
     # ---- the life of a request
-
-    @property
-    def queues(self) -> tuple[ArrivalQueue, ...]:
-        """Without the indices."""
-        first = self.encoding, self.waiting, self.prefilling, self.decoding
-        return (*first, self.handing_over, self.arriving, self.incoming, self.jobs)
 
     def add(
         self, request: Request, now: float, *, stages: Role, remote_images: frozenset[int], pulls_kv: bool
@@ -130,24 +129,36 @@ class RequestTable:
         return state
 
     def requeue(self, state: RequestState) -> None:
-        """Puts a request where its state and its blocks say that it belongs."""
-        request_id = state.request.id
-        belongs = self.queue_for(state)
-        for queue in self.queues:
-            if queue is not belongs:
-                queue.discard(state)
-        if belongs is not None and request_id not in belongs:
-            belongs.push(state)
-            if belongs is self.encoding or belongs is self.arriving:
-                state.starts_seen = None  # nobody overtakes who waits for images, or for an offer
-        state.decodes = state.ending is None and belongs is self.decoding
-        if (belongs is self.waiting or belongs is self.incoming) and state.starts_seen is None:
-            state.starts_seen = self._started.younger_than(state.order)
-        if state.decodes and not self.decodes.is_member(self.seq_slots.of(request_id)):
-            self.join_decodes(state, unread=0)
-        live = state.ending is None
+        """Moves a request into the phase that its state and its blocks say."""
+        before, phase = state.phase, self.phase_of(state)
+        if phase is not before:
+            self.queues[before].discard(state)
+            state.phase = phase
+        live = phase is not RequestPhase.ENDED
+        if live and state.request.id not in (queue := self.queues[phase]):
+            queue.push(state)
+            if phase in (RequestPhase.ENCODING, RequestPhase.REMOTE_PREFILL):
+                state.starts_seen = None  # what waits for images, or for an offer, is not overtaken
+            elif phase in (RequestPhase.WAITING, RequestPhase.KV_OFFERED) and state.starts_seen is None:
+                state.starts_seen = self._started.younger_than(state.order)
+            elif phase is RequestPhase.DECODING and not self.decodes.is_member(self.seq_slots.of(state.request.id)):
+                self.join_decodes(state, unread=0)
         _index(self.unencoded, state, belongs=live and state.needs_encode)
-        _index(self.awaited, state, belongs=live and bool(state.remote_images) and state.needs_pull)
+        _index(self.unfetched, state, belongs=live and bool(state.remote_images) and state.needs_pull)
+
+    def phase_of(self, state: RequestState) -> RequestPhase:
+        if state.ending is not None:
+            return RequestPhase.ENDED
+        if state.is_encode_job:
+            return RequestPhase.ENCODE_JOB
+        if state.request.id in self.kv.tables:
+            if state.handover is not None and state.handover.offers_all:
+                return RequestPhase.HANDING_OVER
+            decodes = Role.D in state.stages and state.is_decode and state.slot_known and not state.num_scheduled
+            return RequestPhase.DECODING if decodes else RequestPhase.PREFILLING
+        if state.remote_kv is not None:
+            return RequestPhase.REMOTE_PREFILL if state.remote_kv.offer is None else RequestPhase.KV_OFFERED
+        return RequestPhase.ENCODING if state.waits_for_images else RequestPhase.WAITING
 
     def join_decodes(self, state: RequestState, *, unread: int) -> None:
         """`unread` 1: the request's last chunk is about to be in flight, and what follows can be planned."""
@@ -158,7 +169,7 @@ class RequestTable:
     def end(self, state: RequestState, ending: Ending) -> None:
         """The request makes no more progress; what it holds stays until `forget`."""
         self.leave_decodes(state)
-        state.num_prefilled, state.decodes = state.num_computed, False
+        state.num_prefilled = state.num_computed
         self.images.end(state)
         self.connector.on_end(state, ending)
         state.ending = ending
@@ -207,7 +218,7 @@ class RequestTable:
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
         state.starts_seen, state.slot_known = None, False
-        oldest = [queue.oldest_but(state) for queue in (self.waiting, self.encoding, self.incoming)]
+        oldest = [queue.oldest_but(state) for queue in (self.waiting, self.encoding, self.kv_offered)]
         self._started.started(state.order, min((other.order for other in oldest if other is not None), default=None))
         self.images.consume(state, now)
         if waited and not state.waits_for_images:
@@ -236,20 +247,20 @@ class RequestTable:
         self.connector.on_preempted(state, now)
         if state.ending is None and state.trusts_cache:
             self.images.recheck(state, self._cached_tokens(state), now)
-        self.requeue(state)
+            self.requeue(state)
         return True
 
     def free_blocks(self, state: RequestState) -> None:
-        """All that the request has computed is gone; `place` says where it goes then."""
+        """Takes all that the request has computed; it waits as if it had never started."""
         request_id = state.request.id
         self.leave_decodes(state)
         self.prefixes.publish()
         self.connector.on_blocks_freed(state)
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
-        state.decodes = False
         state.num_prefilled = state.num_published = 0
         self.images.lose_kv(state)
+        self.requeue(state)
 
     def leave_decodes(self, state: RequestState) -> None:
         """A row of it that is in flight is passed over when it comes back."""
@@ -276,20 +287,6 @@ class RequestTable:
 
     def _cached_tokens(self, state: RequestState) -> int:
         return len(self.prefixes.find(state)) * self.kv.block_size
-
-    def queue_for(self, state: RequestState) -> ArrivalQueue | None:
-        if state.ending is not None:
-            return None
-        if state.is_encode_job:
-            return self.jobs
-        if state.request.id in self.kv.tables:
-            if state.hands_over:
-                return self.handing_over
-            decodes = Role.D in state.stages and state.is_decode and state.slot_known and not state.num_scheduled
-            return self.decoding if decodes else self.prefilling
-        if state.arrival is not None:
-            return self.arriving if state.arrival.offer is None else self.incoming
-        return self.encoding if state.waits_for_images else self.waiting
 
 
 def _index(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:

@@ -34,7 +34,7 @@ class PrefixCache:
         """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
         left over, for the step that computes it gives the next one; none of it ends inside a `whole` image. None for
         one whose prompt is scored, but where its KV is pulled: whoever computes it scores it."""
-        if not self.enabled or (state.scores_prompt and state.arrival is None):
+        if not self.enabled or (state.scores_prompt and state.remote_kv is None):
             return []
         self.publish()
         usable = (state.num_tokens - 1) // self._block_size

@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
+from itertools import islice
 
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
-from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, Status
+from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, StageReport, Status
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import Ending, RequestState
+from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.errors import ConfigError
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
@@ -32,9 +33,10 @@ from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.results import Progress
-from hydra_engine.scheduler.stage_reports import stage_reports
 from hydra_engine.scheduler.timeline import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
+
+MAX_REPORTS = 100
 
 
 class StageScheduler:
@@ -269,7 +271,7 @@ class StageScheduler:
         return Status(
             num_running=len(requests.prefilling) + len(requests.decoding),
             num_waiting=len(requests.waiting),
-            num_encoding=len(requests.encoding) + len(requests.jobs),
+            num_encoding=len(requests.encoding) + len(requests.encode_jobs),
             kv_blocks_used=requests.kv.num_held,
             kv_blocks_total=requests.kv.num_blocks,
             image_blocks_used=requests.features.num_held,
@@ -279,10 +281,10 @@ class StageScheduler:
             generation_tokens=progress.generation_tokens,
             images_encoded=progress.images_encoded,
             num_handing_over=len(requests.handing_over),
-            num_arriving=len(requests.arriving) + len(requests.incoming),
+            num_arriving=len(requests.remote_prefills) + len(requests.kv_offered),
             num_decoding=len(requests.decoding),
             budget=self._budgets.report(),
-            stages=stage_reports(requests),
+            stages=_stage_reports(requests),
         )
 
     def ledger(self) -> LedgerReport:
@@ -294,3 +296,29 @@ class StageScheduler:
         language = [step.plan for step in self._language_steps.values()]
         check_in_flight(self._requests, self._vision_plans.values(), language, self._requests.connector.in_flight)
         self._requests.connector.check()
+
+
+def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:
+    """What each request that gets no tokens waits for at this moment, for a person who watches: of those that came
+    first, at most `MAX_REPORTS`."""
+    calm = RequestPhase.DECODING, RequestPhase.ENDED
+    waiting = (state for state in requests.states.values() if state.phase not in calm)
+    return tuple(map(_stage_report, islice(waiting, MAX_REPORTS)))
+
+
+def _stage_report(state: RequestState) -> StageReport:
+    request, handover = state.request, state.handover
+    if state.waits_for_images:
+        pairs = zip(request.images, state.images, strict=True)
+        lacking = {image.source for image, progress in pairs if progress <= ImageProgress.ENCODING}
+        stage = "queue"
+        if ImageProgress.ENCODING in state.images:
+            stage = "transfer" if handover is not None and handover.pulls_image else "encode"
+        return StageReport(request.id, stage, request.num_media - len(lacking), request.num_media)
+    if state.is_encode_job or state.phase is RequestPhase.HANDING_OVER or state.remote_kv is not None:
+        return StageReport(request.id, "transfer")
+    if state.is_decode:
+        return StageReport(request.id, "decode")
+    if state.phase is RequestPhase.WAITING:
+        return StageReport(request.id, "queue")
+    return StageReport(request.id, "prefill", state.num_prefilled, state.num_tokens)

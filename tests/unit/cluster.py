@@ -185,7 +185,7 @@ class Cluster:
         nodes.append(target)
         self.kv_target[request.id] = target
         self._add(target, request, stages=Role.D, pulls_kv=True)
-        if source.connector.hand_over(request.id, self.now):
+        if source.connector.offers.hand_over(request.id, self.now):
             self.counts["lent"] += 1
             self._after(source)
         else:
@@ -278,7 +278,7 @@ class Cluster:
             node.vision += [] if plan is None else [plan]
 
     def _plan_pulls(self, node: Node) -> None:
-        node.pulls += node.connector.plan_pulls(self.now)
+        node.pulls += node.connector.pulls.plan(self.now)
 
     def _end_language(self, node: Node) -> None:
         plan = node.language.pop(0)
@@ -346,9 +346,9 @@ class Cluster:
             return
         node.known[number] = offer
         if offer.target_index is None:
-            node.connector.kv_offered(RequestId(offer.request_id), number, num_blocks, end)
+            node.connector.pulls.kv_offered(RequestId(offer.request_id), number, num_blocks, end)
         else:
-            node.connector.image_offered(RequestId(offer.request_id), offer.target_index, number)
+            node.connector.pulls.images.offered(RequestId(offer.request_id), offer.target_index, number)
         self._after(node)
 
     def _gone(self, node: Node, owner: int, index: int | None) -> None:
@@ -362,9 +362,9 @@ class Cluster:
         if offer.number in node.known and not any(pull.offer == offer.number for pull in node.pulls):
             node.known.pop(offer.number).over = True
         if offer.target_index is None:
-            node.connector.kv_offer_gone(offer.number)
+            node.connector.pulls.kv_offer_gone(offer.number)
         else:
-            node.connector.image_offer_gone(offer.number)
+            node.connector.pulls.images.offer_gone(offer.number)
         self._after(node)
 
     def _released(self, offer: Offer) -> None:
@@ -375,9 +375,9 @@ class Cluster:
         del node.offers[key]
         offer.valid = False
         if offer.image_index is None:
-            self._on(node, node.connector.release_kv(RequestId(offer.owner), self.now))
+            self._on(node, node.connector.offers.release_kv(RequestId(offer.owner), self.now))
         else:
-            self._on(node, node.connector.release_features(RequestId(offer.owner), offer.image_index, self.now))
+            self._on(node, node.connector.offers.release_features(RequestId(offer.owner), offer.image_index, self.now))
 
     def _withdraw(self) -> None:
         """A lease is over."""
@@ -385,7 +385,7 @@ class Cluster:
         if offers:
             offer = self.random.choice(offers)
             self.counts["withdrawn"] += 1
-            self._on(offer.source, offer.source.connector.withdraw(RequestId(offer.owner), self.now, "lease"))
+            self._on(offer.source, offer.source.connector.offers.withdraw(RequestId(offer.owner), self.now, "lease"))
 
     def _send(self, source: Node, target: Node, message: Callable[[], None]) -> None:
         self._channels[source.name, target.name].append(message)

@@ -19,7 +19,7 @@ from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.core.state import ImageProgress
+from hydra_engine.core.state import ImageProgress, RequestPhase
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.latency.attribution import StepHistory
@@ -73,7 +73,7 @@ class Part(Stepper):
         return events
 
     def pulls(self) -> list[PullPlan]:
-        plans = self.connector.plan_pulls(self.now)
+        plans = self.connector.pulls.plan(self.now)
         self.scheduler.check()
         return plans
 
@@ -99,11 +99,11 @@ class Part(Stepper):
         return self._collect(self.connector.on_pull(plan.step_id, self.now, valid=valid, **times))
 
     def offer_kv(self, number: int, offer: int, num_blocks: int, end: KvEnd | None = None) -> None:
-        self.connector.kv_offered(RequestId(number), offer, num_blocks, end)
+        self.connector.pulls.kv_offered(RequestId(number), offer, num_blocks, end)
         self.scheduler.check()
 
     def offer_image(self, number: int, index: int, offer: int) -> None:
-        self.connector.image_offered(RequestId(number), index, offer)
+        self.connector.pulls.images.offered(RequestId(number), index, offer)
         self.scheduler.check()
 
 
@@ -202,11 +202,11 @@ def test_an_encode_job_offers_each_image_and_ends_when_all_are_released() -> Non
     assert (first.image_index, len(first.block_ids)) == (0, 1)
     assert (second.image_index, len(second.block_ids)) == (1, 2)
     s.now = 2.0
-    assert not s.connector.release_features(RequestId(1), 1, s.now)
-    assert not s.connector.release_features(RequestId(1), 1, s.now), "once is enough"
+    assert not s.connector.offers.release_features(RequestId(1), 1, s.now)
+    assert not s.connector.offers.release_features(RequestId(1), 1, s.now), "once is enough"
     assert s.scheduler.ledger().image_blocks_held == 1
     s.now = 3.0
-    s._collect(s.connector.release_features(RequestId(1), 0, s.now))
+    s._collect(s.connector.offers.release_features(RequestId(1), 0, s.now))
     assert s.finished[1].reason == Departure.MOVED and not s.told()
     offered = [
         (span.start_s, span.end_s, span.tokens) for span in s.finished[1].spans if span.stage.startswith("offered")
@@ -224,7 +224,7 @@ def test_a_job_offers_what_is_cached_already_and_what_another_one_encodes() -> N
     s.job(3, A)
     assert isinstance(s.told()[0], FeaturesEvent) and s.plan_vision() is None
     for number in (1, 2, 3):
-        s._collect(s.connector.release_features(RequestId(number), 0, 0.0))
+        s._collect(s.connector.offers.release_features(RequestId(number), 0, 0.0))
     s.job(4, A)
     assert isinstance(s.told()[0], FeaturesEvent), "they stay until their room is needed"
     assert s.finished[2].cached_images == 1
@@ -242,7 +242,7 @@ def test_features_that_give_way_are_encoded_and_offered_again() -> None:
     assert gone == [FeaturesGoneEvent(RequestId(1), 0), FeaturesGoneEvent(RequestId(2), 0)]
     assert (shared.request_id, offered.request_id) == (2, 3)
     assert s.plan_vision() is None
-    s._collect(s.connector.release_features(RequestId(3), 0, 0.0))
+    s._collect(s.connector.offers.release_features(RequestId(3), 0, 0.0))
     assert s.vision() == [(1, 0)] and [event.request_id for event in s.told()] == [1, 2]
 
 
@@ -253,7 +253,9 @@ def test_a_job_that_ends_takes_back_what_it_has_offered(how: str) -> None:
     s.vision()
     s.told()
     plan = s.plan_vision()
-    events = s.scheduler.abort(1, 1.0) if how == "abort" else s.connector.withdraw(RequestId(1), 1.0, "lease over")
+    events = (
+        s.scheduler.abort(1, 1.0) if how == "abort" else s.connector.offers.withdraw(RequestId(1), 1.0, "lease over")
+    )
     assert not events, "a plan in flight names it"
     assert s.told() == [FeaturesGoneEvent(RequestId(1), 0)]
     s.end_vision(plan)
@@ -331,7 +333,7 @@ def test_an_invalid_pull_waits_for_the_next_offer_and_asks_nobody() -> None:
     assert s.state(1).images == [WAITING] and not s.told() and not s.pulls()
     assert s.scheduler.ledger().image_blocks_held == 0
     s.offer_image(1, 0, 2)
-    s.connector.image_offer_gone(2)
+    s.connector.pulls.images.offer_gone(2)
     assert not s.pulls()
     s.offer_image(1, 0, 3)
     plan = s.pull()
@@ -348,7 +350,7 @@ def test_of_two_offers_for_an_image_none_is_refused_before_the_features_are_here
     s.told()
     for offer in (1, 2, 3):
         s.offer_image(1, 0, offer)
-    s.connector.image_offer_gone(2)
+    s.connector.pulls.images.offer_gone(2)
     s.pulled(s.pull(), valid=False)
     assert not s.told()
     plan = s.pull()
@@ -437,7 +439,7 @@ def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> N
         s.language()
         assert not s.told() or s.state(3).images == [WAITING]
     s.language()
-    assert s.state(3).images == [WAITING] and 3 in s.scheduler._requests.awaited
+    assert s.state(3).images == [WAITING] and 3 in s.scheduler._requests.unfetched
     s.offer_image(3, 0, 3)
     s.pulled(s.pull())
     s.finish_all()
@@ -462,7 +464,7 @@ def test_kv_is_offered_chunk_by_chunk_and_the_request_stays_until_it_is_fetched(
     assert len(event.block_ids) == 1 and event.end == KvEnd(14, s.tokens[1][0], 3.0, 3.0)
     assert s.plan_language() is None and s.scheduler.status().num_handing_over == 1
     s.now = 5.0
-    s._collect(s.connector.release_kv(RequestId(1), s.now))
+    s._collect(s.connector.offers.release_kv(RequestId(1), s.now))
     assert s.finished[1].reason == Departure.MOVED and s.finished[1].num_generated == 1
     assert [
         (span.start_s, span.end_s, span.tokens) for span in s.finished[1].spans if span.stage.startswith("offered")
@@ -475,7 +477,7 @@ def test_blocks_of_the_prefix_cache_are_offered_with_the_first_chunk() -> None:
     s.put(make_request(1, 13, source=0))
     s.language()
     s.told()
-    s._collect(s.connector.release_kv(RequestId(1), 0.0))
+    s._collect(s.connector.offers.release_kv(RequestId(1), 0.0))
     s.put(make_request(2, 15, source=0))
     assert s.language() == [(2, 3)]
     (event,) = s.told()
@@ -508,7 +510,7 @@ def test_what_gives_way_before_an_image_takes_its_offer_back_and_offers_again() 
     s.offer_image(1, 0, 1)
     s.pulled(s.pull())
     assert not s.language(), "what is handed over gives way to nobody"
-    s._collect(s.connector.release_kv(RequestId(2), 0.0))
+    s._collect(s.connector.offers.release_kv(RequestId(2), 0.0))
     assert s.language() == [(1, 13)]
     assert s.finished[2].reason == Departure.MOVED and s.state(1).num_preemptions == 1
 
@@ -525,10 +527,12 @@ def test_a_lease_that_is_over_ends_the_part() -> None:
     s = Part(P, token_budget=64)
     s.put(make_request(1, 9))
     s.language()
-    s._collect(s.connector.withdraw(RequestId(1), 2.0, "lease over"))
+    s._collect(s.connector.offers.withdraw(RequestId(1), 2.0, "lease over"))
     assert s.finished[1].reason == Departure.WITHDRAWN
     assert s.told()[-1] == KvGoneEvent(RequestId(1))
-    assert not s.connector.withdraw(RequestId(1), 2.0, "lease over") and not s.connector.release_kv(RequestId(1), 2.0)
+    assert not s.connector.offers.withdraw(RequestId(1), 2.0, "lease over") and not s.connector.offers.release_kv(
+        RequestId(1), 2.0
+    )
 
 
 # ---- KV that arrives
@@ -596,7 +600,7 @@ def test_an_offer_that_is_gone_frees_the_blocks_as_soon_as_nothing_is_copied_int
     plan = s.pull()
     if not in_flight:
         s.pulled(plan)
-    s.connector.kv_offer_gone(1)
+    s.connector.pulls.kv_offer_gone(1)
     s.scheduler.check()
     assert s.scheduler.ledger().kv_blocks_held == 4 * in_flight
     if in_flight:
@@ -782,16 +786,16 @@ def test_a_decode_is_handed_over_with_everything_and_a_row_in_flight_is_passed_o
     s.language(took_s=1.0)
     s.language(took_s=1.0)
     plan = s.plan_language()
-    assert s.connector.hand_over(RequestId(1), s.now)
+    assert s.connector.offers.hand_over(RequestId(1), s.now)
     s.scheduler.check()
     (event,) = s.told()
     tokens = expected_tokens(request)
     assert isinstance(event, KvEvent) and len(event.block_ids) == 3
     assert event.end == KvEnd(10, tokens[1], 2.0, 1.0, earlier_token_ids=(tokens[0],))
-    assert not s.connector.hand_over(RequestId(1), s.now), "once"
+    assert not s.connector.offers.hand_over(RequestId(1), s.now), "once"
     assert not s.end_language(plan, took_s=1.0) and s.tokens[1] == tokens[:2]
     assert s.plan_language() is None
-    s._collect(s.connector.release_kv(RequestId(1), s.now))
+    s._collect(s.connector.offers.release_kv(RequestId(1), s.now))
     assert s.finished[1].reason == Departure.MOVED and s.finished[1].num_generated == 2
 
 
@@ -800,8 +804,8 @@ def test_what_is_fetched_while_a_row_is_in_flight_is_forgotten_behind_it() -> No
     s.put(make_request(1, 9, max_new=9))
     s.language()
     plan = s.plan_language()
-    assert s.connector.hand_over(RequestId(1), s.now)
-    assert not s.connector.release_kv(RequestId(1), s.now)
+    assert s.connector.offers.hand_over(RequestId(1), s.now)
+    assert not s.connector.offers.release_kv(RequestId(1), s.now)
     s.end_language(plan)
     assert s.finished[1].reason == Departure.MOVED and not s.scheduler.has_work
 
@@ -810,11 +814,13 @@ def test_only_a_running_decode_without_penalties_is_handed_over() -> None:
     s = Part(P | D, token_budget=8)
     s.put(make_request(1, 9, max_new=9))
     s.language()
-    assert not s.connector.hand_over(RequestId(1), s.now) and not s.connector.hand_over(RequestId(9), s.now)
+    assert not s.connector.offers.hand_over(RequestId(1), s.now) and not s.connector.offers.hand_over(
+        RequestId(9), s.now
+    )
     s.put(make_request(2, 3, max_new=9, frequency_penalty=1.0))
     s.language()
     s.language()
-    assert s.state(2).decodes and not s.connector.hand_over(RequestId(2), s.now)
+    assert s.state(2).phase is RequestPhase.DECODING and not s.connector.offers.hand_over(RequestId(2), s.now)
 
 
 def test_a_lent_decode_goes_on_behind_tokens_that_its_new_place_was_not_told_of() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, NeedImages
 from hydra_engine.core.plans import KvEnd
+from hydra_engine.core.state import HandoverState, RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,37 @@ class UnneededEvent:
 
 OfferEvent = FeaturesEvent | FeaturesGoneEvent | KvEvent | KvGoneEvent | UnneededEvent
 RemoteEvent = OfferEvent | NeedImages | Finished
+
+
+class RemoteEvents:
+    """What is to be told, collected in the order in which it happened; images that need an encode elsewhere are named
+    once for each request and call of `take`."""
+
+    def __init__(self) -> None:
+        self._events: list[RemoteEvent] = []
+        self._needs: dict[RequestId, set[int]] = {}
+
+    def add(self, event: RemoteEvent) -> None:
+        self._events.append(event)
+
+    def need(self, request_id: RequestId, image_index: int) -> None:
+        """An encode of this image, by another instance."""
+        self._needs.setdefault(request_id, set()).add(image_index)
+
+    def forget_needs(self, request_id: RequestId) -> None:
+        """Needs that have not been taken yet; the request has ended."""
+        self._needs.pop(request_id, None)
+
+    def take(self) -> list[RemoteEvent]:
+        if not self._events and not self._needs:
+            return []
+        events = self._events
+        events += (NeedImages(request_id, tuple(sorted(indices))) for request_id, indices in self._needs.items())
+        self._events, self._needs = [], {}
+        return events
+
+
+def handover_of(state: RequestState) -> HandoverState:
+    """Of a request in which other instances take part."""
+    assert state.handover is not None, f"request {state.request.id} is of no concern to other instances"
+    return state.handover

@@ -15,11 +15,72 @@ from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
-from hydra_engine.scheduler.handover.events import UnneededEvent
-from hydra_engine.scheduler.handover.remote_events import RemoteEvents
-from hydra_engine.scheduler.handover.remote_features import RemoteFeatures
+from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent, handover_of
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
 from hydra_engine.scheduler.request_table import RequestTable
+
+
+class RemoteImages:
+    """Remote images that others are asked for and offer. Every one that WAITS has been requested (`requested_images`)
+    and is or will be offered, by one instance or several. An offer is known (`image_offers`) only while the image WAITS
+    or is ENCODING; one whose copy is in flight is not among them."""
+
+    def __init__(self, requests: RequestTable, events: RemoteEvents) -> None:
+        self.offers: dict[int, tuple[RequestState, int]] = {}  # those that are known and not being copied
+        self._requests = requests
+        self._events = events
+
+    def request(self, state: RequestState, index: int) -> None:
+        """Asks for an image that waits; one that is here is needed no more."""
+        progress, handover = state.images[index], handover_of(state)
+        if progress == ImageProgress.WAITING and index not in handover.requested_images:
+            handover.requested_images.add(index)
+            self._events.need(state.request.id, index)
+        elif progress > ImageProgress.ENCODING and index in handover.image_offers:
+            handover.requested_images.discard(index)
+            self._refuse(state, index)
+
+    def offered(self, request_id: RequestId, index: int, offer: int) -> None:
+        """Features of a remote image can be pulled. `offer` is a number of the caller's, as in the plan of the pull.
+        Several instances may offer an image, and all but one may be about to take that back, so none is refused before
+        the features are here."""
+        state = self._requests.states.get(request_id)
+        handover = None if state is None else state.handover
+        if state is None or handover is None or state.ending is not None:
+            self._events.add(UnneededEvent(offer))
+        elif index not in state.remote_images or state.images[index] > ImageProgress.ENCODING:
+            handover.requested_images.discard(index)
+            self._events.add(UnneededEvent(offer))
+        else:
+            handover.requested_images.add(index)
+            handover.image_offers.setdefault(index, []).append(offer)
+            self.offers[offer] = state, index
+
+    def claim(self, state: RequestState, index: int) -> int:
+        """The latest offer of an image; it is copied now, or refused, and known no longer."""
+        offer = handover_of(state).image_offers[index][-1]
+        self.offer_gone(offer)
+        return offer
+
+    def offer_gone(self, offer: int) -> None:
+        """Features cannot be pulled any more; a copy in flight comes back all the same, as not valid. Unknown offers
+        are ignored."""
+        if offer in self.offers:
+            state, index = self.offers.pop(offer)
+            image_offers = handover_of(state).image_offers
+            image_offers[index].remove(offer)
+            if not image_offers[index]:
+                del image_offers[index]
+
+    def _refuse(self, state: RequestState, index: int) -> None:
+        while index in handover_of(state).image_offers:
+            self._events.add(UnneededEvent(self.claim(state, index)))
+
+    def forget(self, state: RequestState) -> None:
+        """The request is about to end: its images are wanted no more."""
+        for index in list(handover_of(state).image_offers):
+            self._refuse(state, index)
+        self._events.forget_needs(state.request.id)
 
 
 class Pulls:
@@ -31,18 +92,13 @@ class Pulls:
     """
 
     def __init__(
-        self,
-        requests: RequestTable,
-        events: RemoteEvents,
-        images: RemoteFeatures,
-        admission: RemoteKvAdmission,
-        config: SchedulerConfig,
+        self, requests: RequestTable, events: RemoteEvents, admission: RemoteKvAdmission, config: SchedulerConfig
     ) -> None:
+        self.images = RemoteImages(requests, events)
         self.in_flight: dict[StepId, PullPlan] = {}
         self.kv_offers: dict[int, RequestState] = {}  # those that are known, by their number
         self._requests = requests
         self._events = events
-        self._images = images
         self._admission = admission
         self._patience_s = config.encode_patience_s
         self._next_step = 0
@@ -50,17 +106,18 @@ class Pulls:
     # ---- what is offered
 
     def kv_offered(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
-        """An offer, or more of it; a later offer takes the place of one before."""
+        """`num_blocks` of a request's KV can be pulled, in all: told again whenever there are more, the last time with
+        `end`. A later offer takes the place of one before."""
         state = self._requests.states.get(request_id)
-        arrival = None if state is None else state.arrival
-        if state is None or arrival is None or state.ending is not None:
-            if arrival is None or arrival.copies != offer:  # else it is kept until the copy has ended
-                self._events.tell(UnneededEvent(offer))
+        remote_kv = None if state is None else state.remote_kv
+        if state is None or remote_kv is None or state.ending is not None:
+            if remote_kv is None or remote_kv.copied_offer != offer:  # else it is kept until the copy has ended
+                self._events.add(UnneededEvent(offer))
             return
-        if arrival.offer != offer:
+        if remote_kv.offer != offer:
             self._drop_offer(state)
             self.kv_offers[offer] = state
-        arrival.offer, arrival.num_offered, arrival.end = offer, num_blocks, end
+        remote_kv.offer, remote_kv.num_offered, remote_kv.end = offer, num_blocks, end
         self._requests.requeue(state)
 
     def kv_offer_gone(self, offer: int) -> None:
@@ -71,25 +128,25 @@ class Pulls:
 
     def _drop_offer(self, state: RequestState) -> None:
         """What was pulled of it is worth nothing, and is let go as soon as no copy is in flight."""
-        arrival = state.arrival
-        assert arrival is not None, "an offer is known for a request that pulls nothing"
-        if arrival.offer is not None:
-            del self.kv_offers[arrival.offer]
-        arrival.offer, arrival.num_offered, arrival.end = None, 0, None
-        if arrival.copies is None:
-            self._put_back(state)
+        remote_kv = state.remote_kv
+        assert remote_kv is not None, "an offer is known for a request that pulls nothing"
+        if remote_kv.offer is not None:
+            del self.kv_offers[remote_kv.offer]
+        remote_kv.offer, remote_kv.num_offered, remote_kv.end = None, 0, None
+        if remote_kv.copied_offer is None:
+            self._restart(state)
 
     # ---- what is fetched next
 
     def plan(self, now: float) -> list[PullPlan]:
-        """Copies to begin now; they are in flight from here on."""
-        if not self.kv_offers and not self._images.offers:
+        """Copies to begin now. They write to blocks of ours until `end`."""
+        if not self.kv_offers and not self.images.offers:
             return []
         plans: list[PullPlan] = []
         if self.kv_offers:
             self._admission.admit(now)
             self._plan_kv(plans)
-        if self._images.offers:
+        if self.images.offers:
             self._plan_images(plans, now)
         for plan in plans:
             self.in_flight[plan.step_id] = plan
@@ -99,36 +156,36 @@ class Pulls:
     def _plan_kv(self, plans: list[PullPlan]) -> None:
         requests = self._requests
         for state in list(requests.prefilling):
-            arrival = state.arrival
-            if arrival is None or arrival.offer is None or arrival.copies is not None:
+            remote_kv = state.remote_kv
+            if remote_kv is None or remote_kv.offer is None or remote_kv.copied_offer is not None:
                 continue
             table = requests.kv.tables[state.request.id]
-            if arrival.end is not None and requests.kv.blocks_for(arrival.end.num_tokens) > table.num_blocks:
-                self._put_back(state)  # it has become more than it was admitted with
+            if remote_kv.end is not None and requests.kv.blocks_for(remote_kv.end.num_tokens) > table.num_blocks:
+                self._restart(state)  # it has become more than it was admitted with
                 continue
-            stop = min(arrival.num_offered, table.num_blocks)
-            if stop <= arrival.num_copied:
+            stop = min(remote_kv.num_offered, table.num_blocks)
+            if stop <= remote_kv.num_copied:
                 continue
-            arrival.copies = arrival.offer
+            remote_kv.copied_offer = remote_kv.offer
             plans.append(
                 PullPlan(
                     step_id=self._step_id(),
-                    offer=arrival.offer,
+                    offer=remote_kv.offer,
                     request_id=state.request.id,
                     image_index=None,
-                    first_block=arrival.num_copied,
-                    block_ids=table.block_ids[arrival.num_copied : stop].copy(),
-                    last=arrival.end is not None and stop == arrival.num_offered,
+                    first_block=remote_kv.num_copied,
+                    block_ids=table.block_ids[remote_kv.num_copied : stop].copy(),
+                    last=remote_kv.end is not None and stop == remote_kv.num_offered,
                 )
             )
 
     def _plan_images(self, plans: list[PullPlan], now: float) -> None:
-        awaited, before = self._requests.awaited, len(plans)
-        oldest = awaited.oldest()
-        if awaited.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
-            self._fill(awaited.by_urgency(), plans, now, may_take=False)
+        unfetched, before = self._requests.unfetched, len(plans)
+        oldest = unfetched.oldest()
+        if unfetched.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
+            self._fill(unfetched.by_urgency(), plans, now, may_take=False)
         if len(plans) == before:
-            self._fill(awaited.by_age(), plans, now, may_take=True)
+            self._fill(unfetched.by_age(), plans, now, may_take=True)
 
     def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_take: bool) -> None:
         """Room is put aside for every image that goes before and cannot be copied yet."""
@@ -141,7 +198,7 @@ class Pulls:
                 key = state.image_keys[index]
                 num_blocks = features.blocks_for(state.request.images[index].num_tokens)
                 reserved = sum(aside.values()) - aside.get(key, 0)
-                offered = index in state.image_offers and not state.pulls_image
+                offered = index in handover_of(state).image_offers and not handover_of(state).pulls_image
                 if offered and self._requests.images.make_room(
                     state, index, num_blocks, reserved, now, may_take=may_take
                 ):
@@ -154,8 +211,8 @@ class Pulls:
 
     def _pull_image(self, state: RequestState, index: int, now: float) -> PullPlan:
         requests = self._requests
-        offer = self._images.claim(state, index)
-        state.pulls_image = True
+        offer = self.images.claim(state, index)
+        handover_of(state).pulls_image = True
         requests.images.reserve(state, index, now)
         num_blocks = requests.features.blocks_for(state.request.images[index].num_tokens)
         block_ids = requests.features.block_ids(state.image_keys[index])[:num_blocks].copy()
@@ -177,7 +234,7 @@ class Pulls:
             self._requests.timelines[plan.request_id].pulled("pull_kv", started_s, ended_s, num_tokens)
             self._end_kv(state, plan, now, valid=valid)
         else:
-            state.pulls_image = False
+            handover_of(state).pulls_image = False
             self._end_features(state, plan.image_index, started_s, ended_s, valid=valid)
         return state
 
@@ -185,39 +242,40 @@ class Pulls:
         images, num_tokens = self._requests.images, state.request.images[index].num_tokens
         self._requests.timelines[state.request.id].pulled("pull_features", started_s, ended_s, num_tokens)
         if valid:
-            state.images_asked.discard(index)
+            handover_of(state).requested_images.discard(index)
         users = images.finish(state.image_keys[index], ended_s, failed=not valid)
         images.settle_others(users, (), ended_s)
 
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
-        requests, arrival = self._requests, state.arrival
-        assert arrival is not None and arrival.copies == plan.offer, "a copy ends that never began"
-        arrival.copies = None
-        is_current = arrival.offer == plan.offer
+        requests, remote_kv = self._requests, state.remote_kv
+        assert remote_kv is not None and remote_kv.copied_offer == plan.offer, "a copy ends that never began"
+        remote_kv.copied_offer = None
+        is_current = remote_kv.offer == plan.offer
         if state.ending is not None:
             if is_current and valid and not plan.last:  # it was kept for this copy
-                self._events.tell(UnneededEvent(plan.offer))
+                self._events.add(UnneededEvent(plan.offer))
         elif not is_current:
-            self._put_back(state)
+            self._restart(state)
         elif not valid:
             self._drop_offer(state)
         elif plan.last:
-            assert arrival.end is not None, "the last copy begins when the end is known"
+            assert remote_kv.end is not None, "the last copy begins when the end is known"
             del self.kv_offers[plan.offer]
-            self._arrived(state, arrival.end, now)
+            self._arrived(state, remote_kv.end, now)
         else:
-            arrival.num_copied = plan.first_block + len(plan.block_ids)
-            if arrival.preempt_after_copy:
+            remote_kv.num_copied = plan.first_block + len(plan.block_ids)
+            if remote_kv.preempt_after_copy:
                 requests.preempt(state, now)
 
     def _arrived(self, state: RequestState, end: KvEnd, now: float) -> None:
         """All KV of the request is here; it goes on as a prefill of one token. What does not fit the tokens that are
         known of it is of no use, and the request has departed."""
         requests = self._requests
-        state.arrival = None
+        handover = handover_of(state)
+        handover.remote_kv = None
         if end.earlier_token_ids is not None:
             state.generated[:] = end.earlier_token_ids
-            state.borrowed = True
+            handover.borrowed = True
         state.generated.append(end.token_id)
         if end.num_tokens != state.num_tokens - 1:
             requests.end(state, Ending(Departure.RETURNED))
@@ -231,27 +289,19 @@ class Pulls:
         requests.prefixes.publish_later(state)
         requests.requeue(state)
 
-    def _put_back(self, state: RequestState) -> None:
+    def _restart(self, state: RequestState) -> None:
         """What was pulled of a request's KV is worth nothing; it waits as if it had never started. No copy is in
         flight."""
-        assert state.arrival is not None and state.arrival.copies is None, "blocks are freed while they are written"
+        assert state.remote_kv is not None and state.remote_kv.copied_offer is None, (
+            "blocks are freed while they are written"
+        )
         self._requests.free_blocks(state)
-        self._requests.requeue(state)
 
-    # ---- who gives way, and who ends
-
-    def may_preempt(self, state: RequestState) -> bool:
-        """Not while KV is being copied into its blocks; it gives way as soon as that has ended."""
-        arrival = state.arrival
-        if arrival is None or arrival.copies is None:
-            return True
-        arrival.preempt_after_copy = True
-        return False
-
-    def end_offer(self, state: RequestState) -> None:
+    def forget(self, state: RequestState) -> None:
         """The request is about to end. KV that is being copied is kept for the copy."""
-        arrival = state.arrival
-        if arrival is not None and arrival.offer is not None:
-            del self.kv_offers[arrival.offer]
-            if arrival.offer != arrival.copies:
-                self._events.tell(UnneededEvent(arrival.offer))
+        self.images.forget(state)
+        remote_kv = state.remote_kv
+        if remote_kv is not None and remote_kv.offer is not None:
+            del self.kv_offers[remote_kv.offer]
+            if remote_kv.offer != remote_kv.copied_offer:
+                self._events.add(UnneededEvent(remote_kv.offer))

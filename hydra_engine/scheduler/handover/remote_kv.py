@@ -31,7 +31,7 @@ class RemoteKvAdmission:
     def admit(self, now: float, builder: StepBuilder | None = None) -> None:
         """Admits as many as there is room for. In a language step, with its `builder`, others give way if they must;
         between two steps nobody does."""
-        if not self._requests.incoming:
+        if not self._requests.kv_offered:
             return
         passed: list[RequestState] = []
         for state in self._complete():
@@ -41,7 +41,7 @@ class RemoteKvAdmission:
                 return
         if passed or self._requests.waiting:
             return  # room that is free is spoken for
-        for state in islice(self._requests.incoming.by_urgency(), policy.MAX_PASSED):
+        for state in islice(self._requests.kv_offered.by_urgency(), policy.MAX_PASSED):
             if state.request.id not in self._kv.tables and not self._admit(state, now, None):
                 return
 
@@ -49,7 +49,7 @@ class RemoteKvAdmission:
         """Each once, by urgency; but those that have been overtaken too often, by those before them too, go first."""
         seen: set[Order] = set()
         while True:
-            waiting = [s for s in self._requests.incoming if policy.is_complete(s) and s.order not in seen]
+            waiting = [s for s in self._requests.kv_offered if policy.is_complete(s) and s.order not in seen]
             if not waiting:
                 return
             overdue = next(filter(self._is_overdue, waiting), None)
@@ -67,8 +67,8 @@ class RemoteKvAdmission:
             return False
         num_tokens = policy.kv_tokens_to_admit(state)
         self._requests.start(state, len(found), now)
-        if state.arrival is not None:
-            state.arrival.num_copied = len(found)
+        if state.remote_kv is not None:
+            state.remote_kv.num_copied = len(found)
         granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
         assert granted, "room was found and is gone"
         self._requests.requeue(state)

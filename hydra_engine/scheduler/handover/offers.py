@@ -1,0 +1,195 @@
+"""What this instance offers to others: KV of requests that decode elsewhere, and features of encode jobs.
+
+Also how such a request leaves: fetched, given up by the instances that should fetch it, or handed over as a decode. Its
+state is ended here; the scheduler forgets it when no plan in flight names it any more.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.messages import RequestMessage
+from hydra_engine.core.outputs import Departure
+from hydra_engine.core.plans import KvEnd
+from hydra_engine.core.roles import Role
+from hydra_engine.core.state import Ending, HandoverState, ImageProgress, RequestPhase, RequestState
+from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.connector import Finish
+from hydra_engine.scheduler.handover.events import (
+    FeaturesEvent,
+    FeaturesGoneEvent,
+    KvEvent,
+    KvGoneEvent,
+    RemoteEvents,
+    handover_of,
+)
+from hydra_engine.scheduler.request_table import RequestTable
+
+_KV = -1  # the key of the KV in `HandoverState.offered_s`, beside the images of jobs
+
+
+class Offers:
+    """Methods that take ids take unknown ones too, and those of requests that have ended: then nothing happens. Those
+    that return messages have ended the request."""
+
+    def __init__(self, requests: RequestTable, events: RemoteEvents, finish: Finish) -> None:
+        self._requests = requests
+        self._events = events
+        self._finish = finish
+
+    # ---- what others may fetch
+
+    def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
+        """Full blocks that are new since the last time; where it `ends`, the last one too. `earlier`: tokens that the
+        instance which decodes may not know."""
+        kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
+        handover = handover_of(state)
+        stop = kv.blocks_for(state.num_prefilled) if ends else state.num_prefilled // kv.block_size
+        if not ends and stop <= handover.num_offered:
+            return
+        block_ids = tuple(table.block_ids[handover.num_offered : stop].tolist())
+        self._events.add(KvEvent(state.request.id, block_ids, self._kv_end(state, earlier) if ends else None))
+        handover.num_offered = stop
+        if ends:
+            handover.offers_all = True
+            handover.offered_s[_KV] = now
+            self._requests.requeue(state)
+
+    def _kv_end(self, state: RequestState, earlier: tuple[int, ...] | None) -> KvEnd:
+        timeline = self._requests.timelines[state.request.id]
+        times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
+        return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
+
+    def withdraw_kv(self, state: RequestState) -> None:
+        handover = handover_of(state)
+        if handover.num_offered:
+            self._events.add(KvGoneEvent(state.request.id))
+        handover.num_offered, handover.offers_all = 0, False
+
+    def update_features(self, job: RequestState, index: int, now: float) -> None:
+        """Features of an encode job are here, or not any more."""
+        progress, features = job.images[index], self._requests.features
+        request_id, num_tokens = job.request.id, job.request.images[index].num_tokens
+        offered_s = handover_of(job).offered_s
+        if progress == ImageProgress.ENCODED:
+            block_ids = features.block_ids(job.image_keys[index])[: features.blocks_for(num_tokens)]
+            self._events.add(FeaturesEvent(request_id, index, tuple(block_ids.tolist())))
+            offered_s[index] = now
+        elif index in offered_s:
+            since_s = offered_s.pop(index)
+            self._requests.timelines[request_id].offered("offered_features", since_s, now, num_tokens)
+            if progress == ImageProgress.WAITING:
+                self._events.add(FeaturesGoneEvent(request_id, index))
+
+    def withdraw_features(self, job: RequestState) -> None:
+        for index, progress in enumerate(job.images):
+            if progress == ImageProgress.ENCODED:
+                self._events.add(FeaturesGoneEvent(job.request.id, index))
+
+    # ---- how a request leaves
+
+    def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[RequestMessage]:
+        """Features that an encode job has offered have been fetched, or are not wanted."""
+        state = self._live(request_id)
+        if state is None or not state.is_encode_job or not self._requests.images.release(state, image_index, now):
+            return []
+        return self._end(state, Departure.MOVED, now)
+
+    def release_kv(self, request_id: RequestId, now: float) -> list[RequestMessage]:
+        """All KV that was offered has been fetched, or is not wanted; if not all of it was there yet, it was not
+        fetched."""
+        state = self._live(request_id)
+        if state is None or state.handover is None or not state.handover.num_offered:
+            return []
+        departure = Departure.MOVED if state.handover.offers_all else Departure.WITHDRAWN
+        self._close_offers(state, now, None)
+        return self._end(state, departure, now)
+
+    def withdraw(self, request_id: RequestId, now: float, reason: str) -> list[RequestMessage]:
+        """What an encode job or a request that moves on offers is not going to be fetched. `reason` is for its
+        timeline."""
+        state = self._live(request_id)
+        if state is None or (not state.is_encode_job and Role.D in state.stages):
+            return []
+        self._close_offers(state, now, reason)
+        return self._end(state, Departure.WITHDRAWN, now)
+
+    def hand_over(self, request_id: RequestId, now: float) -> bool:
+        """A decode that runs here is to go on elsewhere, behind its last token: from here on its KV is offered. False
+        if it does not run, or if its tokens depend on counts of those before, which the other instance has not all
+        seen."""
+        state = self._live(request_id)
+        if state is None or state.phase is not RequestPhase.DECODING or state.request.sampling.needs_history:
+            return False
+        self._requests.leave_decodes(state)
+        state.num_prefilled = state.num_computed
+        state.stages &= ~Role.D
+        if state.handover is None:
+            state.handover = HandoverState()
+        self.offer_kv(state, now, ends=True, earlier=tuple(state.generated[:-1]))
+        return True
+
+    def _live(self, request_id: RequestId) -> RequestState | None:
+        state = self._requests.states.get(request_id)
+        return None if state is None or state.ending is not None else state
+
+    def _end(self, state: RequestState, departure: Departure, now: float) -> list[RequestMessage]:
+        self._requests.end(state, Ending(departure))
+        return self._finish([state], now)
+
+    def _close_offers(self, state: RequestState, now: float, cause: str | None) -> None:
+        timeline, offered_s = self._requests.timelines[state.request.id], handover_of(state).offered_s
+        for index, since_s in offered_s.items():
+            tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
+            stage = "offered_kv" if index == _KV else "offered_features"
+            timeline.offered(stage, since_s, now, tokens, cause)
+        offered_s.clear()
+
+
+class EncodeJobQuota:
+    """How much of the image cache features of encode jobs may hold, until the instances that they are for have them.
+
+    They leave room for the largest image that a request of this instance waits for, so that no request here waits for
+    another instance to fetch something; an image too large for that counts as any other. Only jobs give way for it, so
+    the oldest job always gets on.
+    """
+
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
+        self._num_blocks = 0  # while a vision step is filled
+
+    def refresh(self) -> None:
+        """A vision step is about to be filled."""
+        self._num_blocks = self._requests.features.num_blocks - self._largest_local()
+
+    def _largest_local(self) -> int:
+        """Blocks of the largest image that a request of this instance lacks; 0 where there are no jobs."""
+        requests = self._requests
+        if not requests.encode_jobs:
+            return 0
+        sizes = (
+            requests.features.blocks_for(image.num_tokens)
+            for state in chain(requests.encoding, requests.prefilling)
+            for image, progress in zip(state.request.images, state.images, strict=True)
+            if progress <= ImageProgress.ENCODING
+        )
+        return max(sizes, default=0)
+
+    def has_room(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
+        """For an image of a job, after taking the blocks of later jobs if it must and may."""
+        images, quota = self._requests.images, self._num_blocks
+        if num_blocks > quota or quota == self._requests.features.num_blocks:
+            return True
+        if (excess := self._held_by_jobs() + num_blocks - quota) <= 0:
+            return True
+        if may_take:
+            of_jobs = (holder for holder in images.encoded() if all(user.is_encode_job for user, _ in holder[1]))
+            for key in policy.features_to_take(job, index, of_jobs, excess):
+                images.take(key, now)
+        return self._held_by_jobs() + num_blocks <= quota
+
+    def _held_by_jobs(self) -> int:
+        states, features = self._requests.states, self._requests.features
+        held = ((features.users(key), num_blocks) for key, _, num_blocks in features.held())
+        return sum(n for users, n in held if all(states[request_id].is_encode_job for request_id, _ in users))
