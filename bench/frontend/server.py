@@ -30,8 +30,8 @@ from hydra_engine.engine import Engine
 from hydra_engine.frontend.frontend import Front
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.server.generate import Identity
+from hydra_engine.server.http.encoding import DONE
 from hydra_engine.server.http.loop_lag import LoopLag
-from hydra_engine.server.http.sse import DONE
 from hydra_engine.server.openai.chat import ChatAnswer
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.runner import serve

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,19 +22,27 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest, NotFound
-from hydra_engine.server.context import ANSWER_ID, CONFIG, ENGINE, MODEL_NAME, REQUEST_ID, loaded_engine
 from hydra_engine.server.http.access import ACCESS
+from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
+from hydra_engine.server.http.encoding import DONE, Slices, json_event
 from hydra_engine.server.http.errors import STREAM
-from hydra_engine.server.http.isolation import cache_salt
-from hydra_engine.server.http.json_slices import Slices
-from hydra_engine.server.http.sse import DONE, EventStream, json_events, send_parts
-from hydra_engine.server.openai import logprob_limit
-from hydra_engine.server.openai.several import add_requests
+from hydra_engine.server.http.sse import EventStream, send_parts
+from hydra_engine.server.openai.several import Several
 from hydra_engine.server.port import EnginePort, Handle
 from hydra_engine.server.protocol.common import FINGERPRINT, Metrics, Usage, metrics_of, usage_of
 from hydra_engine.server.protocol.fields import GenerationFields, SamplingFields
-from hydra_engine.server.state import STATE, admitted
+from hydra_engine.server.state import (
+    ANSWER_ID,
+    CONFIG,
+    ENGINE,
+    MODEL_NAME,
+    REQUEST_ID,
+    STATE,
+    TENANT,
+    admitted,
+    loaded_engine,
+)
 from hydra_engine.telemetry import timeline
 
 R = TypeVar("R", bound=GenerationFields)
@@ -98,7 +107,7 @@ class Answer:
 
     def events(self, piece: Piece) -> bytes | Iterator[bytes]:
         """Whole events; empty where there is nothing to show, in parts where that is long."""
-        return json_events(self._chunks(piece), self.slices)
+        return self.slices.fill(b"".join(map(json_event, self._chunks(piece))))
 
     def _metrics(self, result: Result, *, streamed: bool = False) -> Metrics | UnsetType:
         return metrics_of(result, streamed=streamed) if self._with_metrics else UNSET
@@ -134,7 +143,7 @@ def check_model(request: web.Request, model: str | None) -> str:
 def call_of(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:
     """What the calls of all endpoints have in common; of no prompt yet."""
     return GenerationCall(
-        logprob_limit.bounded(request, body, sampling),
+        _bounded(request, body, sampling),
         slo=body.slo,
         priority=body.priority or 0,
         cache_salt=cache_salt(request, body.cache_salt),
@@ -189,17 +198,29 @@ async def _running(
 ) -> AsyncIterator[Handle]:
     """The admitted requests of these calls as one; cancelled in any case."""
     async with admitted(request, body.num_choices):
-        handle = await add_requests(request.app[ENGINE], calls, request[ANSWER_ID])
+        handle = await _add_requests(request.app[ENGINE], calls, request[ANSWER_ID])
         try:
             prompt = handle.prompt_usage
             if prompt is not None:
-                logprob_limit.check(request, body, calls[0].sampling, prompt.prompt_tokens)
+                _check_logprobs(request, body, calls[0].sampling, prompt.prompt_tokens)
             handle.expect(pieces=bool(body.stream))
             answer.begin(handle)
             request[ACCESS].prompt = prompt
             yield handle
         finally:
             handle.cancel()
+
+
+async def _add_requests(engine: EnginePort, calls: Sequence[GenerationCall], name: str) -> Handle:
+    """All calls as one request of this name, or none if one is refused."""
+    handles: list[Handle] = []
+    with ExitStack() as admitted:
+        for call in calls:
+            handle = await engine.add_request(call)
+            admitted.callback(handle.cancel)
+            handles.append(handle)
+        admitted.pop_all()
+    return handles[0] if len(handles) == 1 else Several(name, handles, calls[0].sampling.n)
 
 
 def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream, piece: Piece) -> bool:
@@ -213,3 +234,61 @@ def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream
 
 def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")
+
+
+# ---- the end of a generation by its id
+
+
+class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """`ended`: how many requests with this id ran and were told to stop."""
+
+    id: str
+    object: str = "request.ended"
+    ended: int
+
+
+async def end_requests(request: web.Request) -> web.Response:
+    request_id = request.match_info["id"]
+    ended = request.app[STATE].lifecycle.end(request.get(TENANT, ""), request_id)
+    if not ended:
+        raise NotFound("no request with this id is running; ids are the `id` of an answer or its X-Request-Id header")
+    return json_response(EndedRequests(id=request_id, ended=ended))
+
+
+# ---- how many log probabilities one answer may hold: bounded before the request runs
+
+
+def _num_logprobs(body: GenerationFields, sampling: SamplingParams, num_prompt: int = 0) -> int:
+    """At most so many, of tokens and of candidates beside them: answers (of all prompts) x tokens x (1 + candidates),
+    and `num_prompt` tokens of all prompts in each place that repeats them. Without `max_tokens` of no answer."""
+    count = 0
+    if sampling.logprobs is not None:
+        count += body.num_choices * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
+    if sampling.prompt_logprobs is not None:
+        count += body.num_prompt_copies * num_prompt * (1 + sampling.prompt_logprobs)
+    return count
+
+
+def _bounded(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> SamplingParams:
+    """The same, with an end where the request names none and could go on for too long. Raises InvalidRequest."""
+    most = request.app[CONFIG].max_logprob_entries
+    if sampling.logprobs is not None and sampling.max_tokens is None:
+        room, engine = most // (body.num_choices * (1 + sampling.logprobs)), request.app[ENGINE]
+        if room < min(engine.max_model_len, engine.default_sampling_params.max_tokens or engine.max_model_len):
+            sampling = replace(sampling, max_tokens=max(room, sampling.min_tokens, 1))
+    _check_logprobs(request, body, sampling)
+    return sampling
+
+
+def _check_logprobs(
+    request: web.Request, body: GenerationFields, sampling: SamplingParams, num_prompt: int = 0
+) -> None:
+    """Raises InvalidRequest for too many. `num_prompt`: once it is known."""
+    count, most = _num_logprobs(body, sampling, num_prompt), request.app[CONFIG].max_logprob_entries
+    if count > most:
+        fields = body.logprob_fields
+        raise InvalidRequest(
+            f"this request asks for up to {count} log probabilities (answers x tokens x (1 + candidates), and those of "
+            f"the prompt); at most {most} are given in one answer: lower {', '.join(fields[:-1])} or {fields[-1]}",
+            param=fields[-1],
+        )

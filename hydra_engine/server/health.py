@@ -15,10 +15,9 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.errors import Unavailable
-from hydra_engine.server.context import ENGINE
 from hydra_engine.server.generate import json_response
 from hydra_engine.server.http.errors import ErrorBody, error_body, error_response
-from hydra_engine.server.state import STATE
+from hydra_engine.server.state import ENGINE, STATE
 
 _REASONS = {
     "loading": ("not_ready", "the model is still loading"),

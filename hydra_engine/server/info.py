@@ -16,9 +16,8 @@ from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
-from hydra_engine.server.context import CONFIG, MODEL_NAME, loaded_engine
 from hydra_engine.server.generate import json_response
-from hydra_engine.server.state import STATE
+from hydra_engine.server.state import CONFIG, MODEL_NAME, STATE, loaded_engine
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_engine.server import admin, health, info, requests
+from hydra_engine.server import admin, generate, health, info
 from hydra_engine.server.openai import models, tokenize
 from hydra_engine.server.protocol import anthropic as messages
 from hydra_engine.server.protocol import chat, completions, response_events, responses
@@ -146,7 +146,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/v1/requests/{id}"): Operation(
         "generation",
         "Ends running generations of this client by their id",
-        requests.EndedRequests,
+        generate.EndedRequests,
         parameters=(Parameter("id", "the `id` of an answer, or its X-Request-Id"),),
         errors=(404,),
     ),

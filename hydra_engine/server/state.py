@@ -1,14 +1,23 @@
-"""State that requests share: limits of clients, bytes of bodies, the generations that run and their end, metrics,
-viewers.
+"""What requests share: typed keys, limits of clients, bytes of bodies, the generations that run and their end, metrics.
 
-Does not know formats or sockets.
+A client is the holder of an API key; without keys it is the address at the other end of the connection, for IPv6 the
+network of 64 bits that one customer usually has. Headers that name another address are not believed. Beyond its limits
+it gets 429, while others are served; how many requests the engine takes in all is the engine's business (503). Does not
+know routes, formats or sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import ipaddress
+import math
+import re
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -16,12 +25,102 @@ from aiohttp import web
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.byte_budget import ByteBudget
-from hydra_engine.errors import HydraError, RequestAborted, Unavailable
-from hydra_engine.server.context import ANSWER_ID, REQUEST_ID, TENANT
-from hydra_engine.server.http.admission import ClientLimits, client_of
+from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavailable
+from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics
 
-MAX_VIEWERS = 8  # of the page's events
+MAX_CLIENTS = 10_000  # remembered at once
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+ENGINE = web.AppKey[EnginePort]("engine")
+CONFIG = web.AppKey("config", ServerConfig)
+MODEL_NAME = web.AppKey("model_name", str)
+
+REQUEST_ID = web.RequestKey("request_id", str)
+ANSWER_ID = web.RequestKey("answer_id", str)  # of a generation: the `id` in its answer
+TENANT = web.RequestKey("tenant", str)  # whose caches and share these are; not there where no keys are asked for
+CLIENT = web.RequestKey("client", str)  # the name of its key for logs and metrics, if that has one
+
+
+# ---- limits of clients
+
+
+@dataclass(slots=True)
+class _Client:
+    running: int  # answers that it waits for
+    tokens: float  # requests that it may send now
+    refilled_s: float
+
+
+class ClientLimits:
+    """0 turns a limit off. Both count what was let in; what was refused costs a client nothing."""
+
+    def __init__(self, most_at_once: int, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_at_once = most_at_once
+        self._per_minute = per_minute
+        self._clock = clock
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the longest unseen first
+
+    @property
+    def num_known(self) -> int:
+        return len(self._clients)
+
+    def count(self, client: str) -> None:
+        """One request has come. Raises RateLimited."""
+        if not self._per_minute:
+            return
+        known = self._find(client)
+        if known.tokens < 1:
+            wait_s = max(1, math.ceil((1 - known.tokens) * 60 / self._per_minute))
+            raise RateLimited(
+                f"Rate limit reached: this client may send {self._per_minute} requests a minute. Please try again in "
+                f"{wait_s} s.",
+                retry_after_s=wait_s,
+            )
+        known.tokens -= 1
+
+    @contextmanager
+    def running(self, client: str, num_answers: int) -> Iterator[None]:
+        """While they are waited for. Raises RateLimited."""
+        if not self._most_at_once:
+            yield
+            return
+        known = self._find(client)
+        if known.running + num_answers > self._most_at_once:
+            raise RateLimited(
+                f"Rate limit reached: this client waits for {known.running} answers and asks for {num_answers} more; "
+                f"at most {self._most_at_once} at once are allowed. Please wait for one of them.",
+                retry_after_s=1,
+            )
+        known.running += num_answers
+        try:
+            yield
+        finally:
+            known.running -= num_answers
+
+    def _find(self, name: str) -> _Client:
+        """With its tokens up to date. An idle client is forgotten when there are too many; it starts anew then."""
+        now = self._clock()
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = _Client(0, self._per_minute, now)
+            self._forget()
+        self._clients.move_to_end(name)
+        refill = (now - client.refilled_s) * self._per_minute / 60
+        client.tokens = min(self._per_minute, client.tokens + refill)
+        client.refilled_s = now
+        return client
+
+    def _forget(self) -> None:
+        """The clients that wait for answers are as many as there are requests at most, which others bound."""
+        while len(self._clients) > MAX_CLIENTS:
+            idle = next((name for name, client in self._clients.items() if not client.running), None)
+            if idle is None:
+                return
+            del self._clients[idle]
+
+
+# ---- generations that run
 
 
 class Scope:
@@ -100,28 +199,45 @@ class Lifecycle:
             scope.end(Unavailable(message, code="draining", retry_after_s=5))
 
 
+# ---- the state
+
+
 class ServerState:
     def __init__(self, config: ServerConfig, model_name: str) -> None:
         self.lifecycle = Lifecycle()
         self.metrics = Metrics(model_name)
         self.bodies = ByteBudget(config.max_inflight_body_bytes)
         self.clients = ClientLimits(config.max_requests_per_client, config.requests_per_minute)
-        self._num_viewers = 0
-
-    @contextmanager
-    def viewer(self) -> Iterator[None]:
-        """One that watches the page. Raises Unavailable when there are too many."""
-        if self._num_viewers >= MAX_VIEWERS:
-            message = f"{MAX_VIEWERS} pages are watching this server already; close one of them"
-            raise Unavailable(message, code="overloaded", retry_after_s=5)
-        self._num_viewers += 1
-        try:
-            yield
-        finally:
-            self._num_viewers -= 1
 
 
 STATE = web.AppKey("state", ServerState)
+
+
+def make_request_id(client_id: str | None) -> str:
+    """The client's own id where it is short and plain, a new one otherwise."""
+    if client_id is not None and _REQUEST_ID.fullmatch(client_id):
+        return client_id
+    return uuid.uuid4().hex
+
+
+def loaded_engine(request: web.Request) -> EnginePort:
+    """The engine, for everything that needs the model."""
+    engine = request.app[ENGINE]
+    if engine.health()[1] == "loading":
+        raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
+    return engine
+
+
+def client_of(request: web.Request) -> str:
+    if tenant := request.get(TENANT, ""):
+        return tenant
+    try:
+        address = ipaddress.ip_address((request.remote or "").partition("%")[0])
+    except ValueError:
+        return "unknown"
+    if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
+        return str(getattr(address, "ipv4_mapped", None) or address)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 @asynccontextmanager

@@ -39,13 +39,13 @@ def lines() -> Iterator[Lines]:
     """JSON lines so far."""
     stream = io.StringIO()
     access.turn_on("json")
-    (handler,) = access.logger.handlers
+    (handler,) = access.access_log.handlers
     assert isinstance(handler, logging.StreamHandler)
     handler.setStream(stream)
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    access.logger.handlers.clear()
-    access.logger.propagate = True
-    access.logger.setLevel(logging.NOTSET)
+    access.access_log.handlers.clear()
+    access.access_log.propagate = True
+    access.access_log.setLevel(logging.NOTSET)
 
 
 def ask(served: Served, headers: dict[str, str], text: str, **fields: Any) -> Any:
@@ -78,15 +78,17 @@ async def test_a_line_says_who_asked_for_how_much(serve: Serve, lines: Lines, tm
 
 async def test_health_probes_leave_no_line(serve: Serve, lines: Lines, caplog: pytest.LogCaptureFixture) -> None:
     served = await serve(access_log="json", enable_log_requests=True)
-    caplog.set_level(logging.INFO, "hydra_engine.server.app")
+    caplog.set_level(logging.INFO, "hydra_engine.server.http.access")
     caplog.handler.setLevel(logging.INFO)
-    logging.getLogger("hydra_engine.server.app").addHandler(caplog.handler)
+    logging.getLogger("hydra_engine.server.http.access").addHandler(caplog.handler)
     for path in ("/livez", "/health", "/ready", "/ping", "/version"):
         async with served.http.get(served.url + path) as response:
             assert response.status == 200
     assert [line["route"] for line in lines()] == ["/version"]
-    logging.getLogger("hydra_engine.server.app").removeHandler(caplog.handler)
-    assert {record.args[2] for record in caplog.records if record.name == "hydra_engine.server.app"} == {"/version"}
+    logging.getLogger("hydra_engine.server.http.access").removeHandler(caplog.handler)
+    assert {record.args[2] for record in caplog.records if record.name == "hydra_engine.server.http.access"} == {
+        "/version"
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])

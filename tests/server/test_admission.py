@@ -26,14 +26,14 @@ from hydra_engine.core.request import (
     MAX_TOKENS_LIMIT,
 )
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
+from hydra_engine.server import state
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import admission, listening, sse
-from hydra_engine.server.http.admission import ClientLimits, client_of
+from hydra_engine.server.http import listening, sse
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.http.strict_json import MAX_DEPTH, MAX_VALUES
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
 from hydra_engine.server.protocol.fields import MAX_NAME_CHARS, MAX_PROMPT_TOKENS, MAX_SALT_CHARS, MAX_TEXT_CHARS
-from hydra_engine.server.state import STATE
+from hydra_engine.server.state import STATE, ClientLimits, client_of
 from tests.server.conftest import Serve, Served, chat_body, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import assert_quiet, connect, request_bytes
@@ -95,7 +95,7 @@ def test_answers_count_one_by_one() -> None:
 
 
 def test_clients_are_forgotten_but_not_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_CLIENTS", 100)
+    monkeypatch.setattr(state, "MAX_CLIENTS", 100)
     clock = FakeClock()
     limits = ClientLimits(1, 1, clock)
     limits.count("old")

@@ -179,7 +179,7 @@ async def test_names_are_in_logs_and_metrics_and_keys_are_nowhere(
     async with served.get("/metrics", headers={"X-Api-Key": "hush-b"}) as response:
         page = await response.text()
     assert 'client="alice"' in page and "hush" not in page
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("server.app")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("server.http.access")]
     assert [line.endswith(" for alice") for line in lines] == [True, False, False]
     assert "hush" not in caplog.text
     config = ServerConfig(api_key=("hush-c",), admin_key="hush-d")

@@ -26,7 +26,7 @@ from hydra_engine.frontend.active import ActiveRequest, activate
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.preprocess.preprocessor import Prepared
 from hydra_engine.server.http import sse
-from hydra_engine.server.http.json_slices import ENTRIES, Slices
+from hydra_engine.server.http.encoding import ENTRIES, Slices
 from hydra_engine.server.protocol import chat as chat_protocol
 from tests.frontend.rig import make_request, tokenizer
 from tests.server.conftest import Serve, Served, chat_body, until

@@ -20,7 +20,8 @@ from hydra_engine.core.outputs import StageSpan, Usage
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.page import events as page
-from hydra_engine.server.state import MAX_VIEWERS, STATE
+from hydra_engine.server.page.events import MAX_VIEWERS
+from hydra_engine.server.state import STATE
 from hydra_engine.telemetry.live import LiveRequest
 from hydra_engine.telemetry.trace import TraceRing
 from tests.server.conftest import Serve, Served, until

@@ -15,9 +15,8 @@ from aiohttp.typedefs import Handler
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import RequestAborted
 from hydra_engine.server.app import build_app
-from hydra_engine.server.context import TENANT
 from hydra_engine.server.http.listening import listen
-from hydra_engine.server.state import STATE, Scope
+from hydra_engine.server.state import STATE, TENANT, Scope
 from tests.server.conftest import Served, chat_body, until
 from tests.server.stub import StubEngine
 

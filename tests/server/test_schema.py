@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import CODES, InvalidRequest
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import json_layout, strict_json
+from hydra_engine.server.http import strict_json
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.protocol import names
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
@@ -189,7 +189,7 @@ def test_it_agrees_in_slices_of_any_size_and_after_any_edits(
     slice_bytes: int,
 ) -> None:
     """Of what is no JSON nothing is said; the parser refuses it."""
-    monkeypatch.setattr(json_layout, "_SLICE", slice_bytes)
+    monkeypatch.setattr(strict_json, "_SLICE", slice_bytes)
     body = json.dumps(document, indent=indent, separators=(",", " :\n" if indent else ":")).encode()
     for place, data in edits:
         body = body[: place % len(body)] + data + body[place % len(body) :]

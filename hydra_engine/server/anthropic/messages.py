@@ -12,11 +12,10 @@ from hydra_engine.core import outputs
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.server.anthropic.message_blocks import MessageBlocks, whole_blocks
-from hydra_engine.server.context import CONFIG, loaded_engine
 from hydra_engine.server.generate import Answer, Identity, call_of, check_model, json_response, read_generation, respond
+from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.http.isolation import cache_salt
-from hydra_engine.server.http.sse import json_event
+from hydra_engine.server.http.encoding import json_event
 from hydra_engine.server.port import EnginePort, Handle
 from hydra_engine.server.protocol.anthropic import (
     AnthropicMessage,
@@ -35,7 +34,7 @@ from hydra_engine.server.protocol.anthropic import (
     tool_use_of,
 )
 from hydra_engine.server.protocol.message_history import conversation, template_of
-from hydra_engine.server.state import STATE
+from hydra_engine.server.state import CONFIG, STATE, loaded_engine
 from hydra_engine.server.tools.tool_calls import ToolUse
 from hydra_engine.server.tools.tool_parsers import PlainText
 

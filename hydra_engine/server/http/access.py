@@ -1,21 +1,28 @@
-"""The record of one HTTP request for the access log, the metrics and traces: sizes, times, counts and codes. No
-prompts, answers, paths or keys. Does not know who reads it.
+"""What happens around every request: its id, the headers of its answer, and its record (sizes, times, counts and codes)
+for the access log, the metrics and traces. No prompts, answers, paths or keys. Does not know how traces leave
+(`telemetry/otel.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from hydra_engine import log
+from hydra_engine import __version__, log
 from hydra_engine.core.outputs import Result, Usage
-from hydra_engine.server.context import CLIENT, REQUEST_ID
+from hydra_engine.server.state import CLIENT, CONFIG, MODEL_NAME, REQUEST_ID, STATE, make_request_id
+from hydra_engine.telemetry.otel import Traced, Tracer, Value, answer_attributes
 
-logger = logging.getLogger("hydra_engine.access")
+logger = logging.getLogger(__name__)
+access_log = logging.getLogger("hydra_engine.access")
 
+_MESSAGES = "/v1/messages"  # below it, Anthropic's API
 _MAX_METHOD = 16  # characters of a word that a client chooses
 
 
@@ -64,15 +71,19 @@ def route_of(request: web.Request) -> str:
     return resource.canonical if resource is not None else "unknown"
 
 
+def has_anthropic_style(path: str) -> bool:
+    return path == _MESSAGES or path.startswith(_MESSAGES + "/")
+
+
 def turn_on(form: str) -> None:
     """`form`: text or json, whatever the level of the rest of the log. JSON lines are whole lines of standard error,
     also where the rest is text."""
-    logger.setLevel(logging.INFO)
+    access_log.setLevel(logging.INFO)
     if form == "json":
-        log.write_json(logger)
+        log.write_json(access_log)
 
 
-def write_line(request: web.Request, status: int, access: Access) -> None:
+def _write_line(request: web.Request, status: int, access: Access) -> None:
     facts: dict[str, object] = {
         "request_id": request[REQUEST_ID],
         "client": request.get(CLIENT) or request.remote or "unknown",
@@ -94,4 +105,111 @@ def write_line(request: web.Request, status: int, access: Access) -> None:
     if access.error_code is not None:
         facts["error_code"] = access.error_code
     text = " ".join(f"{name}={value}" for name, value in facts.items())
-    logger.info("%s", text, extra={log.FACTS: facts})
+    access_log.info("%s", text, extra={log.FACTS: facts})
+
+
+# ---- the traces: which requests become one, and what it says of them
+
+
+TRACER = web.AppKey("tracer", Tracer)
+
+# Routes that are traced, and what OpenTelemetry calls what they do.
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+
+
+def install_tracer(app: web.Application, endpoint: str) -> None:
+    """Raises ConfigError where the library is missing."""
+    app[TRACER] = Tracer(endpoint)
+
+    async def closing(app: web.Application) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(app[TRACER].close)
+
+    app.cleanup_ctx.append(closing)
+
+
+def _trace(request: web.Request, status: int, access: Access) -> None:
+    route = route_of(request)
+    if route not in _OPERATIONS or request.method != "POST":
+        return
+    answers = access.answers
+    attributes: dict[str, Value] = {
+        "http.request.method": "POST",
+        "http.route": route,
+        "http.response.status_code": status,
+        "gen_ai.operation.name": _OPERATIONS[route],
+        "gen_ai.provider.name": "hydra-engine",
+        "gen_ai.request.model": request.app[MODEL_NAME],
+        **answer_attributes(answers),
+    }
+    if access.prompt is not None:
+        attributes["gen_ai.usage.input_tokens"] = access.prompt.prompt_tokens
+    if access.error_code is not None:
+        attributes["error.type"] = access.error_code
+    request.app[TRACER].add(
+        Traced(
+            name=f"POST {route}",
+            began_s=access.began_s,
+            ended_s=access.ended_s,
+            attributes=attributes,
+            answers=answers,
+            failed=(access.error_code or str(status)) if status >= 500 else None,
+            parent={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
+        )
+    )
+
+
+# ---- every request
+
+_PROBES = frozenset({"/livez", "/health", "/ready", "/ping"})  # come every second and say nothing about anybody
+
+
+@web.middleware
+async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Names the request, counts its answer and, where asked for, logs and traces it."""
+    request[REQUEST_ID] = make_request_id(request.headers.get("X-Request-Id"))
+    access = request[ACCESS] = Access(time.monotonic())
+    status = 499
+    try:
+        response = await handler(request)
+        status = response.status
+        if isinstance(response, web.Response) and request.method != "HEAD":  # a stream counts for itself
+            access.bytes_out = response.content_length or 0
+        return response
+    finally:
+        access.ended_s = time.monotonic()
+        _note(request, status, access)
+
+
+def _note(request: web.Request, status: int, access: Access) -> None:
+    """A request has been answered, or was left by its client (499). The bytes of a whole answer are still to leave."""
+    config, metrics = request.app[CONFIG], request.app[STATE].metrics
+    route, client = route_of(request), request.get(CLIENT)
+    elapsed_s = access.ended_s - access.began_s
+    metrics.traffic.answered(route, status, client, method=request.method, seconds=elapsed_s)
+    if access.results:
+        answers = [result.usage.completion_tokens for result, _ in access.answers]
+        metrics.requests.add_choices(len(answers), max(answers))
+    is_probe = route in _PROBES
+    if config.enable_log_requests and not is_probe:
+        line = "%s %s %s %d %.1f ms" + (" for %s" if client else "%s")
+        logger.info(line, request[REQUEST_ID], request.method, route, status, elapsed_s * 1e3, client or "")
+    if config.access_log != "off" and not is_probe:
+        _write_line(request, status, access)
+    if TRACER in request.app:
+        _trace(request, status, access)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """What every answer carries."""
+    response.headers["Server"] = f"hydra-engine/{__version__}"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+        if has_anthropic_style(request.path):
+            response.headers["Request-Id"] = request[REQUEST_ID]

@@ -1,8 +1,9 @@
 """API keys, the admin key, and which tenant a request belongs to. An API key opens every route but the admin routes,
 the admin key only those.
 
-A tenant is whoever holds a key: keys of one name are one tenant's, a key without a name is one by itself. Does not know
-what a tenant may do or has asked for.
+A tenant is whoever holds a key: keys of one name are one tenant's, a key without a name is one by itself. Each
+`GenerationCall` of this room takes its `cache_salt` from here (a test holds that), which isolates the caches of tenants
+from each other. Does not know what a tenant may do or has asked for, or what is cached.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_key_file, environment_api_keys
 from hydra_engine.errors import ConfigError, InvalidApiKey
-from hydra_engine.server.context import CLIENT, TENANT
+from hydra_engine.server.state import CLIENT, CONFIG, TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class KeyRing:
 
 
 KEYS = web.AppKey("keys", KeyRing)
+SALT_SECRET = web.AppKey("salt_secret", bytes)  # drawn at start: caches live no longer than the process
 
 
 def auth_middleware(keys: KeyRing) -> Middleware:
@@ -148,6 +150,16 @@ def auth_middleware(keys: KeyRing) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def cache_salt(request: web.Request, own: str | None) -> str:
+    """`own`: what the client asked for, which parts its requests among themselves. Without keys, or where caches are
+    shared, that is all there is. Nobody who does not know the secret can name the salt of another key."""
+    tenant = request.get(TENANT, "")
+    if not tenant or request.app[CONFIG].share_caches:
+        return own or ""
+    text = f"salt\0{tenant}\0{own or ''}".encode("utf-8", "surrogatepass")
+    return hmac.new(request.app[SALT_SECRET], text, hashlib.sha256).hexdigest()
 
 
 def _presented(request: web.Request) -> list[bytes]:

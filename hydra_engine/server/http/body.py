@@ -15,11 +15,9 @@ from aiohttp.typedefs import Handler
 from hydra_engine.core.byte_budget import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
-from hydra_engine.server.context import CONFIG
 from hydra_engine.server.http.access import ACCESS
-from hydra_engine.server.http.admission import client_of
 from hydra_engine.server.protocol.names import parse_request
-from hydra_engine.server.state import STATE
+from hydra_engine.server.state import CONFIG, STATE, client_of
 
 LEAST_RATE = 1024  # bytes a second of a body that is not there yet
 _PACE = 1 / 6  # of the time that a body may take: over so much of it the rate is taken

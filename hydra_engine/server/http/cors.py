@@ -45,6 +45,9 @@ class Cors:
             "Vary": "Origin",
         }
 
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self.headers(request))
+
     @property
     def middleware(self) -> Middleware:
         @web.middleware

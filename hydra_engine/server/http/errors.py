@@ -27,10 +27,10 @@ from hydra_engine.errors import (
     RequestTimeout,
     UnsupportedMediaType,
 )
-from hydra_engine.server.context import REQUEST_ID
-from hydra_engine.server.http.access import ACCESS
-from hydra_engine.server.http.sse import EventStream, event
-from hydra_engine.server.state import STATE
+from hydra_engine.server.http.access import ACCESS, has_anthropic_style
+from hydra_engine.server.http.encoding import event
+from hydra_engine.server.http.sse import EventStream
+from hydra_engine.server.state import REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,6 @@ def error_json(error: HydraError) -> bytes:
 
 # ---- Anthropic's shape
 
-_ANTHROPIC = "/v1/messages"
-
 AnthropicErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
@@ -105,10 +103,6 @@ class AnthropicErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["error"] = "error"
     error: AnthropicErrorBody
     request_id: str | None
-
-
-def has_anthropic_style(path: str) -> bool:
-    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
 
 
 def _anthropic_json(error: HydraError, request_id: str | None) -> bytes:

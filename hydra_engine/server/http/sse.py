@@ -11,16 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
-import msgspec
 from aiohttp import web
 
-from hydra_engine.server.context import REQUEST_ID
 from hydra_engine.server.http.access import ACCESS
-from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.server.state import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +28,6 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-
-
-def event(data: bytes, name: str = "") -> bytes:
-    """OpenAI's events have no name."""
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + data + b"\n\n"
-
-
-def json_events(data: Iterable[msgspec.Struct], slices: Slices | None = None) -> bytes | Iterator[bytes]:
-    """One event for each, named by the type of its data where that has one; in parts where there are long lists."""
-    events = b"".join(map(json_event, data))
-    return events if slices is None else slices.fill(events)
-
-
-def json_event(data: msgspec.Struct) -> bytes:
-    tag = data.__struct_config__.tag
-    return event(msgspec.json.encode(data), tag if isinstance(tag, str) else "")
-
-
-DONE = event(b"[DONE]")
 
 
 async def send_parts(request: web.Request, parts: Iterable[bytes], headers: Mapping[str, str]) -> web.StreamResponse:
@@ -153,7 +131,7 @@ class EventStream:
         self._access.bytes_out += len(data)
         self._last_write_s = self._loop.time()
 
-    async def finish(self, last: bytes = DONE) -> web.StreamResponse:
+    async def finish(self, last: bytes) -> web.StreamResponse:
         """`last`: the event behind all others; empty for none."""
         async with self._lock:
             if last:

@@ -9,9 +9,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
-from hydra_engine.server.context import CONFIG
 from hydra_engine.server.generate import Answer, Identity, UsageMeter, call_of, read_generation, respond
-from hydra_engine.server.openai.chunks import TextEvents
+from hydra_engine.server.http.encoding import TextEvents
 from hydra_engine.server.port import Handle
 from hydra_engine.server.protocol.chat import (
     AssistantMessage,
@@ -26,6 +25,7 @@ from hydra_engine.server.protocol.chat import (
 )
 from hydra_engine.server.protocol.common import Metrics, Usage, prompt_logprobs, usage_of
 from hydra_engine.server.protocol.tools import CallDelta, Function, FunctionDelta, MessageCall
+from hydra_engine.server.state import CONFIG
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
 

@@ -19,7 +19,7 @@ from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import Answer, Identity, UsageMeter, call_of, read_generation, respond
-from hydra_engine.server.openai.chunks import TextEvents
+from hydra_engine.server.http.encoding import TextEvents
 from hydra_engine.server.openai.several import usage_of_all
 from hydra_engine.server.port import EnginePort, Handle
 from hydra_engine.server.protocol.common import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from hydra_engine.server.context import MODEL_NAME, loaded_engine
 from hydra_engine.server.generate import check_model, json_response
+from hydra_engine.server.state import MODEL_NAME, loaded_engine
 
 
 class Model(msgspec.Struct, frozen=True):

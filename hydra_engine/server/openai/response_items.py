@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_engine.core.logprobs import TextLogprob, gathered
-from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol.chat import token_logprobs
 from hydra_engine.server.protocol.response_events import AnyResponseEvent

@@ -13,10 +13,9 @@ from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError
-from hydra_engine.server.context import CONFIG
 from hydra_engine.server.generate import Answer, Identity, call_of, read_generation, respond
+from hydra_engine.server.http.encoding import json_event
 from hydra_engine.server.http.errors import FAILURE, error_body
-from hydra_engine.server.http.sse import json_event
 from hydra_engine.server.openai.response_items import OutputItems
 from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
@@ -30,6 +29,7 @@ from hydra_engine.server.protocol.responses import (
     response_usage,
     status_of,
 )
+from hydra_engine.server.state import CONFIG
 from hydra_engine.server.tools.tool_calls import ToolUse
 from hydra_engine.server.tools.tool_parsers import PlainText
 

@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import Piece, Result, Usage
-from hydra_engine.server.port import EnginePort, Handle
-
-
-async def add_requests(engine: EnginePort, calls: Sequence[GenerationCall], name: str) -> Handle:
-    """All calls as one request of this name, or none if one is refused."""
-    handles: list[Handle] = []
-    with ExitStack() as admitted:
-        for call in calls:
-            handle = await engine.add_request(call)
-            admitted.callback(handle.cancel)
-            handles.append(handle)
-        admitted.pop_all()
-    return handles[0] if len(handles) == 1 else Several(name, handles, calls[0].sampling.n)
+from hydra_engine.server.port import Handle
 
 
 class Several:

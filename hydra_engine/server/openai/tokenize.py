@@ -7,13 +7,13 @@ from aiohttp import web
 
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.context import loaded_engine
 from hydra_engine.server.generate import check_model, json_response
+from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.http.isolation import cache_salt
 from hydra_engine.server.protocol.chat import chat_messages
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from hydra_engine.server.protocol.tools import plain_tool, template_options
+from hydra_engine.server.state import loaded_engine
 
 
 class Tokens(msgspec.Struct, frozen=True):

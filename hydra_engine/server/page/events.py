@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +23,16 @@ from hydra_engine import __version__
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, Status
 from hydra_engine.core.outputs import StageSpan, Usage
-from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.context import ENGINE, MODEL_NAME
+from hydra_engine.errors import InvalidRequest, Unavailable
+from hydra_engine.server.http.encoding import event
 from hydra_engine.server.http.errors import STREAM
-from hydra_engine.server.http.sse import EventStream, event
-from hydra_engine.server.state import STATE
+from hydra_engine.server.http.sse import EventStream
+from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE
 from hydra_engine.telemetry.live import EndedRequest, LiveRequest
 from hydra_engine.telemetry.request_metrics import Outcomes
 
 PERIOD_S = 0.25
+MAX_VIEWERS = 8  # of the events
 STALL_S = 5.0  # a viewer that reads nothing for this long is dropped
 MAX_REQUESTS = 100  # of each kind in one event
 MAX_SPANS = 200  # of one request
@@ -158,13 +159,26 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     running: Sequence[LiveRequest] = ()
 
 
-class Ticks:
-    """When viewers are told, until they are sent away."""
+class Viewers:
+    """The open pages, which get a snapshot each period until the server ends."""
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
+        self._num_open = 0
 
-    async def until_closed(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Raises Unavailable when there are too many."""
+        if self._num_open >= MAX_VIEWERS:
+            message = f"{MAX_VIEWERS} pages are watching this server already; close one of them"
+            raise Unavailable(message, code="overloaded", retry_after_s=5)
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+    async def ticks(self) -> AsyncIterator[None]:
         """One at once, then one each period until the server ends."""
         while not self._closing.is_set():
             yield
@@ -176,15 +190,16 @@ class Ticks:
 
 
 FILES = web.AppKey[dict[str, File]]("files")
-TICKS = web.AppKey("ticks", Ticks)
+VIEWERS = web.AppKey("viewers", Viewers)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
     since = _since(request.query.get("since", "0"))
-    with request.app[STATE].viewer():
+    viewers = request.app[VIEWERS]
+    with viewers.one_more():
         async with EventStream(request, keepalive_s=0.0, stall_s=STALL_S) as stream:
             request[STREAM] = stream
-            async for _ in request.app[TICKS].until_closed():
+            async for _ in viewers.ticks():
                 snapshot = _snapshot(request, since)
                 since = snapshot.number
                 await stream.send(event(msgspec.json.encode(snapshot)))
@@ -262,7 +277,7 @@ def _spans(spans: Sequence[StageSpan]) -> list[Span]:
 
 def install(app: web.Application) -> None:
     app[FILES] = _read_files()
-    app[TICKS] = Ticks()
+    app[VIEWERS] = Viewers()
     app.add_routes(
         [
             web.get("/", index),
@@ -272,6 +287,6 @@ def install(app: web.Application) -> None:
     )
 
     async def close(app: web.Application) -> None:
-        app[TICKS].close()
+        app[VIEWERS].close()
 
     app.on_shutdown.append(close)

@@ -17,7 +17,7 @@ from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import MAX_TOOLS, PixelBudget, TemplateOptions
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.http.json_slices import Slices
+from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.http.strict_json import NO_NUL
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
 from hydra_engine.server.protocol.fields import MediaUrl, SamplingFields, Text, TokenCount, content_of, sampling_of
