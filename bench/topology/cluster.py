@@ -212,7 +212,7 @@ class Cluster:
                     self._incoming.on_need(name, message, now)
                 case Status():
                     self.statuses[name] = message
-                    self.dispatcher.on_status(name, message)
+                    self.dispatcher.instances[name].status = message
                 case LedgerReport():
                     self._ledgers[name] = message
                 case PeerState():

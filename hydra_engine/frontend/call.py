@@ -1,7 +1,13 @@
-"""One `GenerationCall` per request, from the arguments of `Engine`'s methods. Opens no picture."""
+"""One `GenerationCall` per request, from the arguments of `Engine`'s methods.
+
+Messages, pictures and videos as Python users give them become the typed ones of `core/chat.py`: OpenAI's format and its
+looser relatives, with paths, bytes and pictures in memory beside URLs. Opens nothing: a picture stays what the user
+gave.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from os import PathLike
@@ -11,11 +17,24 @@ import numpy.typing as npt
 from PIL import Image
 
 from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.chat import (
+    MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_PARTS,
+    ChatMessage,
+    Detail,
+    ImagePart,
+    MediaPart,
+    Role,
+    TextPart,
+    ToolCall,
+    VideoPart,
+)
 from hydra_engine.core.grammar import Grammar, response_grammar
-from hydra_engine.core.prompting import PixelBudget, TemplateOptions
+from hydra_engine.core.prompting import DETAILS, MAX_TOOLS, PixelBudget, TemplateOptions
 from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.frontend.chat_messages import chat_messages, media_parts
 
 
 class Tensor(Protocol):
@@ -142,3 +161,197 @@ def is_chat(what: Any) -> bool:
 
 def is_token_ids(what: Any) -> bool:
     return not isinstance(what, str) and bool(what) and isinstance(what[0], int)
+
+
+MAX_FPS = 1000
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_PARTS = ("text", "image_url", "image", "image_pil", "video_url", "video")
+
+
+def chat_messages(messages: object, media: Sequence[MediaPart] = ()) -> tuple[ChatMessage, ...]:
+    """Raises InvalidRequest with the path of the field. Of `media`, which were given beside the messages, all must find
+    a place in them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidRequest("messages must be a list with at least one message", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
+    if media:
+        messages = _with_media(messages, media)
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def media_parts(images: Any, videos: Any) -> tuple[MediaPart, ...]:
+    """Each is one, a list of them, or None. A list of pictures in memory is one video; of files that are frames it
+    takes a list in the list."""
+    several = isinstance(videos, list | tuple) and not any(map(_is_frame, videos))
+    pictures = (ImagePart(*reference) for reference in _places(images, "images", isinstance(images, list | tuple)))
+    return (*pictures, *(VideoPart(*reference) for reference in _places(videos, "videos", several)))
+
+
+# ---- one message
+
+
+def _message(message: object, path: str) -> ChatMessage:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{path} must be an object with role and content", param=path)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}", param=f"{path}.role")
+    is_answer = role == "tool"
+    return ChatMessage(
+        cast(Role, _ROLES[role]),
+        _content(message.get("content"), role, f"{path}.content"),
+        path,
+        tool_calls=_tool_calls(message, path),
+        tool_call_id=_optional_text(message, "tool_call_id", path, MAX_CALL_ID_CHARS) if is_answer else None,
+        name=_optional_text(message, "name", path, MAX_NAME_CHARS) if is_answer else None,
+    )
+
+
+def _content(content: object, role: str, path: str) -> str | tuple[TextPart | MediaPart, ...]:
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(f"{path} must be a string or a list of content parts", param=path)
+    if len(content) > MAX_PARTS:
+        raise InvalidRequest(f"{path} may have at most {MAX_PARTS} parts", param=path)
+    return tuple(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: object, path: str) -> TextPart | MediaPart:
+    if isinstance(part, MediaPart):
+        return part  # it was given beside the messages
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image_embeds":
+        raise InvalidRequest(f"{path}: embeddings of pictures are not taken; give the picture itself", param=path)
+    if not isinstance(part, Mapping) or kind not in _PARTS:
+        raise InvalidRequest(f"{path} must be an object of type {', '.join(_PARTS)}", param=path)
+    if kind == "text":
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
+        return TextPart(text)
+    return _url(part, path, kind) if kind.endswith("_url") else _embedded(part, path, kind.removesuffix("_pil"))
+
+
+def _url(part: Mapping[str, Any], path: str, name: str) -> MediaPart:
+    """{"type": "image_url" or "video_url", the same: {"url": ...}}"""
+    place, kind = f"{path}.{name}", name.removesuffix("_url")
+    given = part.get(name)
+    options, param = (given, f"{place}.url") if isinstance(given, Mapping) else ({"url": given}, place)
+    if not isinstance(options.get("url"), str):
+        raise InvalidRequest(f"{param} must be a string: a URL or a data URL", param=param)
+    return _media(kind, options["url"], param, options, place)
+
+
+def _embedded(part: Mapping[str, Any], path: str, kind: str) -> MediaPart:
+    """{"type": "image" or "video", ...} with a URL, a path or an object of the caller's; vLLM's image_pil is one."""
+    for name in (kind, "url", "path", "image_pil"):
+        value = part.get(name)
+        if value is not None:
+            return _media(kind, value, f"{path}.{name}", part, path)
+    raise InvalidRequest(f"{path}.{kind} is missing", param=f"{path}.{kind}")
+
+
+def _media(kind: str, source: Any, param: str, options: Mapping[str, Any], path: str) -> MediaPart:
+    if kind == "video":
+        return VideoPart(source, param, _fps(options.get("fps"), f"{path}.fps"))
+    return ImagePart(source, param, _detail(options.get("detail"), f"{path}.detail"))
+
+
+def _detail(detail: object, path: str) -> Detail:
+    if detail is not None and (not isinstance(detail, str) or detail not in DETAILS):
+        raise InvalidRequest(f"{path} must be one of {', '.join(DETAILS)}", param=path)
+    return cast(Detail, detail or "auto")
+
+
+def _fps(fps: object, path: str) -> float | None:
+    if fps is None:
+        return None
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
+        raise InvalidRequest(f"{path} must be a number above 0 and up to {MAX_FPS}", param=path)
+    return float(fps)
+
+
+# ---- calls that an assistant made earlier
+
+
+def _tool_calls(message: Mapping[str, Any], path: str) -> tuple[ToolCall, ...]:
+    if message.get("function_call"):
+        raise InvalidRequest(
+            f"{path}.function_call is not supported; send tool_calls instead", param=f"{path}.function_call"
+        )
+    calls, path = message.get("tool_calls") or (), f"{path}.tool_calls"
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes) or len(calls) > MAX_TOOLS:
+        raise InvalidRequest(f"{path} must be a list of at most {MAX_TOOLS} calls", param=path)
+    return tuple(_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls))
+
+
+def _tool_call(call: object, path: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or call.get("type") not in (None, "function"):
+        raise InvalidRequest(f"{path} must be an object with a function", param=path)
+    arguments, param = function.get("arguments"), f"{path}.function.arguments"
+    if arguments is not None and not isinstance(arguments, str | Mapping):
+        raise InvalidRequest(f"{param} must be a JSON object, as text or as it is", param=param)
+    name = _text(function.get("name"), f"{path}.function.name", MAX_NAME_CHARS)
+    return ToolCall(name, arguments, _optional_text(call, "id", path, MAX_CALL_ID_CHARS), param)
+
+
+def _optional_text(values: Mapping[str, Any], name: str, path: str, most: int) -> str | None:
+    value = values.get(name)
+    return None if value is None else _text(value, f"{path}.{name}", most)
+
+
+def _text(value: object, path: str, most: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= most:
+        raise InvalidRequest(f"{path} must be text of 1 to {most} characters", param=path)
+    return value
+
+
+# ---- pictures and videos beside the messages
+
+
+def _with_media(messages: Sequence[Any], media: Sequence[MediaPart]) -> list[Any]:
+    """Messages that hold all of `media`: in the places that they leave open, {"type": "image"} and nothing else, as
+    transformers has them, or before the text of the user's last message."""
+    turns = [dict(turn) if isinstance(turn, Mapping) else turn for turn in messages]
+    left = list(media)
+    for turn in turns:
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list | tuple):
+            turn["content"] = [_filled(part, left) for part in turn["content"]]
+    given, unplaced = (Counter(part.kind for part in some) for some in (media, left))
+    for part in left:
+        if unplaced[part.kind] < given[part.kind]:
+            raise InvalidRequest(f"there are more {part.kind}s than places for them in the messages", param=part.param)
+    if left:
+        asking = next((turn for turn in reversed(turns) if isinstance(turn, dict) and turn.get("role") == "user"), None)
+        if asking is None:
+            raise InvalidRequest("the messages have no user message for the images and videos", param=left[0].param)
+        content = asking.get("content")
+        parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
+        asking["content"] = [*left, *parts]
+    return turns
+
+
+def _filled(part: Any, left: list[MediaPart]) -> Any:
+    """The part, or what takes its open place, which is then no longer left."""
+    if isinstance(part, Mapping) and len(part) == 1:
+        for index, reference in enumerate(left):
+            if part.get("type") == reference.kind:
+                return left.pop(index)
+    return part
+
+
+def _places(values: Any, name: str, several: bool) -> list[tuple[Any, str]]:
+    """(value, param) of each."""
+    if values is None:
+        return []
+    return [(value, f"{name}[{index}]") for index, value in enumerate(values)] if several else [(values, name)]
+
+
+def _is_frame(value: Any) -> bool:
+    return isinstance(value, Image.Image) or getattr(value, "ndim", 0) in (2, 3)

@@ -7,22 +7,20 @@ submitted ends exactly once. What instances say about requests is taken in by `f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Abort, Finished, Status, Submit
+from hydra_engine.core.messages import Abort, Finished, Submit
 from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.attempt import Attempt, Job
-from hydra_engine.frontend.attempt_index import AttemptIndex, Send
-from hydra_engine.frontend.in_flight import Phase, RequestInFlight
+from hydra_engine.frontend.in_flight import Attempt, Charge, Job, Phase, RequestInFlight
 from hydra_engine.frontend.poison_guard import PoisonGuard
-from hydra_engine.frontend.routing.instance_load import InstanceLoad, Missing, missing_for_good, missing_now
+from hydra_engine.frontend.routing.instances import Instances, Send, missing_for_good
 from hydra_engine.frontend.routing.router import Router
 
 # Attempts without anybody's death: each has a cause that passes (a full cache, a lost lease). This many have another.
@@ -34,8 +32,7 @@ PAIR_GRACE_S = 0.3
 Report = Callable[[ActiveRequest, Result], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Broken:
+class Broken(NamedTuple):
     """An attempt, and jobs of it, for which something may have been on its way between a pair that was cut off."""
 
     in_flight: RequestInFlight
@@ -58,34 +55,24 @@ class Dispatcher:
         report: Report,
     ) -> None:
         self.requests: dict[RequestId, RequestInFlight] = {}  # by the user's request
-        self.instances = {name: InstanceLoad(name, role) for name, role in roles.items()}
-        self.attempt_index = AttemptIndex(send)
+        self.by_id: dict[RequestId, RequestInFlight] = {}  # by the ids of attempts and jobs
+        self.instances = Instances(roles, send)
         self.poison_guard = PoisonGuard(self.requests, config.cluster.max_attempts)
         self._cluster = config.cluster
         self._next_id = next_id
         self._report = report
         self._router = Router(self.instances, config.cluster.router)
-        self._draining: set[str] = set()
         self._broken: list[Broken] = []
 
     # ---- instances
 
     def on_up(self, name: str, now: float) -> None:
         """The instance serves the role that it had, or was given meanwhile."""
-        instance = self.instances[name]
-        instance.status = None
-        instance.condition = Condition.DRAINING if name in self._draining else Condition.READY
-        self.attempt_index.up(name)
+        self.instances.up(name)
         self.wake(now)
 
     def on_down(self, name: str, now: float, *, restarts: bool) -> None:
-        instance = self.instances[name]
-        instance.condition = Condition.STARTING if restarts else Condition.FAILED
-        instance.status = None
-        for other in instance.pairs:
-            self.instances[other].pairs.discard(name)
-        instance.pairs.clear()
-        self.attempt_index.down(name)
+        self.instances.down(name, restarts=restarts)
         for in_flight in self.poison_guard.left_lately(name, now):
             self._blame(in_flight, name, now)
         self._lose_all(name, now)
@@ -94,67 +81,33 @@ class Dispatcher:
 
     def on_silent(self, name: str, silent: bool, now: float) -> None:
         """A silent instance may wake up: then it is told to abort all that it holds."""
-        instance = self.instances[name]
-        if not self.attempt_index.is_up(name):
+        if not self.instances[name].is_up:
             return
         if silent:
-            instance.condition = Condition.SILENT
+            self.instances[name].condition = Condition.SILENT
             self._lose_all(name, now)
-            return
-        instance.condition = Condition.DRAINING if name in self._draining else Condition.READY
-        self.attempt_index.repeat_aborts(name)
-        self.wake(now)
+        else:
+            self.instances.up(name)
+            self.instances.repeat_aborts(name)
+            self.wake(now)
 
     def on_pair(self, one: str, other: str, up: bool, now: float) -> None:
-        first, second = self.instances[one], self.instances[other]
+        self.instances.pair(one, other, up)
         if up:
-            first.pairs.add(other)
-            second.pairs.add(one)
             self.wake(now)
             return
-        first.pairs.discard(other)
-        second.pairs.discard(one)
+        pair = {one, other}
         for in_flight in self._by_age():
-            attempt, pair = in_flight.attempt, {one, other}
+            attempt = in_flight.attempt
             if attempt is not None and (attempt.moves_between(pair) or attempt.jobs_between(pair)):
-                broken = Broken(in_flight, attempt, pair, set(attempt.jobs), now + PAIR_GRACE_S)
-                self._broken.append(broken)
-
-    def on_status(self, name: str, status: Status) -> None:
-        self.instances[name].status = status
-
-    def set_role(self, name: str, role: Role) -> None:
-        """The instance holds no work."""
-        self.instances[name].role = role
-
-    def drain(self, names: Iterable[str]) -> None:
-        """The instances get no new requests until `undrain`."""
-        for name in names:
-            self._draining.add(name)
-            if self.instances[name].usable:
-                self.instances[name].condition = Condition.DRAINING
+                self._broken.append(Broken(in_flight, attempt, pair, set(attempt.jobs), now + PAIR_GRACE_S))
 
     def undrain(self, names: Iterable[str], now: float) -> None:
-        for name in names:
-            self._draining.discard(name)
-            if self.instances[name].condition is Condition.DRAINING:
-                self.instances[name].condition = Condition.READY
+        self.instances.undrain(names)
         self.wake(now)
 
     def holds_work(self, name: str) -> bool:
-        return bool(self.attempt_index.num_stale(name)) or any(
-            in_flight.is_at(name) for in_flight in list(self.requests.values())
-        )
-
-    def missing(self, images: bool, without: frozenset[str] = frozenset()) -> Missing | None:
-        """The stage that no instance can serve at this moment."""
-        instances = list(self.instances.values())
-        return missing_now(
-            instances, images=images, usable=lambda instance: instance.usable and instance.name not in without
-        )
-
-    def missing_for_good(self, images: bool) -> Missing | None:
-        return missing_for_good(list(self.instances.values()), images=images)
+        return bool(self.instances[name].stale) or any(f.is_at(name) for f in list(self.requests.values()))
 
     # ---- requests
 
@@ -206,35 +159,26 @@ class Dispatcher:
                 in_flight.deadline_s = now + self._cluster.recovery_s
             return
         route = self._router.route(in_flight.request, in_flight.near)
-        if isinstance(route, Missing):
+        if isinstance(route, Role):
             self._wait(in_flight, now)
             return
         number = in_flight.request.id if in_flight.attempts == 0 else self._next_id()
-        attempt = in_flight.begin(number, route, now)
-        self.attempt_index.add(number, in_flight)
-        self._charge(in_flight, attempt)
+        in_flight.begin(number, route, self.instances, now)
+        self.by_id[number] = in_flight
         request = in_flight.attempt_request(number)
         if route.moves:
-            self.attempt_index.send(route.decode, [Submit(request, part="D", source=route.prefill)])
+            self.instances.send(route.decode, [Submit(request, part="D", source=route.prefill)])
         remote = tuple(range(len(request.images))) if route.remote_images else ()
         pixels = () if route.remote_images else in_flight.pixels
         target = route.decode if route.moves else ""
-        self.attempt_index.send(route.prefill, [Submit(request, pixels, route.part, remote, target)])
-
-    def _charge(self, in_flight: RequestInFlight, attempt: Attempt) -> None:
-        num_tokens, route = in_flight.request.num_prompt + in_flight.num_known, attempt.route
-        local = () if route.remote_images else in_flight.request.images
-        attempt.charge(
-            self.instances[route.prefill], prefill=num_tokens, patches=sum(image.num_patches for image in local)
-        )
-        attempt.charge(self.instances[route.decode], decode=num_tokens)
+        self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote, target)])
 
     def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
         """Has these images encoded, and those that no instance could encode before; or they wait."""
         attempt.unserved.update(indices)
         images = [(index, in_flight.request.images[index]) for index in sorted(attempt.unserved)]
         chosen = self._router.encoders(attempt.route.prefill, images)
-        if isinstance(chosen, Missing):
+        if isinstance(chosen, Role):
             self._wait(in_flight, now)
             return
         attempt.unserved.clear()
@@ -242,13 +186,12 @@ class Dispatcher:
         for name, share in chosen.items():
             number = self._next_id()
             patches = sum(in_flight.request.images[index].num_patches for index in share)
-            charge = attempt.charge(self.instances[name], patches=patches)
-            attempt.jobs[number] = Job(number, name, set(share), charge)
-            self.attempt_index.add(number, in_flight)
-            self.attempt_index.send(name, [in_flight.encode_message(number, share, attempt.route.prefill)])
+            attempt.jobs[number] = Job(number, name, set(share), Charge(self.instances[name], patches=patches))
+            self.by_id[number] = in_flight
+            self.instances.send(name, [in_flight.encode_message(number, share, attempt.route.prefill)])
 
     def _wait(self, in_flight: RequestInFlight, now: float) -> None:
-        if self.missing_for_good(bool(in_flight.request.images)) is not None:
+        if missing_for_good(self.instances.values(), images=bool(in_flight.request.images)) is not None:
             self.fail(in_flight, _lost("every instance that could serve this request has failed"), now)
         elif in_flight.deadline_s is None:
             in_flight.deadline_s = now + self._cluster.recovery_s
@@ -256,7 +199,7 @@ class Dispatcher:
     def _expire(self, in_flight: RequestInFlight, now: float) -> None:
         if in_flight.phase is Phase.CLOSING:
             self._conclude(in_flight, now)
-        elif self._draining:
+        elif self.instances.draining:
             in_flight.deadline_s = now + self._cluster.recovery_s  # roles are being switched; that ends by itself
         else:
             waited = f"no instance could continue this request within {self._cluster.recovery_s:g} s"
@@ -360,17 +303,17 @@ class Dispatcher:
         attempt = in_flight.attempt
         if attempt is not None and name in attempt.instances:
             attempt.instances.discard(name)
-            self.attempt_index.abort(name, attempt.id, in_flight)
+            self.instances.abort(name, attempt.id, in_flight)
 
     def drop_job(self, in_flight: RequestInFlight, job: Job) -> None:
         self.end_job(in_flight, job)
-        self.attempt_index.abort(job.name, job.id, in_flight)
+        self.instances.abort(job.name, job.id, in_flight)
 
     def end_job(self, in_flight: RequestInFlight, job: Job) -> None:
         assert in_flight.attempt is not None
         del in_flight.attempt.jobs[job.id]
         job.charge.release()
-        self.attempt_index.remove(job.id)
+        del self.by_id[job.id]
 
     def _leave(self, in_flight: RequestInFlight, blame: str = "") -> None:
         """Ends the attempt and aborts what instances still hold of it. `blame`: why, if another attempt
@@ -380,19 +323,19 @@ class Dispatcher:
                 self.drop_job(in_flight, job)
             for name in sorted(attempt.instances):
                 self.drop_part(in_flight, name)
-            self.attempt_index.remove(attempt.id)
+            del self.by_id[attempt.id]
         in_flight.leave(blame)
 
     # ---- the end
 
     def close(self, in_flight: RequestInFlight, now: float) -> None:
         """The end is decided: work is aborted, and reports of what was done are waited for."""
-        in_flight.close(now + self._cluster.recovery_s)
+        in_flight.phase, in_flight.deadline_s = Phase.CLOSING, now + self._cluster.recovery_s
         if (attempt := in_flight.attempt) is not None:
             for name in attempt.instances:
-                self.attempt_index.send(name, [Abort(attempt.id)])
+                self.instances.send(name, [Abort(attempt.id)])
             for job in attempt.jobs.values():
-                self.attempt_index.send(job.name, [Abort(job.id)])
+                self.instances.send(job.name, [Abort(job.id)])
             for name in sorted(attempt.holders()):
                 if self.instances[name].condition is Condition.SILENT:
                     self._lose(in_flight, name, now)

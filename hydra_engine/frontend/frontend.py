@@ -21,7 +21,7 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.instances import InstanceState
+from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
     Delta,
     Finished,
@@ -30,7 +30,6 @@ from hydra_engine.core.messages import (
     Loading,
     NeedImages,
     PromptScores,
-    QueryLedger,
     ResetCaches,
     SetFault,
     Status,
@@ -48,12 +47,10 @@ from hydra_engine.frontend.dispatch import RETRY_AFTER_S, Dispatcher
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.frontend.progress import JointProgress
-from hydra_engine.frontend.queries import LedgerQueries
-from hydra_engine.frontend.reports import StatusTable
+from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
-from hydra_engine.frontend.routing.placement import Placement, check_fits
-from hydra_engine.frontend.routing.switching import RoleSwitch, plan_switches
-from hydra_engine.frontend.watch import Watch
+from hydra_engine.frontend.routing.instances import missing_for_good
+from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_switches, switch_roles
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
 from hydra_engine.preprocess.preprocessor import Intake
@@ -311,7 +308,7 @@ class Front:
                 case Status():
                     self._statuses.put(name, message)
                     self._watch.on_status(name, message)
-                    self._dispatcher.on_status(name, message)
+                    self._dispatcher.instances[name].status = message
                 case LedgerReport():
                     self._queries.answer(name, message)
                 case _:
@@ -344,7 +341,7 @@ class Front:
     @property
     def lost(self) -> bool:
         """No request can be served any more: the instances of some stage have failed and are not started again."""
-        return self.state == "ok" and self._dispatcher.missing_for_good(images=False) is not None
+        return self.state == "ok" and missing_for_good(self._dispatcher.instances.values(), images=False) is not None
 
     def add_observer(self, observer: Observer) -> None:
         self._observers.append(observer)
@@ -359,15 +356,15 @@ class Front:
 
     def instances(self) -> tuple[InstanceState, ...]:
         """All instances of the topology, as they are now."""
-        latest = self._statuses.latest
-        return tuple(
-            replace(
-                self._watch.seen_from_here(state),
-                status=latest.get(state.name),
-                summary=self._summaries.get(state.name),
-            )
-            for state in self._supervisor.states()
-        )
+        return tuple(map(self._seen_from_here, self._supervisor.states()))
+
+    def _seen_from_here(self, state: InstanceState) -> InstanceState:
+        """The supervisor's state with what the frontend knows besides, also whether the instance is being emptied."""
+        instance, summary = self._dispatcher.instances[state.name], self._summaries.get(state.name)
+        draining = state.condition is Condition.READY and instance.condition is Condition.DRAINING
+        condition = instance.condition if draining else state.condition
+        role = instance.role.letters
+        return replace(state, role=role, condition=condition, status=instance.status, summary=summary)
 
     def activity(self, since: int, limit: int) -> Activity:
         """Requests that have ended behind the first `since` ones, and those that run: at most the `limit` latest of the
@@ -389,11 +386,9 @@ class Front:
     async def ledger(self, timeout_s: float = 5.0) -> LedgerReport:
         """The blocks and slots that all instances hold right now."""
         self._check_running()
-        query_id = next(self._ids)
-        answer = self._queries.open(query_id, self._links)
-        for link in list(self._links.values()):
-            link.end.send([QueryLedger(query_id)])
-        return await asyncio.wait_for(answer, timeout_s)
+        ends = {name: link.end for name, link in self._links.items()}
+        async with asyncio.timeout(timeout_s):
+            return await self._queries.ask(next(self._ids), ends)
 
     async def reset_caches(self, *, kv: bool, images: bool) -> None:
         """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays. What is
@@ -438,8 +433,6 @@ class Front:
         async with self._switching:
             self._placement.check(text)
             devices = {name: link.device for name, link in self._links.items()}
-            switch = RoleSwitch(
-                self._dispatcher, self._clock, set_role=self._supervisor.set_role, check=self._check_running
-            )
+            set_role, check = self._supervisor.set_role, self._check_running
             for group in plan_switches(text, self.instances(), devices, self._placement.stages):
-                await switch.carry_out(group)
+                await switch_roles(group, self._dispatcher, self._clock, set_role=set_role, check=check)

@@ -1,11 +1,12 @@
-"""What the front keeps of one request over all attempts to serve it: its phase, and enough to start again.
+"""What the frontend keeps of one request: its phase, enough to start again, and the attempt that serves it now.
 
-Decides nothing and sends nothing; `dispatch.py` does. What belongs to one attempt is in `attempt.py`.
+An attempt is the request on its instances under one id, dropped as a whole when it ends. Decides nothing and sends
+nothing; `dispatch.py` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -13,16 +14,125 @@ import msgspec
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Encode, Finished, StageReport
+from hydra_engine.core.messages import Delta, Encode, Finished, StageReport
 from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.request import Request, Resumed
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.attempt import Attempt
+from hydra_engine.frontend.routing.instances import InstanceLoad
 from hydra_engine.frontend.routing.router import Route
 from hydra_engine.telemetry.live import LiveRequest
 
 # What an instance said last about one of its ids, if it has since that time.
 Reported = Callable[[str, RequestId, float], StageReport | None]
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """A request's share of an instance's load, counted from the beginning until it is released."""
+
+    instance: InstanceLoad
+    prefill_tokens: int = 0  # to compute there
+    decode_tokens: int = 0  # whose KV is held there while it decodes
+    patches: int = 0
+
+    def __post_init__(self) -> None:
+        self._count(1)
+
+    def grow(self, num_tokens: int) -> None:
+        """The request has so many more tokens at the instance where it decodes."""
+        self.decode_tokens += num_tokens
+        self.instance.decode_tokens += num_tokens
+
+    def release(self) -> None:
+        self._count(-1)
+        self.prefill_tokens = self.decode_tokens = self.patches = 0
+
+    def _count(self, sign: int) -> None:
+        self.instance.prefill_tokens += sign * self.prefill_tokens
+        self.instance.patches += sign * self.patches
+        self.instance.decode_tokens += sign * self.decode_tokens
+        self.instance.decodes += sign * (self.decode_tokens > 0)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Images of a request that instance `name` encodes. No other instance has been asked since for those in
+    `pending`."""
+
+    id: RequestId
+    name: str
+    pending: set[int]
+    charge: Charge
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """`base` tokens were known when it began at `began_s`. `decoder` is where it decodes or will."""
+
+    id: RequestId
+    route: Route
+    base: int
+    began_s: float
+    prefill_charge: Charge
+    decode_charge: Charge
+    decoder: str = field(init=False)
+    decoder_ready: bool = field(init=False)  # the decoder has fetched all that it needs: it has sent a token
+    instances: set[str] = field(init=False)  # have not reported the end of their part
+    jobs: dict[RequestId, Job] = field(default_factory=dict)
+    unserved: set[int] = field(default_factory=set)  # images that wait for an encoder
+    early: dict[int, Delta] = field(default_factory=dict)  # by position: a token that overtook another instance's
+    prefilled_s: float = 0.0  # the time of its first token
+    victim: str = ""  # the instance that was asked to hand it over to `decoder`
+    late_victim_tokens: int = 0  # that the victim has sent since
+    final: Finished | None = None  # its end, though tokens before it may still be missing
+
+    def __post_init__(self) -> None:
+        self.decoder, self.decoder_ready = self.route.decode, not self.route.moves
+        self.instances = {self.route.prefill, self.route.decode}
+
+    @property
+    def complete(self) -> bool:
+        """The decoder goes on alone: no token, no KV block and no end is on its way."""
+        return self.decoder_ready and not self.early and self.final is None
+
+    @property
+    def idle(self) -> bool:
+        """No instance works on it."""
+        return not self.instances and not self.jobs
+
+    @property
+    def overtaken(self) -> bool:
+        """Tokens before those of the decoder are missing, and no instance is left that could send them."""
+        return bool(self.early) and self.instances == {self.decoder}
+
+    def holders(self) -> set[str]:
+        """The instances that work on it or on its images."""
+        return {*self.instances, *(job.name for job in list(self.jobs.values()))}
+
+    def needs(self, name: str) -> bool:
+        """The attempt cannot go on without the KV of this instance, or without tokens that it has not sent yet."""
+        return name in self.instances and (name == self.decoder or not self.decoder_ready or bool(self.early))
+
+    def moves_between(self, pair: set[str]) -> bool:
+        """Its KV is on its way from one instance of the pair to the other."""
+        sources = self.instances - {self.decoder}
+        return not self.decoder_ready and any({source, self.decoder} == pair for source in sources)
+
+    def jobs_between(self, pair: set[str]) -> list[Job]:
+        """The encode jobs whose features go from one instance of the pair to the other."""
+        return [job for job in self.jobs.values() if {job.name, self.route.prefill} == pair]
+
+    def release_prefill(self) -> None:
+        """The prompt is computed, and so are its images."""
+        for charge in (self.prefill_charge, *(job.charge for job in self.jobs.values())):
+            charge.release()
+
+    def decode_at(self, instance: InstanceLoad, *, ready: bool) -> None:
+        """`instance` is the decoder from now on; not `ready`: it fetches the KV first."""
+        num_tokens = self.decode_charge.decode_tokens
+        self.decode_charge.release()
+        self.decode_charge = Charge(instance, decode_tokens=num_tokens)
+        self.decoder, self.decoder_ready = instance.name, ready
 
 
 class Phase(Enum):
@@ -67,7 +177,7 @@ class RequestInFlight:
 
     @property
     def request(self) -> Request:
-        """The request as the user sent it; its id and age are the front's number of it."""
+        """The request as the user sent it; its id and age are the frontend's number of it."""
         return self.active.request
 
     @property
@@ -121,8 +231,13 @@ class RequestInFlight:
 
     # ---- from one phase to the next
 
-    def begin(self, number: RequestId, route: Route, now: float) -> Attempt:
-        self.attempt = Attempt(number, route, self.num_known, now)
+    def begin(self, number: RequestId, route: Route, instances: Mapping[str, InstanceLoad], now: float) -> Attempt:
+        num_tokens = self.request.num_prompt + self.num_known
+        local = () if route.remote_images else self.request.images
+        patches = sum(image.num_patches for image in local)
+        prefill = Charge(instances[route.prefill], prefill_tokens=num_tokens, patches=patches)
+        decode = Charge(instances[route.decode], decode_tokens=num_tokens)
+        self.attempt = Attempt(number, route, self.num_known, now, prefill, decode)
         self.phase, self.deadline_s = Phase.PREFILLING, None
         self.attempts += 1
         self._end_lost(now)
@@ -135,48 +250,12 @@ class RequestInFlight:
             after = Phase.DECODING if self.attempt.complete else Phase.MOVING
             self.phase = after if self.prefilled else Phase.PREFILLING
 
-    def close(self, deadline_s: float) -> None:
-        self.phase, self.deadline_s = Phase.CLOSING, deadline_s
-
     def leave(self, blame: str) -> None:
-        """The attempt is over. `blame`: why, if another one is to follow."""
+        """The attempt is over, and has no jobs any more. `blame`: why, if another one is to follow."""
         if self.attempt is not None:
-            self.attempt.release()
+            self.attempt.prefill_charge.release()
+            self.attempt.decode_charge.release()
         self.phase, self.attempt, self.deadline_s, self.blame = Phase.WAITING, None, None, blame
-
-    def live(self, reported: Reported) -> LiveRequest:
-        """What the request waits for now, as far as the front and the latest reports of instances know."""
-        where, report = self._report(reported)
-        active = self.active
-        return LiveRequest(
-            active.handle.id,
-            self.request.arrival_s,
-            active.first_token_s,
-            self.num_known,
-            report.stage,
-            where,
-            report.done,
-            report.of,
-        )
-
-    def _report(self, reported: Reported) -> tuple[str, StageReport]:
-        number, attempt = self.request.id, self.attempt
-        if attempt is None:
-            return "", StageReport(number, "queue" if self.lost is None else "lost")
-        if self.prefilled:
-            report = reported(attempt.decoder, attempt.id, self.active.last_token_s or 0.0)
-            if report is not None and report.stage != "transfer":
-                return attempt.decoder, report
-            if attempt.decoder_ready:
-                return attempt.decoder, StageReport(number, "decode")
-            return attempt.victim or attempt.route.prefill, StageReport(number, "transfer")
-        report = reported(attempt.route.prefill, attempt.id, 0.0) or StageReport(number, "queue")
-        jobs = [(job.name, reported(job.name, job.id, 0.0)) for job in attempt.jobs.values()]
-        if report.stage != "queue" or not jobs:
-            return attempt.route.prefill, report
-        stages = [(name, job.stage) for name, job in jobs if job is not None] or [(jobs[0][0], "queue")]
-        name, stage = min(stages, key=lambda item: ("encode", "transfer", "queue").index(item[1]))
-        return name, msgspec.structs.replace(report, stage=stage)
 
     def lose(self, name: str) -> None:
         """An instance that the attempt needs is lost, and with it its report. Its tokens, late ones among them, are
@@ -202,6 +281,8 @@ class RequestInFlight:
             self.spans.append(replace(self.lost, end_s=now))
             self.lost = None
 
+    # ---- what instances are sent
+
     def attempt_request(self, number: RequestId) -> Request:
         active, resumed = self.active, None
         if active.first_token_s is not None and active.last_token_s is not None:
@@ -216,6 +297,35 @@ class RequestInFlight:
         request = replace(self.request, id=number, prompt_token_ids=(), images=images)
         return Encode(request, tuple(self.pixels[index] for index in chosen), target, self.attempt.id, chosen)
 
+    # ---- where it is
+
+    def live(self, reported: Reported) -> LiveRequest:
+        """What the request waits for now, as far as the frontend and the latest reports of instances know."""
+        where, report = self._report(reported)
+        handle, arrival_s, first_s = self.active.handle, self.request.arrival_s, self.active.first_token_s
+        return LiveRequest(handle.id, arrival_s, first_s, self.num_known, report.stage, where, report.done, report.of)
+
+    def _report(self, reported: Reported) -> tuple[str, StageReport]:
+        number, attempt = self.request.id, self.attempt
+        if attempt is None:
+            return "", StageReport(number, "queue" if self.lost is None else "lost")
+        if self.prefilled:
+            report = reported(attempt.decoder, attempt.id, self.active.last_token_s or 0.0)
+            if report is not None and report.stage != "transfer":
+                return attempt.decoder, report
+            if attempt.decoder_ready:
+                return attempt.decoder, StageReport(number, "decode")
+            return attempt.victim or attempt.route.prefill, StageReport(number, "transfer")
+        report = reported(attempt.route.prefill, attempt.id, 0.0) or StageReport(number, "queue")
+        jobs = [(job.name, reported(job.name, job.id, 0.0)) for job in attempt.jobs.values()]
+        if report.stage != "queue" or not jobs:
+            return attempt.route.prefill, report
+        stages = [(name, job.stage) for name, job in jobs if job is not None] or [(jobs[0][0], "queue")]
+        name, stage = min(stages, key=lambda item: ("encode", "transfer", "queue").index(item[1]))
+        return name, msgspec.structs.replace(report, stage=stage)
+
+    # ---- the end
+
     def end_of_tokens(self) -> Finished | None:
         """The end that the known tokens already are: its message was lost with an instance. None: more are to come."""
         request, tokens = self.request, self.active.token_ids
@@ -224,14 +334,6 @@ class RequestInFlight:
             return None
         stop_token_id = tokens[-1] if reason is FinishReason.STOP else None
         return Finished(request.id, reason, len(tokens), stop_token_id=stop_token_id)
-
-    # ---- the end
-
-    def report_of(self, name: str, finished: Finished) -> Finished:
-        """The report of a part as it counts: only the instance that prefills knows what was cached."""
-        if self.attempt is not None and name == self.attempt.route.prefill:
-            return finished
-        return msgspec.structs.replace(finished, cached_tokens=0, cached_images=0)
 
     def merged(self, final: Finished, now: float) -> Finished:
         """`final` with the spans and counts of all parts, attempts and encode jobs."""

@@ -12,9 +12,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Delta, Finished, NeedImages, PromptScores, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.errors import RequestFailed, from_info
-from hydra_engine.frontend.attempt import Attempt, Job
 from hydra_engine.frontend.dispatch import Dispatcher
-from hydra_engine.frontend.in_flight import Phase, RequestInFlight
+from hydra_engine.frontend.in_flight import Attempt, Job, Phase, RequestInFlight
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 
 
@@ -24,13 +23,13 @@ class Incoming:
     def __init__(self, dispatcher: Dispatcher, stealing: DecodeStealing) -> None:
         self._dispatcher = dispatcher
         self._stealing = stealing
-        self._attempt_index = dispatcher.attempt_index
+        self._instances = dispatcher.instances
 
     # ---- tokens
 
     def on_tokens(self, name: str, message: Tokens, now: float) -> None:
         columns = message.request_ids, message.positions, message.token_ids
-        find, time_s, late = self._attempt_index.find, message.time_s, message.late
+        find, time_s, late = self._dispatcher.by_id.get, message.time_s, message.late
         for number, position, token_id in zip(*columns, strict=True):
             in_flight = find(RequestId(number))
             if in_flight is None or number in late or not in_flight.goes_on(name, number, position):
@@ -42,17 +41,17 @@ class Incoming:
         self._take(name, delta, now)
 
     def on_scores(self, name: str, scores: PromptScores) -> None:
-        in_flight = self._attempt_index.find(scores.request_id)
+        in_flight = self._dispatcher.by_id.get(scores.request_id)
         if in_flight is None or in_flight.part(name, scores.request_id) is None:
-            self._attempt_index.reject(name, scores.request_id)
+            self._instances.reject(name, scores.request_id)
         elif in_flight.running:
             in_flight.active.on_scores(scores.start, scores.logprobs)
 
     def _take(self, name: str, delta: Delta, now: float) -> None:
-        in_flight = self._attempt_index.find(delta.request_id)
+        in_flight = self._dispatcher.by_id.get(delta.request_id)
         attempt = None if in_flight is None else in_flight.part(name, delta.request_id)
         if in_flight is None or attempt is None:
-            self._attempt_index.reject(name, delta.request_id)
+            self._instances.reject(name, delta.request_id)
             return
         if not in_flight.running:
             return
@@ -67,7 +66,7 @@ class Incoming:
             self._feed(in_flight, attempt, early, now)
         if not in_flight.running:
             return
-        if attempt.early and attempt.instances == {attempt.decoder}:
+        if attempt.overtaken:
             self._dispatcher.fail(in_flight, _skipped(), now)
             return
         in_flight.advance()
@@ -103,8 +102,7 @@ class Incoming:
         if first:
             attempt.prefilled_s = delta.time_s
             attempt.release_prefill()
-        if attempt.decode_charge is not None:
-            attempt.decode_charge.grow(len(delta.token_ids))
+        attempt.decode_charge.grow(len(delta.token_ids))
         if piece is not None:
             active.handle.feed(piece)
         if active.stop_string is not None:
@@ -115,9 +113,9 @@ class Incoming:
     def _feed_next(self, in_flight: RequestInFlight, token_id: int, time_s: float, now: float) -> None:
         """`_take` for a token about which nothing is to be decided, as for most."""
         active, attempt = in_flight.active, in_flight.attempt
+        assert attempt is not None
         active.handle.feed(active.on_next_token(token_id, time_s))
-        if attempt is not None and attempt.decode_charge is not None:
-            attempt.decode_charge.grow(1)
+        attempt.decode_charge.grow(1)
         if active.stop_string is not None:
             self._dispatcher.close(in_flight, now)
 
@@ -125,13 +123,13 @@ class Incoming:
 
     def on_finished(self, name: str, finished: Finished, now: float) -> None:
         number = finished.request_id
-        in_flight = self._attempt_index.find(number)
+        in_flight = self._dispatcher.by_id.get(number)
         attempt = None if in_flight is None else in_flight.attempt
         if in_flight is not None and in_flight.part(name, number) is not None:
             self._part_ended(in_flight, name, finished, now)
         elif in_flight and attempt and (job := attempt.jobs.get(number)) is not None and job.name == name:
             self._job_ended(in_flight, job, finished, now)
-        elif (owner := self._attempt_index.on_end(name, number)) is not None:
+        elif (owner := self._instances[name].stale.pop(number, None)) is not None:
             # Of an attempt that was given up: it has cost time, but nothing of it was used.
             spans = () if number in owner.lost_attempts else finished.spans
             owner.reports.append(msgspec.structs.replace(finished, spans=spans, cached_tokens=0, cached_images=0))
@@ -140,7 +138,9 @@ class Incoming:
         attempt = in_flight.attempt
         assert attempt is not None
         attempt.instances.discard(name)
-        in_flight.reports.append(in_flight.report_of(name, finished))
+        if name != attempt.route.prefill:  # which alone knows what was cached
+            finished = msgspec.structs.replace(finished, cached_tokens=0, cached_images=0)
+        in_flight.reports.append(finished)
         if in_flight.phase is Phase.CLOSING:
             self._dispatcher.conclude_if_idle(in_flight, now)
             return
@@ -164,7 +164,7 @@ class Incoming:
             self._settle(in_flight, attempt, attempt.final, now)
         elif name == attempt.decoder or attempt.decoder not in attempt.instances:
             self._dispatcher.replay(in_flight, now)
-        elif attempt.early and attempt.instances == {attempt.decoder}:
+        elif attempt.overtaken:
             self._dispatcher.fail(in_flight, _skipped(), now)
 
     def _settle(self, in_flight: RequestInFlight, attempt: Attempt, final: Finished, now: float) -> None:
@@ -194,10 +194,10 @@ class Incoming:
     # ---- images
 
     def on_need(self, name: str, need: NeedImages, now: float) -> None:
-        in_flight = self._attempt_index.find(need.request_id)
+        in_flight = self._dispatcher.by_id.get(need.request_id)
         attempt = None if in_flight is None else in_flight.part(name, need.request_id)
         if in_flight is None or attempt is None:
-            self._attempt_index.reject(name, need.request_id)
+            self._instances.reject(name, need.request_id)
         elif in_flight.running:
             for job in attempt.jobs.values():
                 job.pending.difference_update(need.indices)

@@ -1,16 +1,26 @@
-"""Reports of several instances as one: gauges and counters summed, ledgers added up.
+"""What instances report of themselves: gauges and counters summed, ledgers added up, and whether they make progress.
 
-Counters of an instance that has died are kept, so that sums never go back. Does not know how reports arrive.
+Counters of an instance that has died are kept, so that sums never go back. Liveness is the supervisor's business; an
+instance that is alive and gets nothing done is found here.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from hydra_engine.cluster.channel import FrontEnd
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import BudgetReport, LedgerReport, StageReport, Status, TransferReport
+from hydra_engine.core.instances import Condition
+from hydra_engine.core.messages import BudgetReport, LedgerReport, QueryLedger, StageReport, Status, TransferReport
+from hydra_engine.errors import HydraError
+from hydra_engine.frontend.dispatch import Dispatcher
+from hydra_engine.frontend.routing.instances import missing_now
+
+_SILENT_S = 5.0  # an instance reports several times a second; this long without a word is no progress
+_STUCK_S = 120.0  # no lane finished a step for this long although there is work
 
 _COUNTERS = (
     *("num_preemptions", "language_steps", "vision_steps", "language_busy_s", "vision_busy_s"),
@@ -101,3 +111,78 @@ def ledger_of(query_id: int, reports: Mapping[str, LedgerReport]) -> LedgerRepor
         holders=tuple(f"{name}: {holder}" for name, report in reports.items() for holder in report.holders),
         problems=tuple(f"{name}: {problem}" for name, report in reports.items() for problem in report.problems),
     )
+
+
+class LedgerQueries:
+    """Questions to all instances at once, answered when the last one has answered or is gone. Used on the loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict[str, asyncio.Future[LedgerReport | None]]] = {}
+
+    async def ask(self, query_id: int, ends: Mapping[str, FrontEnd]) -> LedgerReport:
+        """The sum over the instances that answer; an empty ledger where there are none."""
+        loop = asyncio.get_running_loop()
+        answers = self._open[query_id] = {name: loop.create_future() for name in sorted(ends)}
+        try:
+            for end in ends.values():
+                end.send([QueryLedger(query_id)])
+            reports = dict(zip(answers, await asyncio.gather(*answers.values()), strict=True))
+        finally:
+            del self._open[query_id]
+        return ledger_of(query_id, {name: report for name, report in reports.items() if report is not None})
+
+    def answer(self, name: str, report: LedgerReport) -> None:
+        _resolve(self._open.get(report.query_id, {}).get(name), report)
+
+    def gone(self, name: str) -> None:
+        """The instance will not answer."""
+        for answers in self._open.values():
+            _resolve(answers.get(name), None)
+
+    def fail(self, error: HydraError) -> None:
+        for answers in self._open.values():
+            for answer in answers.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+
+def _resolve(answer: asyncio.Future[LedgerReport | None] | None, report: LedgerReport | None) -> None:
+    if answer is not None and not answer.done():
+        answer.set_result(report)
+
+
+class Watch:
+    """Whether requests are served and make progress, from the table of instances and their reports."""
+
+    def __init__(self, dispatcher: Dispatcher, statuses: StatusTable) -> None:
+        self._dispatcher = dispatcher
+        self._statuses = statuses
+        self._last_step: dict[str, tuple[int, float]] = {}
+
+    def on_status(self, name: str, status: Status) -> None:
+        steps = status.language_steps + status.vision_steps
+        busy = status.num_running + status.num_waiting + status.num_encoding > 0
+        latest = self._last_step.get(name)
+        if latest is None or steps != latest[0] or not busy:
+            self._last_step[name] = (steps, status.time_s)
+
+    def forget(self, name: str) -> None:
+        self._last_step.pop(name, None)
+
+    def problem(self, now: float, *, images: bool) -> str | None:
+        """One word, or None while every stage is served: hung, draining or instance_lost."""
+        instances = self._dispatcher.instances.values()
+        missing = missing_now(instances, images=images)
+        if missing is None:
+            hung = {name for name, status in self._statuses.latest.items() if self._hangs(name, status, now)}
+            return "hung" if hung and missing_now(instances, images=images, without=hung) is not None else None
+        conditions = {instance.condition for instance in instances if instance.serves(missing)}
+        if Condition.DRAINING in conditions:
+            return "draining"
+        return "hung" if Condition.SILENT in conditions else "instance_lost"
+
+    def _hangs(self, name: str, status: Status, now: float) -> bool:
+        if now - status.time_s > _SILENT_S:
+            return True
+        steps, since_s = self._last_step.get(name, (0, now))
+        return bool(steps) and now - since_s > _STUCK_S and self._dispatcher.holds_work(name)

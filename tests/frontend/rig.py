@@ -108,7 +108,7 @@ class Rig:
     def up(self, name: str) -> None:
         self.dispatcher.on_up(name, self.now)
         for other in self.roles:
-            if other != name and self.dispatcher.attempt_index.is_up(other):
+            if other != name and self.dispatcher.instances[other].is_up:
                 self.dispatcher.on_pair(name, other, True, self.now)
 
     def down(self, name: str, *, restarts: bool = True) -> None:
@@ -210,7 +210,7 @@ class Rig:
     def assert_at_rest(self) -> None:
         """Nothing is counted anywhere any more."""
         assert not self.dispatcher.requests
-        assert not self.dispatcher.attempt_index._by_id
+        assert not self.dispatcher.by_id
         for instance in self.dispatcher.instances.values():
             loads = instance.prefill_tokens, instance.decodes, instance.decode_tokens, instance.patches
             assert loads == (0, 0, 0, 0), (instance.name, loads)

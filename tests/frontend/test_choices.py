@@ -74,7 +74,7 @@ def test_the_others_begin_with_the_first_token_of_the_first() -> None:
 def test_an_instance_that_takes_nothing_new_is_not_followed() -> None:
     asked = Asked("2EPD")
     (first,) = asked.requests("epd0")
-    asked.rig.dispatcher.drain(["epd0"])
+    asked.rig.dispatcher.instances.drain(["epd0"])
     asked.rig.speak("epd0", first, 0)
     assert len(asked.requests("epd1")) == 2
 

@@ -11,9 +11,10 @@ from hydra_engine.core.outputs import DelayCause, Departure, FinishReason, Stage
 from hydra_engine.core.request import Request
 from hydra_engine.errors import RequestFailed, Unavailable
 from hydra_engine.frontend.active import MAX_LATE
-from hydra_engine.frontend.attempt import Attempt
 from hydra_engine.frontend.dispatch import MAX_REPLAYS, PAIR_GRACE_S
+from hydra_engine.frontend.in_flight import Attempt
 from hydra_engine.frontend.routing.decode_stealing import MOST_LATE_TOKENS
+from hydra_engine.frontend.routing.instances import missing_for_good
 from tests.frontend.rig import Rig, token
 from tests.frontend.test_router import status
 
@@ -610,7 +611,7 @@ def test_where_nobody_comes_back_it_fails_at_once() -> None:
     assert isinstance(error, Unavailable) and error.code == "instance_lost"
     rig.submit(2)
     assert isinstance(rig.error(2), Unavailable)
-    assert rig.dispatcher.missing_for_good(images=False) is not None
+    assert missing_for_good(rig.dispatcher.instances.values(), images=False) is not None
 
 
 def test_the_last_hope_of_those_that_wait_dies() -> None:
@@ -694,8 +695,8 @@ def lent(rig: Rig) -> Request:
     rig.submit(1, max_new=200)
     request = rig.submitted("pd0").request
     rig.speak("pd0", request, 0, 1, 2)
-    rig.dispatcher.on_status("pd0", status(num_running=60, num_waiting=9, kv_blocks_used=99))
-    rig.dispatcher.on_status("ed0", status())
+    rig.dispatcher.instances["pd0"].status = status(num_running=60, num_waiting=9, kv_blocks_used=99)
+    rig.dispatcher.instances["ed0"].status = status()
     rig.wait(0.1)
     rig.wait(1.0)
     return request

@@ -89,7 +89,7 @@ class LateCluster(Cluster):
             assert not isinstance(message, Delta)
             if isinstance(message, Tokens):
                 for number, position in zip(message.request_ids, message.positions, strict=True):
-                    in_flight = self.dispatcher.attempt_index.find(RequestId(number))
+                    in_flight = self.dispatcher.by_id.get(RequestId(number))
                     if in_flight is not None and in_flight.part(name, RequestId(number)):
                         self.times[in_flight.age].setdefault(position, message.time_s)
         super()._on_messages(name, messages)

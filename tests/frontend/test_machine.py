@@ -190,7 +190,7 @@ class ClusterMachine(RuleBasedStateMachine):
         for name, instance in self.rig.dispatcher.instances.items():
             if instance.usable:
                 full = {"num_running": 60, "num_waiting": 9, "kv_blocks_used": 90} if busy and "e" not in name else {}
-                self.rig.dispatcher.on_status(name, status(**full))
+                self.rig.dispatcher.instances[name].status = status(**full)
         self.rig.wait(seconds)
 
     # ---- what always holds
@@ -243,7 +243,7 @@ class ClusterMachine(RuleBasedStateMachine):
         assert not held and not self.rig.dispatcher.requests, (held, self.rig.dispatcher.requests)
         self.rig.assert_at_rest()
         for name in self.played:
-            assert not self.rig.dispatcher.attempt_index.num_stale(name)
+            assert not self.rig.dispatcher.instances[name].stale
         for handle in self.rig.handles.values():
             assert handle.done
 

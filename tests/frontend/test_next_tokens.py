@@ -95,13 +95,13 @@ def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_at_a_wrong_place_takes_the_long_way() -> None:
-    rig = Rig("EPD")
+    rig = Rig("2EPD")
     handle = rig.submit(1, max_new=8)
     rig.say(NAME, 1, 0, 40, 41)
     rig.say(NAME, 1, 1, 41)  # once more
     rig.say(NAME, 1, 2, 42)
     assert [piece.token_ids for piece in handle._pieces] == [(40,), (41,), (42,)]
-    rig.say("nobody", 1, 3, 43)
+    rig.say("epd1", 1, 3, 43)
     rig.say(NAME, 7, 0, 43)
     assert len(handle._pieces) == 3
     rig.say(NAME, 1, 2, 50)  # another one than before

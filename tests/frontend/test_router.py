@@ -10,7 +10,7 @@ from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import Status
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role, Topology
-from hydra_engine.frontend.routing.instance_load import InstanceLoad, Missing, missing_for_good, missing_now
+from hydra_engine.frontend.routing.instances import InstanceLoad, missing_for_good, missing_now
 from hydra_engine.frontend.routing.router import REMEMBERED, Route, Router
 from tests.frontend.rig import make_request
 
@@ -99,10 +99,10 @@ def test_round_robin_ignores_loads() -> None:
 def test_it_says_which_stage_lacks_an_instance(topology: str, unusable: str, stage: str, condition: Condition) -> None:
     instances = table(topology)
     instances[unusable].condition = condition
-    assert Router(instances).route(PICTURE) == Missing(stage)
-    assert missing_now(instances.values(), images=True) == Missing(stage)
+    assert Router(instances).route(PICTURE) == Role[stage]
+    assert missing_now(instances.values(), images=True) == Role[stage]
     for_good = missing_for_good(instances.values(), images=True)
-    assert for_good == (Missing(stage) if condition is Condition.FAILED else None)
+    assert for_good == (Role[stage] if condition is Condition.FAILED else None)
 
 
 def test_text_needs_no_encoder() -> None:
@@ -118,7 +118,7 @@ def test_a_pair_that_is_down_is_no_way() -> None:
     assert {routed(instances, TEXT).prefill for _ in range(3)} == {"p1"}
     instances["d0"].pairs.clear()
     instances["p1"].pairs.discard("d0")
-    assert Router(instances).route(TEXT) == Missing("D")
+    assert Router(instances).route(TEXT) == Role.D
     assert missing_for_good(instances.values(), images=False) is None  # pairs come up again
 
 
@@ -172,7 +172,7 @@ def test_an_encoder_that_is_being_emptied_still_helps_who_is_under_way() -> None
     images = list(enumerate(PICTURE.images))
     assert Router(instances).encoders("p0", images) == {"e0": [0]}
     instances["e0"].condition = Condition.SILENT
-    assert Router(instances).encoders("p0", images) == Missing("E")
+    assert Router(instances).encoders("p0", images) == Role.E
 
 
 # ---- affinity
@@ -247,7 +247,7 @@ def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], ima
         request = make_request(number, images=images, prompt=40)
         route = router.route(request)
         missing = missing_now(instances.values(), images=bool(images))
-        if isinstance(route, Missing):
+        if isinstance(route, Role):
             assert route == missing
             continue
         assert missing is None

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.roles import lends_decodes
-from hydra_engine.frontend.routing.instance_load import InstanceLoad
-from hydra_engine.frontend.routing.steal_policy import (
+from hydra_engine.frontend.routing.decode_stealing import (
     CALM_S,
     FEW_DECODES,
     MOST_BORROWED,
@@ -19,6 +18,7 @@ from hydra_engine.frontend.routing.steal_policy import (
     Decode,
     StealPolicy,
 )
+from hydra_engine.frontend.routing.instances import InstanceLoad
 from tests.examples import examples
 from tests.frontend.test_router import status, table
 
@@ -48,7 +48,7 @@ NOW = 10.0 + CALM_S
 def test_an_idle_encoder_takes_a_decode_with_much_left() -> None:
     instances = busy_table()
     plans = settled(instances).decide(instances, [decode(1, left=40), decode(2, left=400), decode(3, left=10)], NOW)
-    assert [(plan.request_id, plan.victim, plan.thief) for plan in plans] == [(2, "pd0", "ed0")]
+    assert plans == [(decode(2, left=400), "ed0")]
 
 
 def test_a_queue_that_passes_is_left_alone() -> None:
@@ -106,7 +106,7 @@ def test_one_at_a_time_for_each_thief() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_nothing_moves_twice_or_against_the_order_of_roles(data: st.DataObject) -> None:
-    """Over a whole run with changing queues: plans are carried out as the front would."""
+    """Over a whole run with changing queues: hand-overs are carried out as the frontend would."""
     topology = data.draw(st.sampled_from(["ED+PD", "2ED+PD", "ED+2PD", "ED+P+D", "EPD+PD", "2ED+P+2D"]))
     instances = table(topology)
     policy = StealPolicy(8)
@@ -124,14 +124,13 @@ def test_nothing_moves_twice_or_against_the_order_of_roles(data: st.DataObject) 
             )
             if lends_decodes(instance.role, instance.role):
                 raise AssertionError("nobody lends to itself")
-        for plan in policy.decide(instances, decodes, now):
-            victim, thief = instances[plan.victim], instances[plan.thief]
+        for taken, name in policy.decide(instances, decodes, now):
+            victim, thief = instances[taken.instance], instances[name]
             assert lends_decodes(victim.role, thief.role)
             assert not thief.patches and thief.usable
-            index = next(i for i, d in enumerate(decodes) if d.request_id == plan.request_id)
-            assert decodes[index].instance == plan.victim
-            moves.append(plan.request_id)
-            decodes[index] = replace(decodes[index], instance=plan.thief, moved=True)
+            index = decodes.index(taken)
+            moves.append(taken.request_id)
+            decodes[index] = replace(taken, instance=name, moved=True)
         for name in instances:
             assert sum(d.moved and d.instance == name for d in decodes) <= MOST_BORROWED
     assert len(moves) == len(set(moves))

@@ -5,7 +5,7 @@ import pytest
 from hydra_engine.core.chat import ChatMessage, TextPart
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.frontend.chat_messages import chat_messages
+from hydra_engine.frontend.call import chat_messages
 from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from hydra_engine.core.prompting import MAX_JSON_DEPTH, MAX_TOOLS, PixelBudget, TemplateOptions
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
-from hydra_engine.frontend.chat_messages import chat_messages
+from hydra_engine.frontend.call import chat_messages
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from tests.calls import asked
 from tests.preprocess.conftest import Kitchen

@@ -1,21 +1,118 @@
-"""Decodes that move from one instance to another while they run: which ones, and what both sides are told.
+"""When an instance that encodes and decodes takes decodes over from a busy one, while it has nothing to encode, and how
+such a decode moves.
 
-The choice is `frontend/routing/steal_policy.py`'s. Until the victim has handed a request over, it may
-end it or keep it.
+`StealPolicy` is pure: it decides over the table of instances and a list of what decodes where; `now` is passed in.
+Nothing moves twice and both sides must have been as they are for a while, so that nothing goes back and forth. Until
+the victim has handed a request over, it may end it or keep it.
 """
 
 from __future__ import annotations
 
-from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import HandOver, Submit
-from hydra_engine.core.roles import Role
-from hydra_engine.frontend.attempt import Attempt
-from hydra_engine.frontend.dispatch import Dispatcher
-from hydra_engine.frontend.in_flight import Phase, RequestInFlight
-from hydra_engine.frontend.routing.steal_policy import Decode, StealPolicy
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.messages import HandOver, Submit
+from hydra_engine.core.roles import Role, lends_decodes
+from hydra_engine.frontend.dispatch import Dispatcher
+from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
+from hydra_engine.frontend.routing.instances import InstanceLoad
+
+# Borrowed at once: an encode that comes meanwhile shares its instance with no more than these.
+MOST_BORROWED = 8
+# A thief with more decodes than this has work enough of its own.
+FEW_DECODES = 8
+# Left to generate: less than this is done before its KV has arrived and been started on.
+WORTH_TOKENS = 32
+# Both sides must have been ready for this long: pictures come in bursts, and a queue that passes needs no help.
+CALM_S = 0.5
+# Between two hand-overs to one thief: time for the first to show in the numbers.
+PERIOD_S = 0.1
+# Of the victim's KV blocks: with more than this held, whoever waits does so for blocks and not for a step.
+VICTIM_FULL = 0.85
 # A request that is to be handed over goes on until the steps in flight are done; after this many tokens it stays.
 MOST_LATE_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A request that decodes at `instance`. `moved`: it has been handed over before."""
+
+    request_id: RequestId
+    instance: str
+    num_tokens: int  # whose KV would have to be copied
+    num_left: int  # at most, to generate
+    moved: bool = False
+
+
+class StealPolicy:
+    """`max_num_seqs`: how many requests can hold KV blocks on one instance at once."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._since: dict[tuple[str, str], float] = {}  # (name, side): since when it has been ready for it
+        self._latest: dict[str, float] = {}
+
+    def decide(
+        self, instances: Mapping[str, InstanceLoad], decodes: Sequence[Decode], now: float
+    ) -> list[tuple[Decode, str]]:
+        """Decodes to hand over, with the thief of each; at most one for each thief: from the victim with the longest
+        queue, what has most left to do."""
+        borrowed = Counter(decode.instance for decode in decodes if decode.moved)
+        thieves = [p for p in instances.values() if self._calm(p.name, "thief", _is_idle_thief(p), now)]
+        victims = [p for p in instances.values() if self._calm(p.name, "victim", self._is_busy_victim(p), now)]
+        victims.sort(key=lambda instance: (-_num_queued(instance), instance.name))
+        plans: list[tuple[Decode, str]] = []
+        taken: set[RequestId] = set()
+        for thief in sorted(thieves, key=lambda instance: (instance.decodes, instance.name)):
+            if borrowed[thief.name] >= MOST_BORROWED or now - self._latest.get(thief.name, -PERIOD_S) < PERIOD_S:
+                continue
+            decode = _best((d for d in decodes if d.request_id not in taken), victims, thief)
+            if decode is not None:
+                taken.add(decode.request_id)
+                self._latest[thief.name] = now
+                plans.append((decode, thief.name))
+        return plans
+
+    def _calm(self, name: str, side: str, ready: bool, now: float) -> bool:
+        if not ready:
+            self._since.pop((name, side), None)
+            return False
+        return now - self._since.setdefault((name, side), now) >= CALM_S
+
+    def _is_busy_victim(self, instance: InstanceLoad) -> bool:
+        """More requests want to run there than it has slots or blocks for."""
+        status = instance.status
+        if not instance.usable or not instance.serves(Role.D) or instance.serves(Role.E) or status is None:
+            return False
+        if not _num_queued(instance):
+            return False
+        return status.num_running + _num_queued(instance) > self._max_num_seqs or status.kv_used >= VICTIM_FULL
+
+
+def _is_idle_thief(instance: InstanceLoad) -> bool:
+    status = instance.status
+    if not instance.usable or not instance.serves(Role.E) or not instance.serves(Role.D) or status is None:
+        return False
+    idle = not instance.patches and not status.num_encoding and not _num_queued(instance)
+    return idle and instance.decodes < FEW_DECODES and not instance.nearly_full
+
+
+def _num_queued(instance: InstanceLoad) -> int:
+    return 0 if instance.status is None else instance.status.num_waiting + instance.status.num_arriving
+
+
+def _best(decodes: Iterable[Decode], victims: Sequence[InstanceLoad], thief: InstanceLoad) -> Decode | None:
+    """The decode with most left to generate for the KV that has to be copied."""
+    ranks = {
+        instance.name: rank
+        for rank, instance in enumerate(victims)
+        if thief.name in instance.pairs and lends_decodes(instance.role, thief.role)
+    }
+    worth = [d for d in decodes if d.instance in ranks and not d.moved and d.num_left >= WORTH_TOKENS]
+    return min(worth, key=lambda d: (ranks[d.instance], d.num_tokens - d.num_left, d.request_id), default=None)
 
 
 class DecodeStealing:
@@ -29,29 +126,27 @@ class DecodeStealing:
 
     def tick(self, now: float) -> None:
         """A few times a second."""
-        dispatcher = self._dispatcher
-        thieves = any(p.usable and p.serves(Role.E) and p.serves(Role.D) for p in dispatcher.instances.values())
-        if self._policy is None or not thieves or len(dispatcher.instances) < 2:
+        instances = self._dispatcher.instances
+        thieves = any(p.usable and p.serves(Role.E) and p.serves(Role.D) for p in instances.values())
+        if self._policy is None or not thieves or len(instances) < 2:
             return
-        decoding = [
-            (in_flight, decode) for in_flight in dispatcher.requests.values() if (decode := _decode_of(in_flight))
-        ]
-        by_id = {decode.request_id: in_flight for in_flight, decode in decoding}
-        for plan in self._policy.decide(dispatcher.instances, [decode for _, decode in decoding], now):
-            self._hand_over(by_id[plan.request_id], plan.thief)
+        decoding = {
+            decode: in_flight for in_flight in self._dispatcher.requests.values() if (decode := _decode_of(in_flight))
+        }
+        for decode, thief in self._policy.decide(instances, list(decoding), now):
+            self._hand_over(decoding[decode], thief)
 
     def _hand_over(self, in_flight: RequestInFlight, thief: str) -> None:
         """The thief is told first, so that it knows what is offered to it."""
-        attempt = in_flight.attempt
+        attempt, instances = in_flight.attempt, self._dispatcher.instances
         assert attempt is not None
-        victim, attempt.victim, in_flight.moved = attempt.decoder, attempt.decoder, True
-        attempt.decoder, attempt.decoder_ready, attempt.late_victim_tokens = thief, False, 0
+        victim = attempt.victim = attempt.decoder
+        in_flight.moved, attempt.late_victim_tokens = True, 0
         attempt.instances.add(thief)
-        attempt.move_charge(self._dispatcher.instances[thief])
+        attempt.decode_at(instances[thief], ready=False)
         in_flight.advance()
-        attempt_index = self._dispatcher.attempt_index
-        attempt_index.send(thief, [Submit(in_flight.attempt_request(attempt.id), part="D", source=victim)])
-        attempt_index.send(victim, [HandOver(attempt.id, thief)])
+        instances.send(thief, [Submit(in_flight.attempt_request(attempt.id), part="D", source=victim)])
+        instances.send(victim, [HandOver(attempt.id, thief)])
 
     def victim_sent(self, in_flight: RequestInFlight, attempt: Attempt, num_tokens: int) -> None:
         """The victim still decodes; if it goes on with that, it did not want to hand the request over."""
@@ -59,8 +154,8 @@ class DecodeStealing:
         if attempt.late_victim_tokens <= MOST_LATE_TOKENS or attempt.decoder_ready:
             return
         self._dispatcher.drop_part(in_flight, attempt.decoder)
-        attempt.decoder, attempt.decoder_ready, attempt.victim = attempt.victim, True, ""
-        attempt.move_charge(self._dispatcher.instances[attempt.decoder])
+        attempt.decode_at(self._dispatcher.instances[attempt.victim], ready=True)
+        attempt.victim = ""
         in_flight.advance()
 
 

@@ -1,6 +1,6 @@
 """Which instances serve a request: where it is prefilled, where it decodes, where each of its images is encoded.
 
-Decides over the table of `frontend/routing/instance_load.py` and what it remembers of earlier choices. No I/O and
+Decides over the table of `frontend/routing/instances.py` and what it remembers of earlier choices. No I/O and
 no clock; what it decides is carried out in `frontend/dispatch.py`.
 """
 
@@ -16,7 +16,7 @@ from hydra_engine.core.instances import Condition
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.frontend.routing.instance_load import InstanceLoad, Missing, prefillers
+from hydra_engine.frontend.routing.instances import InstanceLoad, prefillers
 
 LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"
 
@@ -57,10 +57,11 @@ class Router:
         self._prefilled = _Memory()  # a picture's digest: where its request was prefilled
         self._encoded = _Memory()
 
-    def route(self, request: Request, near: str = "") -> Route | Missing:
-        """`near`: the instance that has just computed all of the prompt and more than earns a queue, if it is there."""
+    def route(self, request: Request, near: str = "") -> Route | Role:
+        """Or the stage that none can serve. `near`: the instance that has just computed all of the prompt, and
+        more than earns a queue, if it is there."""
         able = prefillers(self._instances.values(), images=bool(request.images))
-        if isinstance(able, Missing):
+        if isinstance(able, Role):
             return able
         able = [instance for instance in able if instance.name == near] or able
         prefill = self._choose("P", able, _language_key, self._known_prefill(request, able), BUSIER_TOKENS)
@@ -73,14 +74,14 @@ class Router:
         part = "".join(stage.name or "" for stage, here in stages if here and prefill.serves(stage))
         return Route(prefill.name, decode.name, part, remote)
 
-    def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Missing:
+    def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Role:
         """Encoders with their share of these (index, image), for a request that is prefilled at `target`: spread over
         all that can, the largest first, each to where it is done first. An instance that is being emptied encodes for
         requests that are under way if nobody else can."""
         instance = self._instances[target]
         candidates = self._partners(instance, Role.E) or self._partners(instance, Role.E, Condition.DRAINING)
         if not candidates:
-            return Missing("E")
+            return Role.E
         added = dict.fromkeys((candidate.name for candidate in candidates), 0)
         chosen: dict[str, list[int]] = {}
         for index, image in sorted(images, key=lambda pair: (-pair[1].num_patches, pair[0])):

@@ -1,0 +1,178 @@
+"""The table of instances that the frontend decides over: condition, role, load, and the ids that each works on.
+
+Loads are counted here, exact at every moment; the instance's own report, a fraction of a second old, corrects them
+where they cannot know. An id that the frontend has given up stays with its instance as stale until the instance has
+reported its end, so that an instance that was silent is sent the abort again, a drain knows when it is over, and a
+message about an unknown id is answered once. No clock; messages leave through `send`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Condition
+from hydra_engine.core.messages import Abort, Status, ToInstance
+from hydra_engine.core.roles import Role
+
+if TYPE_CHECKING:
+    from hydra_engine.frontend.in_flight import RequestInFlight
+
+# Of its KV blocks: what comes now waits, or makes others give way.
+NEARLY_FULL = 0.95
+# A decode is a row in every step besides the KV that it reads.
+DECODE_ROW_TOKENS = 64
+
+_GONE = frozenset({Condition.FAILED, Condition.STOPPED})
+_UP = frozenset({Condition.READY, Condition.SILENT, Condition.DRAINING})
+
+Send = Callable[[str, Sequence[ToInstance]], None]
+
+
+@dataclass(slots=True)
+class InstanceLoad:
+    """`pairs` are the instances with which it can exchange blocks now."""
+
+    name: str
+    role: Role
+    condition: Condition = Condition.STARTING
+    pairs: set[str] = field(default_factory=set)
+    prefill_tokens: int = 0  # of requests whose first token is still to come
+    decodes: int = 0  # requests that decode here or will
+    decode_tokens: int = 0  # their tokens so far
+    patches: int = 0  # of images that wait for their encode here
+    status: Status | None = None
+    # Ids whose end it has not reported, with the request that still counts the report, if one does.
+    stale: dict[RequestId, RequestInFlight | None] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        return self.condition is Condition.READY
+
+    @property
+    def is_up(self) -> bool:
+        return self.condition in _UP
+
+    @property
+    def may_return(self) -> bool:
+        return self.condition not in _GONE
+
+    @property
+    def nearly_full(self) -> bool:
+        return self.status is not None and self.status.kv_used >= NEARLY_FULL
+
+    @property
+    def language_load(self) -> int:
+        """The load of its language lane in tokens: to be prefilled, held by decodes, and the decodes' rows."""
+        return self.prefill_tokens + self.decode_tokens + DECODE_ROW_TOKENS * self.decodes
+
+    def serves(self, stage: Role) -> bool:
+        return stage in self.role
+
+
+class Instances(dict[str, InstanceLoad]):
+    """All instances of the topology by name, whether they are up or not. `send` reaches an instance that is up."""
+
+    def __init__(self, roles: Mapping[str, Role], send: Send) -> None:
+        super().__init__({name: InstanceLoad(name, role) for name, role in roles.items()})
+        self.draining: set[str] = set()
+        self._send = send
+
+    # ---- conditions
+
+    def up(self, name: str) -> None:
+        """The instance is ready, or silent no more."""
+        self[name].condition = Condition.DRAINING if name in self.draining else Condition.READY
+
+    def down(self, name: str, *, restarts: bool) -> None:
+        instance = self[name]
+        instance.condition = Condition.STARTING if restarts else Condition.FAILED
+        instance.status = None
+        for other in instance.pairs:
+            self[other].pairs.discard(name)
+        instance.pairs.clear()
+        instance.stale.clear()
+
+    def pair(self, one: str, other: str, up: bool) -> None:
+        for name, peer in ((one, other), (other, one)):
+            pairs = self[name].pairs
+            if up:
+                pairs.add(peer)
+            else:
+                pairs.discard(peer)
+
+    def drain(self, names: Iterable[str]) -> None:
+        """The instances get no new requests until `undrain`."""
+        for name in names:
+            self.draining.add(name)
+            if self[name].usable:
+                self[name].condition = Condition.DRAINING
+
+    def undrain(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.draining.discard(name)
+            if self[name].condition is Condition.DRAINING:
+                self[name].condition = Condition.READY
+
+    # ---- messages
+
+    def send(self, name: str, messages: Sequence[ToInstance]) -> None:
+        if self[name].is_up:
+            self._send(name, messages)
+
+    def abort(self, name: str, number: RequestId, in_flight: RequestInFlight | None) -> None:
+        """Aborts this id at the instance; `in_flight` still counts its report."""
+        if self[name].is_up:
+            self[name].stale[number] = in_flight
+            self._send(name, [Abort(number)])
+
+    def reject(self, name: str, number: RequestId) -> None:
+        """The instance speaks of an id that is not its own (any more): the id is aborted there, once."""
+        if number not in self[name].stale:
+            self.abort(name, number, None)
+
+    def repeat_aborts(self, name: str) -> None:
+        """Sends aborts again to an instance that was silent."""
+        if stale := self[name].stale:
+            self._send(name, [Abort(number) for number in stale])
+
+
+def prefillers(
+    instances: Iterable[InstanceLoad],
+    *,
+    images: bool,
+    usable: Callable[[InstanceLoad], bool] = lambda instance: instance.usable,
+    any_pair: bool = False,
+) -> list[InstanceLoad] | Role:
+    """The instances that can prefill a request so that all its stages find one, or the stage that finds none.
+    `any_pair`: pairs that are down now count too."""
+    candidates = [instance for instance in instances if usable(instance)]
+
+    def reaches(instance: InstanceLoad, stage: Role) -> bool:
+        return instance.serves(stage) or any(
+            other.serves(stage) and (any_pair or other.name in instance.pairs) for other in candidates
+        )
+
+    able = [instance for instance in candidates if instance.serves(Role.P)]
+    if not able:
+        return Role.P
+    able = [instance for instance in able if reaches(instance, Role.D)]
+    if not able:
+        return Role.D
+    if images:
+        able = [instance for instance in able if reaches(instance, Role.E)]
+    return able or Role.E
+
+
+def missing_now(instances: Iterable[InstanceLoad], *, images: bool, without: Container[str] = ()) -> Role | None:
+    """The stage that no instance can serve at this moment, if any; those named in `without` do not count."""
+    able = prefillers(instances, images=images, usable=lambda one: one.usable and one.name not in without)
+    return able if isinstance(able, Role) else None
+
+
+def missing_for_good(instances: Iterable[InstanceLoad], *, images: bool) -> Role | None:
+    """The stage that no instance will serve again, if any: all of its instances have failed for good."""
+    able = prefillers(instances, images=images, usable=lambda instance: instance.may_return, any_pair=True)
+    return able if isinstance(able, Role) else None
