@@ -18,13 +18,13 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -90,7 +90,8 @@ def make_backend(threads: int) -> Backend:
 def serve(channel: socket.socket, options: argparse.Namespace) -> None:
     backend = make_backend(1)
     caches = pools(options, backend, share=True, fill=1.0)
-    exchange = Exchange(backend, caches, MonotonicClock(), FaultPoints())
+    results: list[PullResult] = []
+    exchange = Exchange(backend, caches, MonotonicClock(), FaultPoints(), results.append)
     exchange.set_word(SLOT, WORD)
     exports, descriptors = exchange.exports()
     frame = encode_frames([Hello(TRANSFER_VERSION, "source", 1, exports)])
@@ -113,32 +114,26 @@ class Target:
         self.backend = make_backend(options.threads)
         self.caches = pools(options, self.backend, share=False, fill=0.0)
         self.local = pools(options, self.backend, share=False, fill=2.0)  # what a plain copy reads
-        self.exchange = Exchange(self.backend, self.caches, MonotonicClock(), FaultPoints())
+        self._results: SimpleQueue[PullResult] = SimpleQueue()
+        self.exchange = Exchange(self.backend, self.caches, MonotonicClock(), FaultPoints(), self._results.put)
         self.helpers = ThreadPoolExecutor(options.threads)
         data, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
         (body,) = FrameReader().feed(data)
         hello = msgspec.msgpack.decode(body, type=Hello)
-        self.exchange.open("source", hello.exports, descriptors)
+        self.exchange.open_peer("source", hello.exports, descriptors)
         self._steps = 0
 
     def pull(self, kind: PoolKind, pairs: np.ndarray[Any, Any]) -> Took:
-        results: list[PullResult] = []
-        done = threading.Event()
-
-        def deliver(result: PullResult) -> None:
-            results.append(result)
-            done.set()
-
         self._steps += 1
         sources, targets = pairs.astype(np.int32).T.copy()
         job = PullJob(StepId(self._steps), "source", kind, sources, targets, SLOT, WORD)
         began = time.perf_counter()
-        self.exchange.submit(job, deliver)
-        done.wait()
+        self.exchange.submit_pull(job)
+        result = self._results.get()
         seconds = time.perf_counter() - began
-        if not results[0].valid or results[0].problem:
-            raise SystemExit(f"a pull failed: {results[0]}")
-        return Took(seconds, results[0].ended_s - results[0].started_s)
+        if not result.valid or result.problem:
+            raise SystemExit(f"a pull failed: {result}")
+        return Took(seconds, result.ended_s - result.started_s)
 
     def copy_blocks(self, kind: PoolKind, pairs: np.ndarray[Any, Any]) -> Took:
         source, target = self.local[kind], self.caches[kind]
@@ -261,7 +256,7 @@ def connected(options: argparse.Namespace) -> Iterator[tuple[Target, socket.sock
         try:
             yield target, ours
         finally:
-            target.exchange.end()
+            target.exchange.close()
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

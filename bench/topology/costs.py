@@ -86,7 +86,7 @@ def read_costs(path: Path) -> Costs:
 
 def machine_costs(config: EngineConfig, deadline_s: float | None = None) -> Costs:
     """Of this machine: the saved profile where it still holds, measured otherwise, with a bar."""
-    from hydra_engine.instance.compute_stack import profile_instance  # loads torch
+    from hydra_engine.instance.build import profile_instance  # loads torch
 
     with tqdm(unit="step", disable=None, leave=False) as bar:
 

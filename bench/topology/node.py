@@ -125,10 +125,10 @@ class Node:
             wake=threading.Event(),
             clock=agenda,
             look_ahead=config.scheduler.look_ahead,
-            migration=Migration(
+            peers=Migration(
                 incarnation=_INCARNATION,
                 connector=connector,
-                worker=self.worker,
+                transfer=self.worker,
                 peers=self.peers,
                 num_slots=NUM_WORDS,
                 config=config.cluster,

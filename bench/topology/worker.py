@@ -1,4 +1,4 @@
-"""A worker that computes nothing and takes its time: `WorkerPort` over a simulated machine.
+"""A worker that computes nothing and takes its time: `WorkerPort` and `TransferPort` over a simulated machine.
 
 Steps take what the cost surface says, slowed by what runs beside them; every row samples the same token. Pulls copy
 nothing but take bytes over bandwidth, and their validity is decided as a real one's is: by the source's control word,

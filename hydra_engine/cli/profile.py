@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)
-    parts: Any = import_module("hydra_engine.instance.compute_stack")  # loads torch
+    parts: Any = import_module("hydra_engine.instance.build")  # loads torch
     measured = parts.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
     limit_s = config.scheduler.tpot_slo
     sys.stdout.write("\n".join(profile_lines(measured.profile, limit_s)) + "\n\n")

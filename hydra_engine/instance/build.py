@@ -13,10 +13,11 @@ from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready
 from hydra_engine.errors import HydraError
-from hydra_engine.instance.compute_stack import ComputeStack, build_worker
-from hydra_engine.instance.hooks import Connect, Hooks, make_hooks
+from hydra_engine.instance.compute_stack import ComputeStack, Progress, build_worker, step_times
+from hydra_engine.instance.hooks import Connect, Hooks, make_gate, make_hooks
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
+from hydra_engine.planner.start import StepCosts
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.worker import Worker
 
@@ -73,7 +74,7 @@ def assemble(
 ) -> Assembled:
     began = time.monotonic()
     progress = _Progress(outbox).report
-    stack = build_worker(config, wake, progress, context, worker_class)
+    stack = build_worker(config, wake, progress, context, worker_class, make_gate())
     hooks = make_hooks(stack, wake, progress, connect)
     resolved, plan = stack.config, stack.plan
     scheduler = scheduler_class(
@@ -96,7 +97,7 @@ def assemble(
         wake=wake,
         clock=stack.clock,
         look_ahead=bool(resolved.scheduler.look_ahead),
-        migration=hooks.migration,
+        peers=hooks.peers,
         arm_fault=stack.faults.arm if stack.faults.enabled else None,
     )
     summary = _summary(name, context, stack, hooks, time.monotonic() - began)
@@ -146,6 +147,19 @@ def _summary(
         notes=(*stack.notes, *hooks.notes),
         limits=hooks.limits,
     )
+
+
+def profile_instance(
+    config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
+) -> StepCosts:
+    """Assembles an instance that never serves and measures it."""
+    wake = threading.Event()
+    with torch.inference_mode():
+        stack = build_worker(config, wake, progress, gate=make_gate())
+        try:
+            return step_times(stack, wake, progress, fresh=fresh, deadline_s=deadline_s)
+        finally:
+            stack.worker.close()
 
 
 class _Progress:

@@ -37,6 +37,7 @@ from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocat
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
 from hydra_engine.worker.memory.working import image_budget
+from hydra_engine.worker.ports import NO_GATE, Gate
 from hydra_engine.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class ComputeStack:
     model: VisionLanguageModel | GenericModel
     plan: CachePlan
     kv_cache: PagedCache
+    image_cache: PagedCache | None
     worker: Worker
     clock: MonotonicClock
     faults: FaultPoints
@@ -68,6 +70,7 @@ def build_worker(
     progress: Progress,
     context: InstanceContext = ALONE,
     worker_class: type[Worker] = Worker,
+    gate: Gate = NO_GATE,
 ) -> ComputeStack:
     """Loads and warms up. To be called in inference mode; the caller closes the worker."""
     spec = load_spec(config.model_path, config.spec_options)
@@ -106,13 +109,14 @@ def build_worker(
         faults=faults,
         states=states,
         role=context.role,
-        shared=context.has_peers,
+        gate=gate,
     )
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))
     lane_notes = (*backend.notes, *worker.notes, *plan.reasons)
     notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *lane_notes)
-    return ComputeStack(resolved, context, spec, backend, model, plan, kv_cache, worker, clock, faults, notes)
+    caches = kv_cache, image_cache
+    return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, faults, notes)
 
 
 def _load_and_size(
@@ -237,19 +241,6 @@ def step_times(
         captured_patches=stack.worker.captured_patches,
     )
     return surface_for(stack.config, subject, partial(progress, "step times"), fresh=fresh, deadline_s=deadline_s)
-
-
-def profile_instance(
-    config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
-) -> StepCosts:
-    """Assembles an instance that never serves and measures it."""
-    wake = threading.Event()
-    with torch.inference_mode():
-        stack = build_worker(config, wake, progress)
-        try:
-            return step_times(stack, wake, progress, fresh=fresh, deadline_s=deadline_s)
-        finally:
-            stack.worker.close()
 
 
 def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:

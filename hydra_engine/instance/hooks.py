@@ -1,7 +1,8 @@
-"""What an instance's scheduler is given beside its caches: budgets where there are latency limits, who explains late
-tokens, and a connector where there are peers.
+"""What an instance is given beside its caches: a gate between its lanes, budgets where there are latency limits, an
+observer that explains late tokens, and where there are peers a connector, a transfer lane and the migration over both.
 
-The one file of the assembly that imports the scheduler's wings: an instance that is given none of them serves too.
+The one file that imports the wings of scheduler, worker and instance: an instance that is given none of them serves
+too.
 """
 
 from __future__ import annotations
@@ -10,18 +11,29 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydra_engine.core.messages import LimitSummary
-from hydra_engine.core.pools import Exports
+from hydra_engine.clock import MonotonicClock
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.cost import VisionLoad
+from hydra_engine.core.messages import LimitBudget, LimitSummary
+from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.instance.compute_stack import ComputeStack, Progress, step_times
-from hydra_engine.instance.limits import limit_summary
 from hydra_engine.instance.migration import Migration
-from hydra_engine.instance.ports import PeerPort
+from hydra_engine.instance.ports import NoPeers, PeerPort
+from hydra_engine.models.specs.base import VisionSpec
+from hydra_engine.planner.report import TYPICAL_CONTEXT, allowance
+from hydra_engine.planner.start import StepCosts
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
+from hydra_engine.scheduler.latency.limit_check import check_limits
 from hydra_engine.scheduler.observer import StepObserver
+from hydra_engine.worker.ports import Gate
+from hydra_engine.worker.transfer.exchange import Exchange
+from hydra_engine.worker.vision.gate import LaneGate
+
+_DECODES = (1, 8)  # and as many as may run
 
 Connect = Callable[[Exports, tuple[int, ...]], PeerPort]  # lets other instances in, which may map what is exported
 
@@ -33,9 +45,13 @@ class Hooks:
     budgets: Budgets | None
     observer: StepObserver | None
     connector: Connector | None
-    migration: Migration | None
+    peers: NoPeers
     limits: LimitSummary
     notes: tuple[str, ...]
+
+
+def make_gate() -> Gate:
+    return LaneGate(MonotonicClock())
 
 
 def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, connect: Connect | None) -> Hooks:
@@ -47,21 +63,62 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
         surface, notes = measured.surface, measured.notes
         limits = limit_summary(config, measured, stack.spec.vision)
         budgets = LatencyBudgets(surface, config, num_slices=stack.worker.num_slices)
-    connector = migration = None
+    connector, peers = None, NoPeers()
     if connect is not None:
         connector = PeerConnector(config)
-        migration = _migration(stack, connector, connect)
-    return Hooks(budgets, StepHistory(surface), connector, migration, limits, notes)
+        peers = _migration(stack, connector, connect)
+    return Hooks(budgets, StepHistory(surface), connector, peers, limits, notes)
 
 
 def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) -> Migration:
-    exports, descriptors = stack.worker.exports()
+    worker, caches = stack.worker, {PoolKind.FEATURES: stack.image_cache, PoolKind.KV: stack.kv_cache}
+    exchange = Exchange(stack.backend, caches, stack.clock, stack.faults, worker.deliver, worker.run_job)
+    worker.on_close(exchange.close)
+    exports, descriptors = exchange.exports()
     return Migration(
         incarnation=stack.context.incarnation,
         connector=connector,
-        worker=stack.worker,
+        transfer=exchange,
         peers=connect(exports, descriptors),
         num_slots=exports.num_words,
         config=stack.config.cluster,
         hit=stack.faults.hit,
     )
+
+
+# ---- latency limits in the start-up summary
+
+
+def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: VisionSpec | None) -> LimitSummary:
+    """The budgets that limits lead to, and those limits that cannot be kept here. `config` has no "auto" left;
+    `step_times` holds for this machine."""
+    picture, picture_tokens = None, 0
+    if vision is not None:
+        patches, picture_tokens = vision.max_patches_per_image, vision.max_tokens_per_image
+        picture = VisionLoad(patches, float(patches) ** 2)
+    pause_s = step_times.profile.submit_s + step_times.profile.collect_s
+    warnings = check_limits(
+        step_times.surface,
+        config,
+        picture=picture,
+        picture_tokens=picture_tokens,
+        pause_s=0.0 if config.look_ahead else pause_s,
+    )
+    budgets: tuple[LimitBudget, ...] = ()
+    if config.tpot_slo is not None:
+        counts = sorted({min(count, config.max_num_seqs) for count in (*_DECODES, config.max_num_seqs)})
+        budgets = tuple(_budget(config, step_times, count, has_vision=vision is not None) for count in counts)
+    return LimitSummary(
+        tpot_limit_s=config.tpot_slo or 0.0,
+        ttft_limit_s=config.ttft_slo or 0.0,
+        source=step_times.source,
+        budgets=budgets,
+        warnings=tuple(warnings),
+    )
+
+
+def _budget(config: SchedulerConfig, step_times: StepCosts, num_decodes: int, *, has_vision: bool) -> LimitBudget:
+    assert config.tpot_slo is not None
+    most = max(config.token_budget - num_decodes, 0)
+    left = allowance(step_times.surface, num_decodes, TYPICAL_CONTEXT, config.tpot_slo, most)
+    return LimitBudget(num_decodes, left.step_s, left.tokens_alone, left.vision_s if has_vision else None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,7 @@ from hydra_engine.core.messages import (
     Finished,
     HandOver,
     LedgerReport,
+    NeedImages,
     QueryLedger,
     RequestMessage,
     ResetCaches,
@@ -29,25 +31,24 @@ from hydra_engine.core.messages import (
     SetRole,
     Shutdown,
     Status,
+    StepReport,
     Submit,
     ToFront,
     ToInstance,
-    TransferReport,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguageResult, PullResult, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, VisionResult
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import ConfigError, ErrorInfo, RequestError, RequestFailed
-from hydra_engine.instance.steps import LaneSteps
+from hydra_engine.errors import ConfigError, RequestError, RequestFailed
+from hydra_engine.instance.ports import NoPeers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hydra_engine.clock import Clock
     from hydra_engine.core.ids import RequestId
-    from hydra_engine.core.plans import LanguagePlan
+    from hydra_engine.core.plans import VisionPlan
     from hydra_engine.core.request import Request
-    from hydra_engine.instance.migration import Migration
     from hydra_engine.instance.ports import Inbox, Outbox, WorkerPort
     from hydra_engine.scheduler.scheduler import StageScheduler
 
@@ -55,6 +56,28 @@ logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 0.25
 LEAD_S = 0.002  # before the expected end of a language step, or a third of it if that is shorter, the next is planned
+
+
+@dataclass(slots=True)
+class _LaneActivity:
+    """What a lane has computed, for the status; `latest`: the plan that runs or ran last, and since when."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    latest: tuple[VisionPlan | LanguagePlan, float] | None = None
+
+    def ended(self, started_s: float, ended_s: float) -> None:
+        self.num_steps += 1
+        self.busy_s += ended_s - started_s
+
+    def report(self, *, running: bool) -> StepReport:
+        """Plans are counted only here, a few times a second."""
+        if self.latest is None:
+            return StepReport()
+        plan, since_s = self.latest
+        if isinstance(plan, LanguagePlan):
+            return StepReport(running, since_s, len(plan.decodes), len(plan.chunks), tokens=plan.num_tokens)
+        return StepReport(running, since_s, images=len(plan.items), tokens=plan.num_patches)
 
 
 class Instance:
@@ -70,7 +93,7 @@ class Instance:
         wake: threading.Event,
         clock: Clock,
         look_ahead: bool = False,
-        migration: Migration | None = None,
+        peers: NoPeers | None = None,
         arm_fault: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -81,14 +104,12 @@ class Instance:
         self._clock = clock
         self._arm_fault = arm_fault
         self._look_ahead = look_ahead
-        self._migration = migration
+        self._peers = peers or NoPeers()
         self._vision_in_flight = False
         self._language_in_flight: list[LanguagePlan] = []  # the first one runs
         self._ahead_due_s = math.inf  # when to plan the step behind it
-        self._vision_busy_s = 0.0
-        self._language_busy_s = 0.0
-        self._steps = {"vision": 0, "language": 0}
-        self._lanes = LaneSteps()
+        self._vision = _LaneActivity()
+        self._language = _LaneActivity()
         self._progress = 0
         self._requests: dict[RequestId, Request] = {}
         self._stopping = False
@@ -103,9 +124,7 @@ class Instance:
 
     def wait_s(self) -> float:
         """The seconds that the loop may sleep unless it is woken."""
-        due_s = min(self._ahead_due_s, self._scheduler.language_due_s)
-        if self._migration is not None:
-            due_s = min(due_s, self._migration.next_deadline_s)
+        due_s = min(self._ahead_due_s, self._scheduler.language_due_s, self._peers.next_deadline_s)
         return min(STATUS_PERIOD_S, max(0.0, due_s - self._clock.now()))
 
     def turn(self) -> None:
@@ -115,8 +134,7 @@ class Instance:
             self._receive(message, outgoing)
         for result in self._worker.poll():
             self._collect(result, outgoing)
-        if self._migration is not None:
-            self._emit(self._migration.drain(self._clock.now(), outgoing), outgoing)
+        self._emit(self._peers.drain(self._clock.now(), outgoing), outgoing)
         self._feed_lanes(outgoing)
         self._progress += 1
         self._append_status(outgoing)
@@ -128,12 +146,12 @@ class Instance:
 
     def _receive(self, message: ToInstance, outgoing: list[ToFront]) -> None:
         match message:
-            case Submit():
-                self._submit(message, outgoing)
-            case Encode():
-                self._encode(message, outgoing)
+            case Submit() | Encode():
+                self._take(message, outgoing)
             case HandOver():
-                self._hand_over(message.request_id, message.target)
+                request = self._requests.get(message.request_id)
+                if request is not None:
+                    self._peers.hand_over(request, message.target, self._clock.now())
             case SetRole():
                 self._scheduler.set_role(Role.parse(message.role))
             case ResetCaches():
@@ -156,65 +174,46 @@ class Instance:
         except ConfigError as error:
             logger.error("fault point refused: %s", error.message)
 
-    def _submit(self, message: Submit, outgoing: list[ToFront]) -> None:
+    def _take(self, message: Submit | Encode, outgoing: list[ToFront]) -> None:
         request, now = message.request, self._clock.now()
-        elsewhere = bool(message.target or message.source or message.remote_images)
-        if elsewhere and self._migration is None:
-            error = RequestFailed("this instance has no connection to others").info()
-            outgoing.append(_refused(request, error))
-            return
         try:
-            self._scheduler.add(
-                request,
-                now,
-                stages=Role.parse(message.part),
-                remote_images=frozenset(message.remote_images),
-                pulls_kv=bool(message.source),
-            )
+            if isinstance(message, Encode):
+                self._check_connected()
+                self._scheduler.add(request, now, stages=Role.E)
+            else:
+                if message.target or message.source or message.remote_images:
+                    self._check_connected()
+                self._scheduler.add(
+                    request,
+                    now,
+                    stages=Role.parse(message.part),
+                    remote_images=frozenset(message.remote_images),
+                    pulls_kv=bool(message.source),
+                )
         except RequestError as error:
-            outgoing.append(_refused(request, error.info()))
+            outgoing.append(Finished(request.id, FinishReason.ERROR, num_generated=0, error=error.info()))
             return
         self._worker.add_request(request, message.pixels)
         self._requests[request.id] = request
-        if self._migration is not None:
-            self._migration.take(message)
+        self._peers.take(message)
         self._look_outside(outgoing)
 
-    def _encode(self, message: Encode, outgoing: list[ToFront]) -> None:
-        request = message.request
-        if self._migration is None:
-            outgoing.append(_refused(request, RequestFailed("this instance has no connection to others").info()))
-            return
-        try:
-            self._scheduler.add(request, self._clock.now(), stages=Role.E)
-        except RequestError as error:
-            outgoing.append(_refused(request, error.info()))
-            return
-        self._worker.add_request(request, message.pixels)
-        self._requests[request.id] = request
-        self._migration.take_job(message)
-        self._look_outside(outgoing)
-
-    def _hand_over(self, request_id: RequestId, target: str) -> None:
-        request = self._requests.get(request_id)
-        if request is not None and self._migration is not None:
-            self._migration.hand_over(request, target, self._clock.now())
+    def _check_connected(self) -> None:
+        if not self._peers.connected:
+            raise RequestFailed("this instance has no connection to others")
 
     def _collect(self, result: VisionResult | LanguageResult | PullResult, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
         if isinstance(result, VisionResult):
             self._vision_in_flight = False
-            self._steps["vision"] += 1
-            self._vision_busy_s += result.ended_s - result.started_s
+            self._vision.ended(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_vision(result, now), outgoing)
         elif isinstance(result, PullResult):
-            assert self._migration is not None
-            self._emit(self._migration.on_pull(result, now), outgoing)
+            self._emit(self._peers.on_pull(result, now), outgoing)
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
-            self._steps["language"] += 1
-            self._language_busy_s += result.ended_s - result.started_s
+            self._language.ended(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_language(result, now), outgoing)
 
     # ---- what goes to the lanes
@@ -229,12 +228,10 @@ class Instance:
         self._feed_pulls(outgoing)
 
     def _feed_pulls(self, outgoing: list[ToFront]) -> None:
-        if self._migration is None:
-            return
         now = self._clock.now()
-        plans = self._migration.plan_pulls(now)
+        plans = self._peers.plan_pulls(now)
         self._look_outside(outgoing)
-        self._emit(self._migration.submit(plans, now), outgoing)
+        self._emit(self._peers.submit(plans, now), outgoing)
 
     def _feed_vision(self, outgoing: list[ToFront]) -> None:
         if self._vision_in_flight:
@@ -244,7 +241,7 @@ class Instance:
         self._look_outside(outgoing)
         if plan is not None:
             self._vision_in_flight = True
-            self._lanes.begin_vision(plan, now)
+            self._vision.latest = plan, now
             self._worker.submit_vision(plan)
 
     def _feed_language(self, outgoing: list[ToFront]) -> None:
@@ -267,19 +264,13 @@ class Instance:
     def _look_outside(self, outgoing: list[ToFront]) -> None:
         """Carries out what the scheduler's latest decisions mean for other instances. Before a plan is submitted, for
         it may overwrite blocks that were offered."""
-        if self._migration is None:
-            return
-        for message in self._migration.take_events(self._clock.now()):
-            if isinstance(message, Finished):
-                self._finish(message, outgoing)
-            else:
-                outgoing.append(message)
+        self._send(self._peers.take_events(self._clock.now()), outgoing)
 
     def _expect_end(self, started_s: float) -> None:
         """The first language step in flight, if there is one, has begun; says when to plan the next one."""
         self._ahead_due_s = math.inf
         if self._language_in_flight:
-            self._lanes.begin_language(self._language_in_flight[0], started_s)
+            self._language.latest = self._language_in_flight[0], started_s
         if self._look_ahead and len(self._language_in_flight) == 1:
             expected_s = self._scheduler.expected_s(self._language_in_flight[0])
             if expected_s is not None:
@@ -289,18 +280,15 @@ class Instance:
 
     def _emit(self, messages: list[RequestMessage], outgoing: list[ToFront]) -> None:
         self._look_outside(outgoing)  # what a request had to do with others comes before its end
+        self._send(messages, outgoing)
+
+    def _send(self, messages: Iterable[RequestMessage | NeedImages], outgoing: list[ToFront]) -> None:
         for message in messages:
             if isinstance(message, Finished):
-                self._finish(message, outgoing)
-            else:
-                outgoing.append(message)
-
-    def _finish(self, message: Finished, outgoing: list[ToFront]) -> None:
-        self._worker.remove_request(message.request_id)
-        del self._requests[message.request_id]
-        if self._migration is not None:
-            self._migration.finished(message.request_id)
-        outgoing.append(message)
+                self._worker.remove_request(message.request_id)
+                del self._requests[message.request_id]
+                self._peers.finished(message.request_id)
+            outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFront]) -> None:
         """A few times a second while there is work, once when it has ended."""
@@ -321,20 +309,17 @@ class Instance:
             self._scheduler.status(),
             time_s=now,
             progress=self._progress,
-            language_steps=self._steps["language"],
-            vision_steps=self._steps["vision"],
-            language_busy_s=self._language_busy_s,
-            vision_busy_s=self._vision_busy_s,
-            language_step=self._lanes.language_report(running=bool(self._language_in_flight)),
-            vision_step=self._lanes.vision_report(running=self._vision_in_flight),
-            transfer=self._transfer(),
+            language_steps=self._language.num_steps,
+            vision_steps=self._vision.num_steps,
+            language_busy_s=self._language.busy_s,
+            vision_busy_s=self._vision.busy_s,
+            language_step=self._language.report(running=bool(self._language_in_flight)),
+            vision_step=self._vision.report(running=self._vision_in_flight),
+            transfer=self._peers.report(),
         )
 
-    def _transfer(self) -> TransferReport:
-        return TransferReport() if self._migration is None else self._migration.report()
-
     def _ledger(self, query_id: int) -> LedgerReport:
-        transfer = self._transfer()
+        transfer = self._peers.report()
         return msgspec.structs.replace(
             self._scheduler.ledger(),
             query_id=query_id,
@@ -342,7 +327,3 @@ class Instance:
             offers=transfer.offers,
             pulls=transfer.pulls,
         )
-
-
-def _refused(request: Request, error: ErrorInfo) -> Finished:
-    return Finished(request.id, FinishReason.ERROR, num_generated=0, error=error)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hydra_engine.core.messages import Finished, NeedImages, PeerState, TransferReport
+from hydra_engine.core.messages import Encode, Finished, NeedImages, PeerState, TransferReport
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
-from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
+from hydra_engine.instance.ports import FromPeer, NoPeers, PeerDown, PeerUp
 from hydra_engine.scheduler.handover.events import (
     FeaturesEvent,
     FeaturesGoneEvent,
@@ -34,10 +34,10 @@ from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BE
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import RequestId, StepId
-    from hydra_engine.core.messages import Encode, RequestMessage, Submit, ToFront
+    from hydra_engine.core.messages import RequestMessage, Submit, ToFront
     from hydra_engine.core.plans import KvEnd, PullPlan, PullResult
     from hydra_engine.core.request import Request
-    from hydra_engine.instance.ports import PeerPort, WorkerPort
+    from hydra_engine.instance.ports import PeerPort, TransferPort
     from hydra_engine.scheduler.handover.connector import PeerConnector
     from hydra_engine.scheduler.handover.events import OfferEvent
 
@@ -58,64 +58,57 @@ class _Leaving:
     end: KvEnd | None = None
 
 
-class Migration:
-    """`hit(point, requests)` is a fault point. All methods are called by the instance's thread."""
+class Migration(NoPeers):
+    """`hit(point, requests)` is a fault point."""
+
+    connected = True
 
     def __init__(
         self,
         *,
         incarnation: int,
         connector: PeerConnector,
-        worker: WorkerPort,
+        transfer: TransferPort,
         peers: PeerPort,
         num_slots: int,
         config: ClusterConfig,
         hit: Callable[[str, Iterable[Request]], object],
     ) -> None:
         self._connector = connector
-        self._worker = worker
+        self._transfer = transfer
         self._peers = peers
         self._config = config
         self._hit = hit
-        self._source = Source(incarnation, num_slots, worker.set_word, config.lease_s)
+        self._source = Source(incarnation, num_slots, transfer.set_word, config.lease_s)
         self._destination = Destination(config.lease_s / RENEWALS_PER_LEASE)
         self._up: dict[str, int] = {}  # peer -> incarnation
         self._requests: dict[RequestId, Request] = {}
         self._targets: dict[RequestId, str] = {}  # of requests and encode jobs that go to another instance
         self._jobs: dict[RequestId, Encode] = {}
         self._leaving: dict[Owner, _Leaving] = {}
-        self._unsent: dict[
-            Owner, None
-        ] = {}  # of these, those without an offer: no slot, or the target is not there yet
+        self._unsent: dict[Owner, None] = {}  # of these, those without an offer: no slot, or the target is not up yet
         self._plans: dict[StepId, PullPlan] = {}
         self._pulled_bytes = 0
         self._pull_s = 0.0
 
     # ---- requests
 
-    def take(self, message: Submit) -> None:
-        """A part of a request that the scheduler has accepted. What is offered for it may have come before it."""
+    def take(self, message: Submit | Encode) -> None:
         request_id = message.request.id
         self._requests[request_id] = message.request
         if message.target:
             self._targets[request_id] = message.target
-        if message.source or message.remote_images:
+        if isinstance(message, Encode):
+            self._jobs[request_id] = message
+        elif message.source or message.remote_images:
             self._tell(self._destination.expect(request_id, message.source or None))
 
-    def take_job(self, message: Encode) -> None:
-        job_id = message.request.id
-        self._requests[job_id] = message.request
-        self._jobs[job_id] = message
-        self._targets[job_id] = message.target
-
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        """A decode is to go on at `target`; nothing happens if it does not run here."""
         if self._connector.offers.hand_over(request.id, now):
             self._requests[request.id] = request
             self._targets[request.id] = target
 
     def finished(self, request_id: RequestId) -> None:
-        """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
         for owner in [owner for owner in self._leaving if owner[0] == request_id]:
             self._withdraw(owner)
         for peer, refusal in self._destination.forget(request_id):
@@ -127,8 +120,6 @@ class Migration:
     # ---- what comes in
 
     def drain(self, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
-        """Takes in messages of peers and ends leases that are over. Returns events of requests that have ended by
-        that."""
         events: list[RequestMessage] = []
         for item in self._peers.drain():
             match item:
@@ -152,7 +143,7 @@ class Migration:
     def _peer_up(self, peer: PeerUp, outgoing: list[ToFront]) -> None:
         problem = ""
         try:
-            self._worker.open_peer(peer.name, peer.exports, peer.descriptors)
+            self._transfer.open_peer(peer.name, peer.exports, peer.descriptors)
         except TransferError as error:
             problem = error.message
             logger.error("instance %s cannot be used: %s", peer.name, problem)
@@ -168,7 +159,7 @@ class Migration:
         if self._up.get(peer.name) != peer.incarnation:
             return []
         del self._up[peer.name]
-        self._worker.close_peer(peer.name)
+        self._transfer.close_peer(peer.name)
         self._source.peer_lost(peer.name)
         self._tell(self._destination.peer_lost(peer.name))
         events: list[RequestMessage] = []
@@ -198,8 +189,6 @@ class Migration:
     # ---- what we offer
 
     def take_events(self, now: float) -> Iterator[Finished | NeedImages]:
-        """Carries out what the scheduler's latest decisions mean for other instances, and yields what the front is to
-        be told, each in its turn."""
         for event in self._connector.take_events():
             if isinstance(event, Finished | NeedImages):
                 yield event
@@ -293,7 +282,7 @@ class Migration:
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
 
     def _checksums(self, pool: PoolKind, blocks: Sequence[int]) -> tuple[int, ...]:
-        return self._worker.checksums(pool, blocks) if self._config.check_transfers else ()
+        return self._transfer.checksums(pool, blocks) if self._config.check_transfers else ()
 
     # ---- what we pull
 
@@ -314,7 +303,6 @@ class Migration:
         return self._connector.pulls.plan(now)
 
     def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
-        """Pulls that the scheduler has planned; what its events ask for has been done before."""
         events: list[RequestMessage] = []
         for plan in plans:
             job = self._destination.begin(plan)
@@ -324,7 +312,7 @@ class Migration:
             self._plans[plan.step_id] = plan
             if (request := self._requests.get(plan.request_id)) is not None:
                 self._hit(AFTER_RESERVE, [request])
-            self._worker.submit_pull(job)
+            self._transfer.submit_pull(job)
         return events
 
     def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
@@ -353,7 +341,6 @@ class Migration:
 
     @property
     def next_deadline_s(self) -> float:
-        """The time at which a lease, a renewal or a wait is due; infinite if none is."""
         waiting = min((self._leaving[owner].since_s for owner in self._unsent), default=math.inf)
         return min(self._source.next_deadline(), self._destination.next_deadline(), waiting + self._config.lease_s)
 

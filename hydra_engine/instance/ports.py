@@ -5,14 +5,32 @@ The instance loop is one thread. `wake` of a port is called from any thread and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import ToFront, ToInstance
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullJob, PullResult, VisionPlan, VisionResult
+from hydra_engine.core.messages import (
+    Encode,
+    Finished,
+    NeedImages,
+    RequestMessage,
+    Submit,
+    ToFront,
+    ToInstance,
+    TransferReport,
+)
+from hydra_engine.core.plans import (
+    LanguagePlan,
+    LanguageResult,
+    PullJob,
+    PullPlan,
+    PullResult,
+    VisionPlan,
+    VisionResult,
+)
 from hydra_engine.core.pools import Exports
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
@@ -38,9 +56,8 @@ ALONE = InstanceContext()
 
 
 class WorkerPort(Protocol):
-    """Two lanes that run plans in order, and a third that copies blocks of other instances. Never blocks the caller;
-    never raises because of a request's content: a failed row or image comes back as an outcome with an error, and the
-    lane goes on."""
+    """Two lanes that run plans in order. Never blocks the caller; never raises because of a request's content: a failed
+    row or image comes back as an outcome with an error, and the lane goes on."""
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
         """Called before the first plan that names the request. Keeps pixels until `remove_request`."""
@@ -54,19 +71,27 @@ class WorkerPort(Protocol):
 
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
-    def submit_pull(self, job: PullJob) -> None:
-        """Copies blocks of an open peer, then reads its control word; the result says whether the offer still stood."""
-        ...
-
     def poll(self) -> list[VisionResult | LanguageResult | PullResult]:
-        """Results since the last call, in order per lane; empty when none. Calls `wake` whenever one arrives."""
+        """Results since the last call, in order per lane, pulls among them; empty when none. Calls `wake` whenever one
+        arrives."""
         ...
 
     @property
     def pixel_bytes(self) -> int: ...
 
+    def close(self) -> None: ...
+
+
+class TransferPort(Protocol):
+    """A lane that copies blocks of other instances into our caches, and what they may know of ours. Its results come
+    with those of the worker."""
+
+    def submit_pull(self, job: PullJob) -> None:
+        """Copies blocks of an open peer, then reads its control word; the result says whether the offer still stood."""
+        ...
+
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
-        """The memory that peers may map, and its descriptors, which stay ours. Only where the instance has peers."""
+        """The memory that peers may map, and its descriptors, which stay ours."""
         ...
 
     def set_word(self, slot: int, word: int) -> None:
@@ -84,8 +109,6 @@ class WorkerPort(Protocol):
     def close_peer(self, name: str) -> None:
         """Unmaps a peer's memory after the jobs that were submitted for it. An unknown name is ignored."""
         ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +148,51 @@ class PeerPort(Protocol):
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
         """Never blocks. To a peer that is down: dropped, for it has been or will be reported."""
         ...
+
+
+class NoPeers:
+    """What an instance does with others, for one that has none: nothing. That of an instance with peers is
+    `migration.py`. All methods are called by the instance's thread."""
+
+    connected = False
+
+    def take(self, message: Submit | Encode) -> None:
+        """A part of a request, or an encode job, that the scheduler has accepted. What is offered for it may have come
+        before it."""
+
+    def hand_over(self, request: Request, target: str, now: float) -> None:
+        """A decode is to go on at `target`; nothing happens if it does not run here."""
+
+    def finished(self, request_id: RequestId) -> None:
+        """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
+
+    def drain(self, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
+        """Takes in messages of peers and ends leases that are over. Returns events of requests that have ended by
+        that."""
+        return []
+
+    def take_events(self, now: float) -> Iterable[Finished | NeedImages]:
+        """Carries out what the scheduler's latest decisions mean for other instances, and yields what the front is to
+        be told, each in its turn."""
+        return ()
+
+    def plan_pulls(self, now: float) -> list[PullPlan]:
+        return []
+
+    def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
+        """Pulls that the scheduler has planned; what its events ask for has been done before."""
+        return []
+
+    def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
+        return []
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The time at which a lease, a renewal or a wait is due; infinite if none is."""
+        return math.inf
+
+    def report(self) -> TransferReport:
+        return TransferReport()
 
 
 class Inbox(Protocol):

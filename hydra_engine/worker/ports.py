@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from torch import Tensor
@@ -53,6 +54,38 @@ class ServedModel(Protocol):
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
         """Logits [B', V] float32 of the rows in `inputs.logit_rows`. Those of `inputs.scored` are taken on the way."""
         ...
+
+
+class Gate:
+    """Where the vision lane waits for language steps on the same device, for instances without one: nobody waits.
+
+    The other one is `vision/gate.py`. The language lane calls `begin` and `end`, the vision lane all else.
+    """
+
+    can_hold = False  # whether the vision lane may have to wait at a checkpoint
+
+    def begin(self, allowance_s: float = inf) -> None:
+        """A language step starts, beside which vision may run for `allowance_s` seconds, 0 or more."""
+
+    def end(self) -> float:
+        """The step has ended, whatever became of it. Returns the seconds of vision that were computed beside it."""
+        return 0.0
+
+    def enter(self) -> None:
+        """A vision step starts; waits first if the language step that runs has no allowance left. `leave` must follow,
+        in a finally."""
+
+    def checkpoint(self) -> None:
+        """Between two pieces of a vision step: waits while the language step that runs has no allowance left."""
+
+    def leave(self) -> None:
+        """The vision step has ended, whatever became of it."""
+
+    def close(self) -> None:
+        """Nothing waits from now on, whatever the allowance."""
+
+
+NO_GATE = Gate()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

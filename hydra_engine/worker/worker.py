@@ -7,7 +7,8 @@ samples. Results cross back through a deque (atomic append and popleft). Nothing
 behind the call, one more thread waits for the language lane's results, in their order, while the lane launches what
 comes next. Does not decide what to run, when a request ends, or which block holds what.
 
-With peers there is a third lane, which copies their blocks into our caches (`exchange.py`).
+The core knows neither of its two wings: who waits at the gate between the lanes (`vision/gate.py`), and the lane that
+copies blocks of other instances into our caches (`transfer/`), which runs its jobs and delivers its results through us.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullJob, PullResult, VisionPlan, VisionResult
-from hydra_engine.core.pools import Exports, PoolKind
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError
@@ -36,9 +36,7 @@ from hydra_engine.worker.language.constraints import Constraints
 from hydra_engine.worker.language.positions import PromptPositions
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.language.track import LanguageTrack
-from hydra_engine.worker.ports import Job, ServedModel, WorkerRequest
-from hydra_engine.worker.transfer.exchange import Exchange
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import NO_GATE, Gate, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.track import VisionTrack
 
 logger = logging.getLogger(__name__)
@@ -48,9 +46,9 @@ Result = VisionResult | LanguageResult | PullResult
 
 class Worker:
     """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
-    `shared`: there are peers. They can map those caches that lie in memory made for it (`PagedCache.memory`).
-    `asynchronous`: language steps are launched before the one before was read, and steps of both lanes may
-    be replayed; None: where the device works so."""
+    `gate` holds up the vision lane for the language lane, where both are on the device. `asynchronous`: language steps
+    are launched before the one before was read, and steps of both lanes may be replayed; None: where the device works
+    so."""
 
     PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
 
@@ -68,8 +66,7 @@ class Worker:
         role: Role = EPD,
         faults: FaultPoints | None = None,
         states: StateCache | None = None,
-        gate: LaneGate | None = None,
-        shared: bool = False,
+        gate: Gate = NO_GATE,
         asynchronous: bool | None = None,
     ) -> None:
         self._multimodal = spec.language.rope_sections is not None
@@ -80,17 +77,13 @@ class Worker:
         self._results: deque[Result] = deque()
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
         self.faults = faults if faults is not None else FaultPoints()
-        self._exchange = (
-            Exchange(backend, _by_kind(image_cache, kv_cache), clock, self.faults, self._run) if shared else None
-        )
+        self._closing: list[Callable[[], None]] = []
         self._vision: VisionTrack | None = None
         self._language: LanguageTrack | None = None
         vision = spec.vision if role.needs_vision else None
-        if gate is None and vision is not None and image_cache is not None and role.needs_language:
-            gate = LaneGate(clock)
-        self._gate = gate
+        self._gate = gate if vision is not None and image_cache is not None and role.needs_language else NO_GATE
         asynchronous = backend.device.asynchronous if asynchronous is None else asynchronous
-        lane = config, clock, self.faults, gate, self._run
+        lane = config, clock, self.faults, self._gate, self.run_job
         if vision is not None and image_cache is not None:
             self._vision = VisionTrack(
                 model, backend, vision, image_cache, *lane, piece_rows=self.PIECE_ROWS, asynchronous=asynchronous
@@ -139,13 +132,13 @@ class Worker:
 
     def submit_vision(self, plan: VisionPlan) -> None:
         assert self._vision is not None, "this worker has no vision lane"
-        self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self._deliver)
+        self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self.deliver)
 
     def submit_language(self, plan: LanguagePlan) -> None:
         assert self._language is not None, "this worker has no language lane"
-        self._language.submit(plan, [self._requests[chunk.request_id] for chunk in plan.chunks], self._deliver)
+        self._language.submit(plan, [self._requests[chunk.request_id] for chunk in plan.chunks], self.deliver)
 
-    def _run(self, job: Job) -> None:
+    def run_job(self, job: Job) -> None:
         """In a lane's thread. What raises here is no request's fault: the device failed, or the lane has a bug. It ends
         the lane, and the worker with the next `poll`, for what is in flight never comes back."""
         try:
@@ -155,9 +148,6 @@ class Worker:
                 self._broken = error
             self._wake()
             raise
-
-    def submit_pull(self, job: PullJob) -> None:
-        self._with_peers.submit(job, self._deliver)
 
     def poll(self) -> list[Result]:
         """Raises what ended a lane, BackendError if the device failed: what is in flight never comes back, and nobody
@@ -169,32 +159,10 @@ class Worker:
             results.append(self._results.popleft())
         return results
 
-    def _deliver(self, result: Result) -> None:
+    def deliver(self, result: Result) -> None:
+        """From any lane."""
         self._results.append(result)
         self._wake()
-
-    # ---- peers
-
-    @property
-    def _with_peers(self) -> Exchange:
-        assert self._exchange is not None, "this worker was made without peers"
-        return self._exchange
-
-    def exports(self) -> tuple[Exports, tuple[int, ...]]:
-        return self._with_peers.exports()
-
-    def set_word(self, slot: int, word: int) -> None:
-        self._with_peers.set_word(slot, word)
-
-    def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
-        return self._with_peers.checksums(pool, blocks)
-
-    def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """The descriptors are closed in any case. A name can be opened again once it was closed."""
-        self._with_peers.open(name, exports, descriptors)
-
-    def close_peer(self, name: str) -> None:
-        self._with_peers.close(name)
 
     # ---- start and end
 
@@ -241,21 +209,18 @@ class Worker:
         graphs = None if self._vision is None else self._vision.graphs
         return 0 if graphs is None else graphs.largest
 
+    def on_close(self, close: Callable[[], None]) -> None:
+        """`close` is called by ours, once the lanes have ended."""
+        self._closing.append(close)
+
     def close(self) -> None:
-        """Waits for the steps that were submitted; their results can still be polled. Peers keep what they have mapped
-        of ours."""
-        if self._gate is not None:
-            self._gate.close()
+        """Waits for the steps that were submitted; their results can still be polled."""
+        self._gate.close()
         for track in self._tracks:
             track.close()
-        if self._exchange is not None:
-            self._exchange.end()
+        for close in self._closing:
+            close()
         self._constraints.close()
-
-
-def _by_kind(image_cache: PagedCache | None, kv_cache: PagedCache | None) -> dict[PoolKind, PagedCache]:
-    caches = {PoolKind.FEATURES: image_cache, PoolKind.KV: kv_cache}
-    return {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
 
 
 def _capture(lane: Lane, job: Job, what: str, option: str) -> None:

@@ -198,10 +198,10 @@ def test_blocks_are_pulled(streams: Streams, models: Models, pool: PoolKind) -> 
     streams.serving = True
     caches: list[Any] = [rig.kv_cache if pool is PoolKind.KV else rig.image_cache for rig in rigs]
     caches[0].data.copy_(torch.arange(caches[0].data.numel(), dtype=torch.float32).view(caches[0].data.shape))
-    source.worker.set_word(0, VALID)
+    source.exchange.set_word(0, VALID)
     connect(target, "source", source)
     pairs = [(3, 1), (4, 7), (9, 0)]
-    sums = source.worker.checksums(pool, [3, 4, 9])
+    sums = source.exchange.checksums(pool, [3, 4, 9])
     result = pull(target, pool, pairs, checksums=sums)
     assert result.valid and result.problem is None
     for begin, end in pairs:

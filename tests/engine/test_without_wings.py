@@ -1,4 +1,4 @@
-"""The scheduler's wings are what only some deployments need: a copy of the package without them serves the demo."""
+"""Wings are what only some deployments need: a copy of the package without them serves the demo."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_layers import PACKAGE, WINGS
+from tests.architecture.test_layers import HOOKS, PACKAGE, WINGS
 
 NO_HOOKS = """
 from types import SimpleNamespace
 
 from hydra_engine.core.messages import LimitSummary
+from hydra_engine.instance.ports import NoPeers
+from hydra_engine.worker.ports import NO_GATE
 
 Connect = Hooks = object
 
 
+def make_gate():
+    return NO_GATE
+
+
 def make_hooks(*given):
     return SimpleNamespace(
-        budgets=None, observer=None, connector=None, migration=None, limits=LimitSummary(), notes=()
+        budgets=None, observer=None, connector=None, peers=NoPeers(), limits=LimitSummary(), notes=()
     )
 """
 SCRIPT = """
@@ -51,8 +57,11 @@ def test_the_demo_answers_without_the_wings(tmp_path: Path) -> None:
     copy = tmp_path / "hydra_engine"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for wing in WINGS:
-        shutil.rmtree(copy / wing)
-    (copy / "instance" / "hooks.py").write_text(NO_HOOKS)
+        if (copy / wing).is_dir():
+            shutil.rmtree(copy / wing)
+        else:
+            (copy / wing).unlink()
+    (copy / HOOKS).write_text(NO_HOOKS)
     script = tmp_path / "answer.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

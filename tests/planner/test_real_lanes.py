@@ -11,7 +11,9 @@ import torch
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import LanguageLoad, VisionLoad
-from hydra_engine.instance.compute_stack import build_worker, profile_instance, step_times
+from hydra_engine.instance.build import profile_instance
+from hydra_engine.instance.compute_stack import build_worker, step_times
+from hydra_engine.instance.hooks import make_gate
 from hydra_engine.planner.store import problem_of
 from tools.miniatures import make_tiny
 
@@ -69,7 +71,7 @@ def test_measuring_leaves_a_worker_as_it_was(tmp_path: Path) -> None:
     config, wake = config_for("llava", tmp_path), threading.Event()
     told: list[tuple[str, int, int]] = []
     with torch.inference_mode():
-        parts = build_worker(config, wake, lambda *progress: told.append(progress))
+        parts = build_worker(config, wake, lambda *progress: told.append(progress), gate=make_gate())
         try:
             step_times(parts, wake, lambda *progress: told.append(progress), fresh=True, deadline_s=1.0)
             assert parts.worker.pixel_bytes == 0 and parts.worker.poll() == []

@@ -37,6 +37,7 @@ from hydra_engine.core.plans import (
     TokenLogprobs,
     VisionPlan,
 )
+from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ErrorInfo
@@ -53,6 +54,8 @@ from hydra_engine.models.specs.base import (
 )
 from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.ports import Gate
+from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.worker import Worker
 
@@ -316,7 +319,7 @@ class Rig:
         caches: tuple[PagedCache | None, PagedCache | None] | None = None,
         states: StateCache | None = None,
         faults: FaultPoints | None = None,
-        gate: LaneGate | None = None,
+        gate: Gate | None = None,
         role: Role = EPD,
         shared: bool = False,
         asynchronous: bool = False,
@@ -342,11 +345,15 @@ class Rig:
             wake=self.woken.set,
             faults=faults,
             states=states,
-            gate=gate,
+            gate=gate or LaneGate(MonotonicClock()),
             role=role,
-            shared=shared,
             asynchronous=asynchronous,
         )
+        if shared:
+            pools = {PoolKind.FEATURES: self.image_cache, PoolKind.KV: self.kv_cache}
+            results = self.worker.deliver, self.worker.run_job
+            self.exchange = Exchange(self.backend, pools, MonotonicClock(), self.worker.faults, *results)
+            self.worker.on_close(self.exchange.close)
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
         self._steps = 0

@@ -63,8 +63,8 @@ def make_rig(
 
 
 def connect(target: Rig, name: str, source: Rig) -> None:
-    exports, descriptors = source.worker.exports()
-    target.worker.open_peer(name, exports, [os.dup(descriptor) for descriptor in descriptors])
+    exports, descriptors = source.exchange.exports()
+    target.exchange.open_peer(name, exports, [os.dup(descriptor) for descriptor in descriptors])
 
 
 def job(
@@ -77,7 +77,7 @@ def job(
 
 def pull(rig: Rig, *args: Any, **rest: Any) -> PullResult:
     wanted = job(rig, *args, **rest)
-    rig.worker.submit_pull(wanted)
+    rig.exchange.submit_pull(wanted)
     result = rig.wait(wanted.step_id)
     assert isinstance(result, PullResult)
     return result

@@ -43,13 +43,13 @@ def with_pictures(spec: Any, request_id: int, count: int) -> tuple[Request, list
 def offered(source: Rig, target: Rig, pool: PoolKind, source_blocks: np.ndarray, target_blocks: np.ndarray) -> None:
     """Pulled in two groups under one word, as KV is behind a running prefill."""
     word = 100 + len(source_blocks)
-    source.worker.set_word(9, word)
+    source.exchange.set_word(9, word)
     pairs = list(zip(source_blocks.tolist(), target_blocks.tolist(), strict=True))
     for group in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
-        checksums = source.worker.checksums(pool, [block for block, _ in group])
+        checksums = source.exchange.checksums(pool, [block for block, _ in group])
         result = pull(target, pool, group, slot=9, word=word, checksums=checksums)
         assert result.valid and result.problem is None
-    source.worker.set_word(9, 0)
+    source.exchange.set_word(9, 0)
 
 
 def through_three(
@@ -105,7 +105,7 @@ def test_a_role_exports_what_it_sends_and_has_the_lanes_it_needs(model_dir: Path
     for letters, kinds in expected.items():
         before = set(threading.enumerate())
         rig = make_rig(model_dir, letters)
-        exports, descriptors = rig.worker.exports()
+        exports, descriptors = rig.exchange.exports()
         assert [pool.layout.kind for pool in exports.pools] == kinds and exports.num_words == 4096
         places = [exports.words, *(pool.descriptor for pool in exports.pools)]
         assert sorted(places) == list(range(len(descriptors)))
@@ -123,6 +123,4 @@ def test_a_worker_without_peers_has_neither_lane_nor_memory_for_them(model_dir: 
     before = num_descriptors(), threading.active_count()
     rig = make_rig(model_dir, "EPD", shared=False)
     assert num_descriptors() == before[0] and threading.active_count() == before[1] + 2
-    with pytest.raises(AssertionError, match="without peers"):
-        rig.worker.exports()
     rig.worker.close()

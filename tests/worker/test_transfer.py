@@ -50,7 +50,7 @@ def ready(pair: tuple[Rig, Rig]) -> tuple[Rig, Rig]:
         cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
     for cache in (target.kv_cache, target.image_cache):
         cache.data.fill_(float("nan"))
-    source.worker.set_word(0, VALID)
+    source.exchange.set_word(0, VALID)
     for point in ("dst.mid_copy", "dst.after_copy"):
         target.worker.faults.arm(point, "off")
     return source, target
@@ -78,9 +78,9 @@ def test_an_offer_that_is_gone_is_not_valid(ready: tuple[Rig, Rig]) -> None:
     for wrong in ({"word": VALID + 1}, {"slot": 1}):
         result = pull(target, PoolKind.KV, [(1, 2)], **wrong)
         assert not result.valid and result.problem is None
-    source.worker.set_word(0, VALID & ~0xFF)
+    source.exchange.set_word(0, VALID & ~0xFF)
     assert not pull(target, PoolKind.KV, [(1, 2)]).valid
-    source.worker.set_word(4095, VALID)
+    source.exchange.set_word(4095, VALID)
     assert pull(target, PoolKind.KV, [(1, 2)], slot=4095).valid
 
 
@@ -89,10 +89,10 @@ def test_blocks_that_are_overwritten_during_the_copy_do_not_count(ready: tuple[R
     """Checksums of what was offered do not make a lost race a problem: the bytes are nobody's any more."""
     source, target = ready
     target.worker.faults.arm(point, "delay", "seconds=0.4 times=1")
-    wanted = job(target, PoolKind.KV, [(1, 2), (2, 3)], checksums=source.worker.checksums(PoolKind.KV, [1, 2]))
-    target.worker.submit_pull(wanted)
+    wanted = job(target, PoolKind.KV, [(1, 2), (2, 3)], checksums=source.exchange.checksums(PoolKind.KV, [1, 2]))
+    target.exchange.submit_pull(wanted)
     time.sleep(0.1)
-    source.worker.set_word(0, 0)
+    source.exchange.set_word(0, 0)
     source.kv_cache.data[1:3] = 5.0
     result = target.wait(wanted.step_id)
     assert not result.valid and result.problem is None
@@ -104,7 +104,7 @@ def test_blocks_that_are_overwritten_during_the_copy_do_not_count(ready: tuple[R
 def test_a_wrong_byte_is_caught_where_transfers_are_checked(ready: tuple[Rig, Rig], point: str, count: int) -> None:
     source, target = ready
     pairs = [(i + 1, 2 * i) for i in range(count)]
-    checksums = source.worker.checksums(PoolKind.KV, [block for block, _ in pairs])
+    checksums = source.exchange.checksums(PoolKind.KV, [block for block, _ in pairs])
     assert len(set(checksums)) == count
     assert pull(target, PoolKind.KV, pairs, checksums=checksums).problem is None
     target.worker.faults.arm(point, "corrupt", "times=2")
@@ -121,7 +121,7 @@ def test_a_wrong_byte_is_caught_where_transfers_are_checked(ready: tuple[Rig, Ri
 def test_checksums_of_other_blocks_or_too_few_do_not_pass(ready: tuple[Rig, Rig]) -> None:
     source, target = ready
     for blocks in ([2, 1], [1], [1, 2, 3]):
-        checksums = source.worker.checksums(PoolKind.KV, blocks)
+        checksums = source.exchange.checksums(PoolKind.KV, blocks)
         assert "checksums differ" in (pull(target, PoolKind.KV, [(1, 5), (2, 6)], checksums=checksums).problem or "")
 
 
@@ -138,7 +138,7 @@ def test_a_job_that_fails_says_so_and_the_lane_goes_on(ready: tuple[Rig, Rig]) -
         (job(target, PoolKind.KV, [(1, 2)], peer="nobody"), "instance nobody is not connected"),
     ]
     for bad, _ in wrong:
-        target.worker.submit_pull(bad)
+        target.exchange.submit_pull(bad)
     for bad, problem in wrong:
         result = target.wait(bad.step_id)
         assert not result.valid and result.num_bytes == 0 and problem in (result.problem or "")
@@ -148,7 +148,7 @@ def test_a_job_that_fails_says_so_and_the_lane_goes_on(ready: tuple[Rig, Rig]) -
 def test_what_a_peer_does_not_export_cannot_be_pulled(model_dir: Path) -> None:
     encoder, target = make_rig(model_dir, "E"), make_rig(model_dir, "PD")
     connect(target, "source", encoder)
-    encoder.worker.set_word(0, VALID)
+    encoder.exchange.set_word(0, VALID)
     assert pull(target, PoolKind.KV, []).problem == "instance source lets nobody read its kv blocks"
     assert pull(target, PoolKind.FEATURES, [(0, 1)]).valid
     encoder.worker.close()
@@ -161,7 +161,7 @@ def test_what_a_peer_does_not_export_cannot_be_pulled(model_dir: Path) -> None:
 def test_a_peer_is_closed_behind_its_jobs_and_its_name_can_come_back(model_dir: Path) -> None:
     source, target = make_rig(model_dir, "EP"), make_rig(model_dir, "D")
     source.kv_cache.data.fill_(3.0)
-    source.worker.set_word(0, VALID)
+    source.exchange.set_word(0, VALID)
     before = num_descriptors(), num_mappings()
     for turn in range(2):
         connect(target, "source", source)
@@ -169,11 +169,11 @@ def test_a_peer_is_closed_behind_its_jobs_and_its_name_can_come_back(model_dir: 
         target.worker.faults.arm("dst.mid_copy", "delay", "seconds=0.3 times=1")
         jobs = [job(target, PoolKind.KV, [(5, 2 * turn), (6, 2 * turn + 1)]) for _ in range(2)]
         for wanted in jobs:
-            target.worker.submit_pull(wanted)
-        target.worker.close_peer("source")
-        target.worker.close_peer("source")
+            target.exchange.submit_pull(wanted)
+        target.exchange.close_peer("source")
+        target.exchange.close_peer("source")
         late = job(target, PoolKind.KV, [(5, 9)])
-        target.worker.submit_pull(late)
+        target.exchange.submit_pull(late)
         assert all(target.wait(wanted.step_id).valid for wanted in jobs)
         assert target.wait(late.step_id).problem == "instance source is not connected"
         assert (target.kv_cache.data[2 * turn : 2 * turn + 2] == 3.0).all()
@@ -186,7 +186,7 @@ def test_an_owner_that_ends_first_leaves_its_peers_what_they_read(model_dir: Pat
     before = num_descriptors(), num_mappings()
     source, target = make_rig(model_dir, "P"), make_rig(model_dir, "D")
     source.kv_cache.data.fill_(3.0)
-    source.worker.set_word(0, VALID)
+    source.exchange.set_word(0, VALID)
     connect(target, "source", source)
     source.worker.close()
     source.worker.close()
@@ -227,10 +227,10 @@ QUICK = {"another size", "another block", "no descriptor", "another count of wor
 def test_exports_that_cannot_be_right_are_refused_and_nothing_stays_open(pair: tuple[Rig, Rig], case: str) -> None:
     source, target = pair
     change, message = BAD[case]
-    exports, descriptors = source.worker.exports()
+    exports, descriptors = source.exchange.exports()
     before = num_descriptors(), num_mappings()
     with pytest.raises(TransferError, match=message):
-        target.worker.open_peer("other", change(exports), [os.dup(descriptor) for descriptor in descriptors])
+        target.exchange.open_peer("other", change(exports), [os.dup(descriptor) for descriptor in descriptors])
     assert (num_descriptors(), num_mappings()) == before
     assert "not connected" in (pull(target, PoolKind.KV, [], peer="other").problem or "")
 

@@ -16,7 +16,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.ports import WorkerRequest
+from hydra_engine.worker.ports import NO_GATE, WorkerRequest
 from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.vision.lane import VisionLane
 from tests.worker.fakes import BAD_PIXEL, IMAGE_TOKENS, FakeModel, Rig, make_picture, make_request
@@ -46,7 +46,7 @@ class Setup:
         self.model = LayeredModel()
         self.rig = Rig(self.model)
         self.gate = LaneGate(MonotonicClock())
-        gate = self.gate if gated else None
+        gate = self.gate if gated else NO_GATE
         parts = self.rig.backend, self.rig.image_cache, MonotonicClock(), FaultPoints()
         self.lane = VisionLane(self.model, *parts, gate, piece_rows)
         pictures = [make_picture(f"{i}", fill, 3 + i * IMAGE_TOKENS) for i, fill in enumerate(fills)]

@@ -18,7 +18,7 @@ from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
 from hydra_engine.worker.language.plan_rows import Samples
 from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable
 from hydra_engine.worker.language.step import Unread
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import NO_GATE, Gate
 
 FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
 
@@ -77,7 +77,7 @@ class StepOrder:
     """The steps in flight, in their order. With a gate the vision lane is told when each of them begins and ends: on
     the device a step begins when it is launched or, if that is later, when the one before it ends."""
 
-    def __init__(self, slot_table: SlotTable, clock: Clock, gate: LaneGate | None = None) -> None:
+    def __init__(self, slot_table: SlotTable, clock: Clock, gate: Gate = NO_GATE) -> None:
         self._slot_table = slot_table
         self._clock = clock
         self._gate = gate
@@ -92,7 +92,7 @@ class StepOrder:
         with self._changing:
             self._steps.append(pending)
             if len(self._steps) == 1:
-                self._begin(pending)
+                self._gate.begin(pending.plan.vision_s)
 
     def settle(self, pending: Pending) -> LanguageResult:
         with self._reading:
@@ -124,14 +124,9 @@ class StepOrder:
             tuple(samples.scores),
         )
 
-    def _begin(self, step: Pending) -> None:
-        if self._gate is not None:
-            self._gate.begin(step.plan.vision_s)
-
     def _end(self, step: Pending) -> None:
         with self._changing:
             self._steps.popleft()
-            if self._gate is not None:
-                step.vision_s += self._gate.end()
+            step.vision_s += self._gate.end()
             if self._steps:
-                self._begin(self._steps[0])
+                self._gate.begin(self._steps[0].plan.vision_s)

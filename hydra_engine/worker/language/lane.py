@@ -23,8 +23,7 @@ from hydra_engine.worker.language.in_flight import FAILED_EARLIER, Pending, Step
 from hydra_engine.worker.language.plan_rows import part_of
 from hydra_engine.worker.language.slot_table import SlotTable
 from hydra_engine.worker.language.step import Step
-from hydra_engine.worker.ports import WorkerRequest
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import NO_GATE, Gate, WorkerRequest
 
 
 class LanguageLane:
@@ -39,7 +38,7 @@ class LanguageLane:
         clock: Clock,
         *,
         ahead: bool,
-        gate: LaneGate | None = None,
+        gate: Gate = NO_GATE,
     ) -> None:
         self._step = step
         self._slot_table = slot_table

@@ -32,8 +32,7 @@ from hydra_engine.worker.language.prompt_scores import PromptScoring
 from hydra_engine.worker.language.sampler import Logits, best_tokens, finite_rows, sample_row
 from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable
 from hydra_engine.worker.language.states import StateTable
-from hydra_engine.worker.ports import ServedModel, WorkerRequest
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import NO_GATE, Gate, ServedModel, WorkerRequest
 
 
 class Unread(NamedTuple):
@@ -163,7 +162,7 @@ class StepForm:
 class SynchronousStep(StepForm):
     """Logits come to host memory; rows on the fast path are sampled at once, the others one by one."""
 
-    def __init__(self, parts: StepParts, slot_table: SlotTable, gate: LaneGate | None = None) -> None:
+    def __init__(self, parts: StepParts, slot_table: SlotTable, gate: Gate = NO_GATE) -> None:
         super().__init__(parts, slot_table)
         self._gate = gate
 
@@ -186,15 +185,12 @@ class SynchronousStep(StepForm):
     def _logits(self, inputs: LanguageInput, vision_s: float) -> Logits:
         """Of the `vision_s` seconds that the vision lane has beside this plan, a step that is run again gets what is
         left."""
-        gate = self._gate
-        if gate is not None:
-            gate.begin(max(vision_s - self.vision_s, 0.0))
+        self._gate.begin(max(vision_s - self.vision_s, 0.0))
         try:
             logits: Logits = self._forward(inputs).cpu().numpy()
             return logits
         finally:
-            if gate is not None:
-                self.vision_s += gate.end()
+            self.vision_s += self._gate.end()
 
     def _sample(self, logits: Logits, num_rows: int, sampling: SamplingRows) -> Samples:
         """Logits of the rows in `sampling`, in their order, to what all rows of the plan get."""

@@ -24,8 +24,7 @@ from hydra_engine.worker.language.lane import LanguageLane
 from hydra_engine.worker.language.slot_table import SlotTable
 from hydra_engine.worker.language.states import StateTable
 from hydra_engine.worker.language.step import StepParts, SynchronousStep
-from hydra_engine.worker.ports import Guard, Job, ServedModel, WorkerRequest
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.warm_up import warm_language
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class LanguageTrack:
         config: EngineConfig,
         clock: Clock,
         faults: FaultPoints,
-        gate: LaneGate | None,
+        gate: Gate,
         run: Guard,
         *,
         asynchronous: bool,

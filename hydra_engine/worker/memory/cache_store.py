@@ -7,17 +7,14 @@ nor which peers there are.
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache, StateCache
-from hydra_engine.backend.cpu.shared_memory import ControlWords
 from hydra_engine.backend.device import SharedMemory
-from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.memory.plan import CachePlan
 
@@ -75,32 +72,6 @@ def allocate_states(
     conv = (*size, shape.num_taps - 1, shape.num_channels)
     recurrent = (*size, shape.num_value_heads, shape.key_dim, shape.value_dim)
     return StateCache(_allocate(conv, dtype, device, poison), _allocate(recurrent, torch.float32, device, poison))
-
-
-def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
-    data = cache.data
-    dtype = str(data.dtype).removeprefix("torch.")
-    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
-
-
-def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
-    """CRC-32 of each block's bytes."""
-    return tuple(zlib.crc32(cache.data[block].cpu().flatten().view(torch.uint8).numpy().data) for block in blocks)
-
-
-def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
-    """Those of `caches` that peers can map, and the words; and the descriptors, by their place in what is exported."""
-    pools, descriptors = [], [words.descriptor]
-    for kind, cache in caches.items():
-        memory = cache.memory
-        if memory is None:
-            continue
-        place = -1
-        if memory.descriptor >= 0:
-            place = len(descriptors)
-            descriptors.append(memory.descriptor)
-        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, place, memory.handle))
-    return Exports(tuple(pools), words=0, num_words=words.num_words), tuple(descriptors)
 
 
 def _paged(

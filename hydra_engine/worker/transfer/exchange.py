@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cpu.shared_memory import ControlWords
@@ -15,31 +16,32 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.memory.cache_store import checksums_of, exports_of
 from hydra_engine.worker.transfer.lane import TransferLane
-from hydra_engine.worker.transfer.peers import Peer
+from hydra_engine.worker.transfer.peers import Peer, checksums_of, exports_of
 
 NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 
 
 class Exchange:
-    """`caches` are those that the instance has, in memory that peers can map or not. `run`: how a pull is run in the
-    lane; it may raise BackendError, where the device failed."""
+    """`TransferPort` over one backend. `caches`: what the instance has, in memory that peers can map or not. `deliver`
+    is called in the lane; so is `run`, which runs a pull and may raise BackendError, where the device failed."""
 
     def __init__(
         self,
         backend: Backend,
-        caches: Mapping[PoolKind, PagedCache],
+        caches: Mapping[PoolKind, PagedCache | None],
         clock: Clock,
         faults: FaultPoints,
+        deliver: Callable[[PullResult], None],
         run: Callable[[Callable[[], None]], None] = lambda job: job(),
     ) -> None:
         self._run = run
+        self._deliver = deliver
         self._device = backend.device
-        self._caches = caches
+        self._caches = {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
         self._words = ControlWords(NUM_CONTROL_WORDS)
         self._peers: dict[str, Peer] = {}
-        self._runner = TransferLane(backend.ops, backend.device, caches, clock, faults)
+        self._runner = TransferLane(backend.ops, backend.device, self._caches, clock, faults)
         self._lane = backend.device.lane("transfer")
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
@@ -51,7 +53,7 @@ class Exchange:
     def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
         return checksums_of(self._caches[PoolKind(pool)], blocks)
 
-    def open(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
+    def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
         """Closes the descriptors, whatever comes of it. Raises TransferError."""
         try:
             assert name not in self._peers, "a peer opened twice"
@@ -60,18 +62,17 @@ class Exchange:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def close(self, name: str) -> None:
+    def close_peer(self, name: str) -> None:
         """An unknown name is ignored; a name can be opened again at once."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._lane.submit(peer.close)
 
-    def submit(self, job: PullJob, deliver: Callable[[PullResult], None]) -> None:
-        """`deliver` is called in the lane."""
-        peer, runner = self._peers.get(job.peer), self._runner
-        self._lane.submit(lambda: self._run(lambda: deliver(runner.run(job, peer))))
+    def submit_pull(self, job: PullJob) -> None:
+        pull = partial(self._runner.run, job, self._peers.get(job.peer))
+        self._lane.submit(lambda: self._run(lambda: self._deliver(pull())))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Waits for the jobs and lets go of everything; peers keep what they have mapped of ours. A second call does
         nothing."""
         self._lane.close()

@@ -21,8 +21,7 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import ErrorInfo, TransferError
 from hydra_engine.worker.boundary import attempt_step
 from hydra_engine.worker.faults import AFTER_COPY, MID_COPY, FaultPoints
-from hydra_engine.worker.memory.cache_store import checksums_of
-from hydra_engine.worker.transfer.peers import Peer
+from hydra_engine.worker.transfer.peers import Peer, checksums_of
 
 
 class TransferLane:

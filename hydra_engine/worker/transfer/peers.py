@@ -1,19 +1,47 @@
-"""What other instances let this one read, mapped into this process: their pools as caches, and their control words.
+"""The memory that instances let each other read: ours as it is announced, a peer's as it is mapped here.
 
 Knows layouts; does not know offers, nor when a peer comes or goes.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+import torch
+
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cpu.shared_memory import PeerWords
+from hydra_engine.backend.cpu.shared_memory import ControlWords, PeerWords
 from hydra_engine.backend.device import Device, PeerMemory
-from hydra_engine.core.pools import Exports, PoolExport, PoolKind
+from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import TransferError
-from hydra_engine.worker.memory.cache_store import layout_of
+
+
+def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
+    data = cache.data
+    dtype = str(data.dtype).removeprefix("torch.")
+    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
+
+
+def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
+    """CRC-32 of each block's bytes."""
+    return tuple(zlib.crc32(cache.data[block].cpu().flatten().view(torch.uint8).numpy().data) for block in blocks)
+
+
+def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
+    """Those of `caches` that peers can map, and the words; and the descriptors, by their place in what is exported."""
+    pools, descriptors = [], [words.descriptor]
+    for kind, cache in caches.items():
+        memory = cache.memory
+        if memory is None:
+            continue
+        place = -1
+        if memory.descriptor >= 0:
+            place = len(descriptors)
+            descriptors.append(memory.descriptor)
+        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, place, memory.handle))
+    return Exports(tuple(pools), words=0, num_words=words.num_words), tuple(descriptors)
 
 
 class Peer:

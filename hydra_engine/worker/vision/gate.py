@@ -11,10 +11,8 @@ lies between two checkpoints) beside it. On a CPU a piece of a large picture may
 every step has some of it beside it, and only fewer patches in a batch make pieces shorter. The vision lane computes at
 least one piece between two waits, so a long row of language steps slows it down and never stops it.
 
-On CUDA a checkpoint would hold up the launching thread and not what it has launched already. There the vision lane has
-to record an event behind every piece and, before it launches the next, to wait at the checkpoint for the event of the
-piece before the last one: the stream then never runs dry while nobody waits, and at most one piece is in flight
-beside a step whose allowance is used up. Seconds of vision would come from those events, not from the host's clock.
+On CUDA the seconds that count are those in which the host launches: the gate bounds launches, not what runs on the GPU
+(docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -23,11 +21,14 @@ import threading
 from math import inf
 
 from hydra_engine.clock import Clock
+from hydra_engine.worker.ports import Gate
 
 
-class LaneGate:
+class LaneGate(Gate):
     """Seconds of vision are those between `enter` and `leave`, without waits, on the given clock and whether or not the
     system let the thread run; only those while a language step runs count."""
+
+    can_hold = True
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -43,7 +44,6 @@ class LaneGate:
     # ---- the language lane
 
     def begin(self, allowance_s: float = inf) -> None:
-        """A language step starts, beside which vision may run for `allowance_s` seconds, 0 or more."""
         assert allowance_s >= 0, "an allowance is a time"
         with self._changed:
             assert not self._running, "a language step began inside another"
@@ -55,7 +55,6 @@ class LaneGate:
                 self._since_s = self._clock.now()
 
     def end(self) -> float:
-        """The step has ended, whatever became of it. Returns the seconds of vision that were computed beside it."""
         with self._changed:
             assert self._running, "a language step ended that had not begun"
             self._count()
@@ -66,22 +65,18 @@ class LaneGate:
     # ---- the vision lane
 
     def enter(self) -> None:
-        """A vision step starts; waits first if the language step that runs has no allowance left. `leave` must follow,
-        in a finally."""
         with self._changed:
             assert self._since_s is None, "a vision step began inside another"
             self._since_s = self._clock.now()
         self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Between two pieces of a vision step: waits while the language step that runs has no allowance left."""
         # Read without the lock, so that a checkpoint costs nothing where there is no limit. A step that begins at this
         # very moment finds a piece running, as it would a moment later.
         if self._limited:
             self._wait_for_turn()
 
     def leave(self) -> None:
-        """The vision step has ended, whatever became of it."""
         with self._changed:
             assert self._since_s is not None, "a vision step ended that had not begun"
             self._count()
@@ -95,7 +90,6 @@ class LaneGate:
         return self._waiting
 
     def close(self) -> None:
-        """Nobody waits from now on, whatever the allowance."""
         with self._changed:
             self._closed = True
             self._limited = False

@@ -22,8 +22,7 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
 from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
 from hydra_engine.worker.language.batches import vision_input, vision_slots
-from hydra_engine.worker.ports import ServedModel, WorkerRequest
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import NO_GATE, Gate, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs
 
 
@@ -38,7 +37,7 @@ class VisionLane:
         image_cache: PagedCache,
         clock: Clock,
         faults: FaultPoints,
-        gate: LaneGate | None = None,
+        gate: Gate = NO_GATE,
         piece_rows: int = 0,
         graphs: EncodeGraphs | None = None,
     ) -> None:
@@ -48,26 +47,20 @@ class VisionLane:
         self._clock = clock
         self._faults = faults
         self._gate = gate
-        self._piece_rows = piece_rows
+        self._piece_rows = piece_rows if gate.can_hold else 0
         self._graphs = graphs
 
     def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
         """`records[i]` belongs to `plan.items[i]`. Never raises because of a request's content, and BackendError where
         the device failed. The times of the result include waits at the gate."""
         started_s = self._clock.now()
-        if self._gate is None:
-            errors = self._all(plan.items, records)
-        else:
-            self._gate.enter()
-            try:
-                errors = self._all(plan.items, records)
-            finally:
-                self._gate.leave()
+        self._gate.enter()
+        try:
+            with torch.inference_mode():
+                errors = self._errors(plan.items, records)
+        finally:
+            self._gate.leave()
         return VisionResult(plan.step_id, started_s, self._clock.now(), errors)
-
-    def _all(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[ErrorInfo | None, ...]:
-        with torch.inference_mode():
-            return self._errors(items, records)
 
     def _errors(
         self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest], *, alone: bool = False
@@ -90,8 +83,7 @@ class VisionLane:
         images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
         slots = vision_slots(items, self._cache.block_size)
         inputs = vision_input(images, payloads, slots, self._device)
-        if self._gate is not None:
-            inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
+        inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
         num_patches = sum(item.num_patches for item in items)
         if self._graphs is None or not self._graphs.replay(inputs, slots, num_patches):
             self._model.encode(inputs, self._cache)

@@ -12,8 +12,7 @@ from hydra_engine.core.plans import VisionPlan, VisionResult
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.working import image_budget, largest_encode
-from hydra_engine.worker.ports import Guard, Job, ServedModel, WorkerRequest
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 from hydra_engine.worker.vision.lane import VisionLane
 from hydra_engine.worker.warm_up import warm_vision
@@ -35,7 +34,7 @@ class VisionTrack:
         config: EngineConfig,
         clock: Clock,
         faults: FaultPoints,
-        gate: LaneGate | None,
+        gate: Gate,
         run: Guard,
         *,
         piece_rows: int,
@@ -46,9 +45,9 @@ class VisionTrack:
         self.num_slices = 0
         self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device)
         self._run = run
-        if gate is None or not config.scheduler.slices_layers:
+        if not (gate.can_hold and config.scheduler.slices_layers):
             piece_rows = 0
-        if gate is not None:
+        if gate.can_hold:
             pieces = vision.max_patches_per_image // piece_rows if piece_rows else 1
             self.num_slices = model.num_slices * max(1, pieces)
         if asynchronous:
