@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from hydra_engine.backend.base import DeltaInputs, HeadNorms, PagedCache, Rotary, SamplingTensors, StateCache, StateRows
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_TYPES = "float32, bfloat16 or float16"
 
 
 def described(tensor: Tensor) -> str:
@@ -34,9 +34,7 @@ def check_new_cache(cache: PagedCache) -> None:
     """Once per cache: [N, L, X, S, H, D] contiguous of a compute dtype."""
     data = cache.data
     if data.dim() != 6 or data.dtype not in COMPUTE_DTYPES or not data.is_contiguous():
-        raise ValueError(
-            "cache: expected contiguous [N, L, X, S, H, D] of float32, bfloat16 or float16, got " + described(data)
-        )
+        raise ValueError(f"cache: expected contiguous [N, L, X, S, H, D] of {FLOAT_TYPES}, got {described(data)}")
 
 
 def check_plane(cache: PagedCache, layer: int, index: int) -> None:
@@ -87,7 +85,7 @@ def check_strided_heads(name: str, x: Tensor, dim: int | None, dtype: torch.dtyp
         and (x.stride(2) == 1 or x.shape[2] <= 1)
     ):
         return x.stride(0), x.stride(1)
-    wanted = f"[T, H, {'D' if dim is None else dim}] {dtype or 'of float32, bfloat16 or float16'}"
+    wanted = f"[T, H, {'D' if dim is None else dim}] {dtype or f'of {FLOAT_TYPES}'}"
     raise ValueError(f"{name}: expected {wanted} with a dense last dimension, got {described(x)}")
 
 
@@ -105,19 +103,10 @@ def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Te
     return tokens, [check_heads(name, source, shape, dtype) for name, source in zip(_ROW_NAMES, rows, strict=False)]
 
 
-class RopeStrides(NamedTuple):
-    """Between tokens, in elements."""
-
-    q: int
-    k: int
-    v: int
-    cos: int
-    sin: int
-
-
 def check_rope(
     q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: PagedCache, layer: int, slots: Tensor
-) -> RopeStrides:
+) -> tuple[int, int, int, int, int]:
+    """Returns the strides between tokens of q, k, v, cosines and sines."""
     data = cache.data
     _, num_layers, num_tensors, _, num_kv_heads, dim = data.shape
     if num_tensors != 2 or not 0 <= layer < num_layers:
@@ -126,7 +115,7 @@ def check_rope(
         raise ValueError(f"cache: expected an even head dim for rotation, got {dim}")
     tokens, dtype = check_indices("slots", slots), data.dtype
     kv_shape = (tokens, num_kv_heads, dim)
-    return RopeStrides(
+    return (
         check_heads("q", q, (tokens, q.shape[1] if q.dim() == 3 else 0, dim), dtype),
         check_heads("k", k, kv_shape, dtype),
         check_heads("v", v, kv_shape, dtype),
@@ -135,22 +124,14 @@ def check_rope(
     )
 
 
-class RotateStrides(NamedTuple):
-    """Between tokens, for x also between heads, in elements."""
-
-    x: int
-    x_head: int
-    cos: int
-    sin: int
-
-
-def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> RotateStrides:
-    strides = check_strided_heads("x", x, None)
+def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int, int]:
+    """Returns x's strides between tokens and between heads, and those between tokens of cosines and sines."""
+    stride, head_stride = check_strided_heads("x", x, None)
     tokens, _, dim = x.shape
     if dim % 2 or dim == 0:
         raise ValueError(f"x: expected an even head dim for rotation, got {dim}")
     angles = (tokens, dim // 2)
-    return RotateStrides(*strides, _check_angles("cos", cos, angles), _check_angles("sin", sin, angles))
+    return stride, head_stride, _check_angles("cos", cos, angles), _check_angles("sin", sin, angles)
 
 
 def check_head_norms(norms: HeadNorms, dim: int, dtype: torch.dtype) -> None:
@@ -278,22 +259,51 @@ def check_packed_plan(cu_seqlens: Tensor, max_length: int) -> None:
 
 def check_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 3 or q.dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"q: expected [P, H, D] of float32, bfloat16 or float16, got {described(q)}")
+        raise ValueError(f"q: expected [P, H, D] of {FLOAT_TYPES}, got {described(q)}")
     shape = (q.shape[0], q.shape[1], q.shape[2])
     check_heads("q", q, shape, q.dtype)
     check_heads("k", k, shape, q.dtype)
     check_heads("v", v, shape, q.dtype)
 
 
-def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True) -> bool:
+def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str = "weight") -> bool:
     """[C] of x's dtype or, where it may be `wide`, float32; returns whether it is wider than x."""
     columns = x.shape[-1]
     is_wide = weight.dtype is not x.dtype
     known = not is_wide or (wide and weight.dtype is torch.float32)
     if weight.shape != (columns,) or not weight.is_contiguous() or columns == 0 or not known:
         other = " or torch.float32" if wide and x.dtype is not torch.float32 else ""
-        raise ValueError(f"weight: expected contiguous [{max(columns, 1)}] {x.dtype}{other}, got {described(weight)}")
+        raise ValueError(f"{name}: expected contiguous [{max(columns, 1)}] {x.dtype}{other}, got {described(weight)}")
     return is_wide
+
+
+def check_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """[num_out, K] and [num_out] of compute dtypes."""
+    if weight.dim() != 2 or weight.dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"weight: expected [num_out, K] of a float type, got {described(weight)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in COMPUTE_DTYPES):
+        raise ValueError(f"bias: expected [{weight.shape[0]}] of a float type, got {described(bias)}")
+
+
+def check_rows(
+    name: str, x: Tensor, columns: int, dtype: torch.dtype, count: int | None = None, *, on_host: bool = True
+) -> tuple[int, int]:
+    """[T, columns] of `dtype`, a compute dtype, rows at any stride; `count` of them where that is given. `on_host`: in
+    host memory, else anywhere. Returns T and the stride between rows."""
+    shape, strides = x.shape, x.stride()
+    if (
+        len(shape) != 2
+        or shape[1] != columns
+        or (count is not None and shape[0] != count)
+        or x.dtype is not dtype
+        or dtype not in COMPUTE_DTYPES
+        or (strides[1] != 1 and columns > 1)
+        or (on_host and not x.is_cpu)
+    ):
+        wanted = f"[{'T' if count is None else count}, {columns}]"
+        kind = f"{dtype if dtype in COMPUTE_DTYPES else FLOAT_TYPES}{' on the CPU' if on_host else ''}"
+        raise ValueError(f"{name}: expected {wanted} {kind} with a dense last dimension, got {described(x)}")
+    return shape[0], strides[0]
 
 
 def check_gate(x: Tensor, gate: Tensor) -> None:
@@ -306,7 +316,7 @@ def check_gate(x: Tensor, gate: Tensor) -> None:
 def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) -> None:
     """x [T, C] with dense rows, weight [C, K] and the cache of its dtype."""
     _, _, before, channels = cache.conv.shape
-    _check_dense_rows("x", x, (x.shape[0], channels), cache.conv.dtype)
+    check_rows("x", x, channels, cache.conv.dtype, on_host=False)
     if weight.shape != (channels, before + 1) or weight.dtype is not x.dtype or not weight.is_contiguous():
         wanted = f"contiguous [{channels}, {before + 1}] {x.dtype}"
         raise ValueError(f"weight: expected {wanted}, got {described(weight)}")
@@ -327,7 +337,7 @@ def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None
     check_heads("k", k, (tokens, q.shape[1], key_dim), v.dtype)
     check_heads("v", v, (tokens, heads, value_dim), v.dtype)
     for name, gate in (("a", a), ("b", b)):
-        _check_dense_rows(name, gate, (tokens, heads), v.dtype)
+        check_rows(name, gate, heads, v.dtype, tokens, on_host=False)
     for name, vector in (("rates", rates), ("shift", shift)):
         if vector.shape != (heads,) or vector.dtype is not torch.float32 or not vector.is_contiguous():
             raise ValueError(f"{name}: expected contiguous [{heads}] torch.float32, got {described(vector)}")
@@ -339,8 +349,3 @@ def check_state_rows(rows: StateRows) -> None:
     vectors = ((rows.cu_q, count + 1), (rows.starts, count), (rows.reads, count), (rows.writes, count))
     for vector, wanted in vectors:
         check_indices("rows", vector, wanted)
-
-
-def _check_dense_rows(name: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if x.shape != shape or x.dtype is not dtype or (x.stride(1) != 1 and shape[1] > 1):
-        raise ValueError(f"{name}: expected {list(shape)} {dtype} with a dense last dimension, got {described(x)}")

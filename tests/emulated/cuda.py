@@ -177,7 +177,8 @@ def emulated_cuda(*, total_bytes: int = 1 << 32) -> Iterator[Streams]:
         patch.setattr(cuda_split.Track.__init__, "__defaults__", (fake.cuda.set_stream,))
         for module in backend_modules():
             for place, name, function in [*functions_of(module)]:
-                patch.setattr(place, name, kernel(function))
+                called = kernel(function)
+                patch.setattr(place, name, staticmethod(called) if isinstance(place, type) else called)
         for name in [name for name in sys.modules if name.startswith("hydra_kernels.")]:
             for attribute in [name for name in vars(importlib.import_module(name)) if name.endswith("_kernel")]:
                 patch.setattr(importlib.import_module(name), attribute, Launches(attribute))

@@ -328,11 +328,13 @@ class Extension:
         return [(self._make_stream(), self._make_stream(), count, 8 - count) for count in counts]
 
 
-def functions_of(module: ModuleType) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+def functions_of(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable[..., Any]]]:
     """(where it is named, its name, it): those of the package of kernels that a module of the backend calls, by its own
-    name or by a module's, and that have a reference."""
+    name, as a method of its classes or by a module's, and that have a reference."""
     named = [part for part in vars(module).values() if isinstance(part, ModuleType)]
-    for place in (module, *(part for part in named if part.__name__.startswith("hydra_kernels."))):
-        for name, value in [*vars(place).items()]:
+    classes = [part for part in vars(module).values() if isinstance(part, type) and part.__module__ == module.__name__]
+    for place in (module, *classes, *(part for part in named if part.__name__.startswith("hydra_kernels."))):
+        for name in [*vars(place)]:
+            value = getattr(place, name)
             if name in REFERENCES and getattr(value, "__module__", "").startswith("hydra_kernels."):
                 yield place, name, value

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Activation, DeltaInputs, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
-from hydra_engine.backend.cuda.linear import SMALL_ROWS, CudaLinear, implementation
-from hydra_engine.backend.reference.ops import ALL_OPS, ReferenceOps
+from hydra_engine.backend.cuda.linear import SMALL_ROWS, implementation
+from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear, ReferenceOps
 from tests.gpu.side import Side
 from tests.kernels.comparison import DTYPES, assert_attention_close, assert_close, strided
 from tests.kernels.paged import Step, make_step
@@ -93,7 +93,7 @@ def test_what_computes_a_linear_follows_from_the_rows(side: Side) -> None:
 
 def test_messages_of_linear(side: Side) -> None:
     packed = side.ops.pack_linear(side.there(random(8, 16)), side.there(random(8)))
-    assert isinstance(packed, CudaLinear) and (packed.num_out, packed.num_in) == (8, 16)
+    assert isinstance(packed, PlainLinear) and (packed.num_out, packed.num_in) == (8, 16)
     x = side.there(random(2, 16))
     for bad in (x[:, :15], x.half(), x.t(), x[0]):
         with pytest.raises(ValueError, match=r"x: expected \[T, 16\] torch\.float32 with a dense last dimension"):
@@ -362,7 +362,7 @@ def test_a_segment_of_exact_attention_does_not_depend_on_the_others(side: Side) 
 
 
 def test_segments_are_sent_once_and_checked(side: Side) -> None:
-    ops = side.ops._packed
+    ops = side.ops.attention_packed.__self__
     q, k, v = (side.there(x) for x in qkv(12, 16, torch.float32))
     first, longest = ops._segments(q, k, v, [0, 4, 12])
     assert longest == 8 and first.tolist() == [0, 4, 12] and first.dtype is torch.int32

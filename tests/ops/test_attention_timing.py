@@ -155,8 +155,12 @@ def test_towers_of_pictures_keep_what_was_not_measured(library: Library, monkeyp
     for chosen in (None, Chosen("flashinfer"), Chosen("flashinfer", "measured", only_paged=True)):
         ops = CudaOps(CPU, NUM_SMS, send, attention=chosen)
         table = {choice.op: choice for choice in ops.choices()}
-        packed[chosen] = table["attention_packed"].implementation, isinstance(ops._packed, FlashInferAttention)
-        assert isinstance(ops._paged, FlashInferAttention) == (table["attention_paged"].implementation == "flashinfer")
+        packed[chosen] = (
+            table["attention_packed"].implementation,
+            isinstance(ops.attention_packed.__self__, FlashInferAttention),
+        )
+        by_flashinfer = isinstance(ops.attention_paged.__self__, FlashInferAttention)
+        assert by_flashinfer == (table["attention_paged"].implementation == "flashinfer")
         assert (chosen is None) == (table["attention_paged"].implementation == "triton")
     assert list(packed.values()) == [("triton", False), ("flashinfer", True), ("triton", False)]
 

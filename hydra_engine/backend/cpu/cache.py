@@ -68,7 +68,7 @@ class CacheOps:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         desc = self.desc(cache)
-        strides = checks.check_rope(q, k, v, rotary, cache, layer, slots)
+        q_stride, k_stride, v_stride, cos_stride, sin_stride = checks.check_rope(q, k, v, rotary, cache, layer, slots)
         tokens, num_heads, dim = shape = q.shape
         normed: tuple[int, int, float] | tuple[()] = ()
         if norms is not None:
@@ -80,16 +80,16 @@ class CacheOps:
         desc.rope_and_write(
             layer,
             q.data_ptr(),
-            strides.q,
+            q_stride,
             num_heads,
             k.data_ptr(),
-            strides.k,
+            k_stride,
             v.data_ptr(),
-            strides.v,
+            v_stride,
             cos.data_ptr(),
-            strides.cos,
+            cos_stride,
             sin.data_ptr(),
-            strides.sin,
+            sin_stride,
             slots.data_ptr(),
             tokens,
             out.data_ptr(),

@@ -46,10 +46,8 @@ class NativeLinear:
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
     """weight [num_out, K], bias [num_out] -> packed; nothing of the originals is kept."""
-    if weight.dim() != 2 or weight.dtype not in DTYPE_CODES or not weight.is_cpu:
-        raise ValueError(f"weight: expected [num_out, K] of a float type on the CPU, got {_described(weight)}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in DTYPE_CODES):
-        raise ValueError(f"bias: expected [{weight.shape[0]}] of a float type, got {_described(bias)}")
+    checks.check_linear(weight, bias)
+    checks.check_device(torch.device("cpu"), (("weight", weight),))
     return NativeLinear(weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous(), bias)
 
 
@@ -63,16 +61,14 @@ def linear(
 ) -> Tensor:
     """act(x @ W^T + bias) + residual: x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
     assert isinstance(weight, NativeLinear)
-    rows, stride = _check_rows("x", x, weight.num_in, weight.dtype)
+    rows, stride = checks.check_rows("x", x, weight.num_in, weight.dtype)
     if out_dtype is None:
         out_dtype = x.dtype
     elif out_dtype is not torch.float32 and out_dtype is not x.dtype:
         raise ValueError(f"out_dtype: expected {x.dtype} or torch.float32, got {out_dtype}")
     address, residual_stride = 0, 0
     if residual is not None:
-        residual_rows, residual_stride = _check_rows("residual", residual, weight.num_out, out_dtype)
-        if residual_rows != rows:
-            raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
+        _, residual_stride = checks.check_rows("residual", residual, weight.num_out, out_dtype, rows)
         address = residual.data_ptr()
     out = torch.empty((rows, weight.num_out), dtype=out_dtype)
     _C.linear(
@@ -94,7 +90,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() == 3:
         return _rms_norm_heads(x, weight, eps)
     columns = x.shape[-1]
-    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
+    rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     wide = checks.check_norm_weight(weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     dtype = DTYPE_CODES[x.dtype]
@@ -116,10 +112,8 @@ def _rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [T, C]. A contiguous `residual` is overwritten with the sum."""
     columns = x.shape[-1]
-    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
-    residual_rows, residual_stride = _check_rows("residual", residual, columns, x.dtype)
-    if residual_rows != rows:
-        raise ValueError(f"residual: expected {rows} rows as x, got {residual_rows}")
+    rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
+    _, residual_stride = checks.check_rows("residual", residual, columns, x.dtype, rows)
     wide = checks.check_norm_weight(weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
@@ -143,9 +137,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) * rsqrt(variance + eps) * weight + bias, rounded once: [T, C]."""
     columns = x.shape[-1]
-    rows, stride = _check_rows("x", x, weight.shape[-1], x.dtype)
-    _check_vector("weight", weight, x)
-    _check_vector("bias", bias, x)
+    rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
+    checks.check_norm_weight(weight, x, wide=False)
+    checks.check_norm_weight(bias, x, wide=False, name="bias")
     out = torch.empty((rows, columns), dtype=x.dtype)
     _C.layer_norm(
         x.data_ptr(),
@@ -164,9 +158,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
     """gate_up [T, 2 * F] -> act(gate) * up [T, F], gate first; act(gate) is rounded to the dtype before the product."""
     both = gate_up.shape[-1]
-    rows, stride = _check_rows("gate_up", gate_up, both, gate_up.dtype)
+    rows, stride = checks.check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:
-        raise ValueError(f"gate_up: expected [T, 2 * F], got {_described(gate_up)}")
+        raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
     out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
     _C.act_and_mul(
         gate_up.data_ptr(),
@@ -182,18 +176,18 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], pairs (i, i + D/2) turned by cos, sin [T, D/2] float32 of their token."""
-    strides = checks.check_rotate(x, cos, sin)
+    stride, head_stride, cos_stride, sin_stride = checks.check_rotate(x, cos, sin)
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads, dim), dtype=x.dtype)
     _C.rotate(
         x.data_ptr(),
-        strides.x,
+        stride,
         heads,
-        strides.x_head,
+        head_stride,
         cos.data_ptr(),
-        strides.cos,
+        cos_stride,
         sin.data_ptr(),
-        strides.sin,
+        sin_stride,
         out.data_ptr(),
         tokens,
         dim,
@@ -214,31 +208,3 @@ def _activation_code(act: str) -> int:
     if code is None:
         raise ValueError(f"act: expected one of {', '.join(ACTIVATION_CODES)}, got {act!r}")
     return code
-
-
-def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype) -> tuple[int, int]:
-    """x must be [T, columns] of `dtype`, rows at any stride; returns (T, elements between rows)."""
-    shape, strides = x.shape, x.stride()
-    if (
-        len(shape) != 2
-        or shape[1] != columns
-        or x.dtype is not dtype
-        or dtype not in DTYPE_CODES
-        or (strides[1] != 1 and columns > 1)
-        or not x.is_cpu
-    ):
-        wanted = dtype if dtype in DTYPE_CODES else "float32, bfloat16 or float16"
-        raise ValueError(
-            f"{name}: expected [T, {columns}] {wanted} on the CPU with a dense last dimension, got {_described(x)}"
-        )
-    return shape[0], strides[0]
-
-
-def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
-    columns = x.shape[-1]
-    if vector.shape != (columns,) or vector.dtype is not x.dtype or not vector.is_contiguous() or columns == 0:
-        raise ValueError(f"{name}: expected contiguous [{max(columns, 1)}] {x.dtype}, got {_described(vector)}")
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}"

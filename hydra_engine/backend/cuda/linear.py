@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.reference.ops import PlainLinear
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.epilogue import finish
 from hydra_kernels.linear import invariant_linear, small_linear
@@ -30,23 +31,6 @@ def implementation(rows: int, *, deterministic: bool) -> Implementation:
     return "small" if rows <= SMALL_ROWS else "cublas"
 
 
-class CudaLinear:
-    """The weight as it is, [num_out, K] in its own dtype on the device."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        if weight.dim() != 2 or weight.dtype not in checks.COMPUTE_DTYPES:
-            raise ValueError(f"weight: expected [num_out, K] of a float type, got {checks.described(weight)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected [{weight.shape[0]}], got {checks.described(bias)}")
-        self.num_out, self.num_in = weight.shape
-        self.weight = weight.detach().contiguous()
-        self.bias = None if bias is None else bias.detach().to(weight.dtype).contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
 def prepare() -> None:
     """Sums of 16-bit products in float32, also those that cuBLAS splits over the device. Of the whole process."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -57,12 +41,12 @@ def linear(
     x: Tensor,
     weight: PackedLinear,
     *,
-    act: Activation,
-    residual: Tensor | None,
-    out_dtype: torch.dtype | None,
+    act: Activation = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     deterministic: bool,
 ) -> Tensor:
-    assert isinstance(weight, CudaLinear)
+    assert isinstance(weight, PlainLinear)
     dtype = out_dtype or x.dtype
     _check(x, weight, act, residual, dtype)
     if x.shape[0] == 0:
@@ -75,7 +59,7 @@ def linear(
     return result
 
 
-def _cublas(x: Tensor, weight: CudaLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _cublas(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     if dtype is not x.dtype:
         return finish(_sums(x, weight.weight), weight.bias, residual, act, dtype)
     if act == "none" and residual is not None and weight.bias is None:
@@ -91,16 +75,14 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def _check(x: Tensor, weight: CudaLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> None:
-    dense = x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] <= 1)
-    if not dense or x.shape[1] != weight.num_in or x.dtype is not weight.weight.dtype:
-        wanted = f"[T, {weight.num_in}] {weight.weight.dtype} with a dense last dimension"
-        raise ValueError(f"x: expected {wanted}, got {checks.described(x)}")
-    checks.check_device(weight.weight.device, (("x", x),))
+def _check(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> None:
+    device = weight.weight.device
+    rows, _ = checks.check_rows("x", x, weight.num_in, weight.weight.dtype, on_host=False)
+    checks.check_device(device, (("x", x),))
     if act != "none" and act not in ACTIVATIONS:
         raise ValueError(f"act: expected none, {', '.join(ACTIVATIONS)}, got {act!r}")
     if residual is not None:
-        if residual.shape != (x.shape[0], weight.num_out) or residual.dtype is not dtype:
-            wanted = f"[{x.shape[0]}, {weight.num_out}] {dtype}"
+        if residual.shape != (rows, weight.num_out) or residual.dtype is not dtype:
+            wanted = f"[{rows}, {weight.num_out}] {dtype}"
             raise ValueError(f"residual: expected {wanted}, got {checks.described(residual)}")
-        checks.check_device(x.device, (("residual", residual),))
+        checks.check_device(device, (("residual", residual),))

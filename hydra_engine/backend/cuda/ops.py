@@ -6,20 +6,12 @@ delta_rule.py, everything else is one kernel of hydra_kernels. Nothing here wait
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import (
-    Activation,
-    AttentionPlan,
-    OpChoice,
-    PackedLinear,
-    PackedPlan,
-    PagedCache,
-    SamplingTensors,
-    Segments,
-    StateRows,
-)
+from hydra_engine.backend.base import OpChoice, PackedLinear, SamplingTensors, StateRows
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
@@ -28,7 +20,7 @@ from hydra_engine.backend.cuda.cache import CudaCacheOps
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer_choices
 from hydra_engine.backend.device import Send
-from hydra_engine.backend.reference.ops import ALL_OPS
+from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
@@ -73,6 +65,12 @@ class CudaOps(CudaCacheOps):
 
     name = "cuda"
 
+    rms_norm = staticmethod(rms_norm)
+    layer_norm = staticmethod(layer_norm)
+    act_and_mul = staticmethod(act_and_mul)
+    rotate = staticmethod(rotate)
+    gated_rms_norm = staticmethod(gated_rms_norm)
+    sigmoid_mul = staticmethod(sigmoid_mul)
     plan_decode_states = staticmethod(cuda_states.plan_decode)
     causal_conv = staticmethod(cuda_states.causal_conv)
     delta_rule = staticmethod(cuda_states.delta_rule)
@@ -89,85 +87,32 @@ class CudaOps(CudaCacheOps):
         self.deterministic = deterministic
         super().__init__(device)
         by_triton = CudaAttention(device, num_sms, send, deterministic=deterministic)
-        self._paged: CudaAttention | FlashInferAttention = by_triton
-        self._packed: CudaAttention | FlashInferAttention = by_triton
+        paged: CudaAttention | FlashInferAttention = by_triton
+        packed: CudaAttention | FlashInferAttention = by_triton
         self._attention_choices: dict[str, tuple[str, str]] = {}
         if attention is not None and attention.name != TRITON:
-            self._paged = FlashInferAttention(device, num_sms, send, by_triton)
-            self._packed = by_triton if attention.only_paged else self._paged
+            paged = FlashInferAttention(device, num_sms, send, by_triton)
+            packed = by_triton if attention.only_paged else paged
             self._attention_choices = flashinfer_choices(attention)
+        self.plan_attention, self.plan_decode, self.attention_paged = paged.plan, paged.plan_decode, paged.paged
+        self.plan_packed, self.attention_packed = packed.plan_packed, packed.packed
         self._send = send
+        self.linear = partial(cuda_linear.linear, deterministic=deterministic)
         cuda_linear.prepare()
 
     def choices(self) -> tuple[OpChoice, ...]:
         chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
         return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
 
-    # ---- linear algebra
-
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return cuda_linear.CudaLinear(weight, bias)
-
-    def linear(
-        self,
-        x: Tensor,
-        weight: PackedLinear,
-        *,
-        act: Activation = "none",
-        residual: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return cuda_linear.linear(
-            x, weight, act=act, residual=residual, out_dtype=out_dtype, deterministic=self.deterministic
-        )
-
-    # ---- element-wise and norms
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+        return PlainLinear(weight, bias, weight.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum takes the place of `residual`."""
         return add_rms_norm(x, residual, weight, eps), residual
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return layer_norm(x, weight, bias, eps)
-
-    def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
-        return act_and_mul(gate_up, act)
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(x, cos, sin)
-
-    def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-        return gated_rms_norm(x, weight, gate, eps)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return sigmoid_mul(x, gate)
-
-    # ---- recurrent states
-
     def plan_states(self, rows: StateRows) -> StateRows:
         return cuda_states.plan(rows, self._send)
-
-    # ---- attention
-
-    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        return self._paged.plan(cu_q, num_context, block_tables)
-
-    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        return self._paged.plan_decode(num_context, block_tables)
-
-    def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        return self._paged.paged(q, cache, layer, plan, scale)
-
-    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
-        return self._packed.plan_packed(cu_seqlens, max_length)
-
-    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
-        return self._packed.packed(q, k, v, cu_seqlens, scale)
-
-    # ---- sampling
 
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         return sample(logits, *sampling)

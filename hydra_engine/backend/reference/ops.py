@@ -58,18 +58,14 @@ ALL_OPS = (
 _LINEAR_ROWS = 32  # rows per matrix product
 
 
-class ReferenceLinear:
-    """The weight as float32 [num_out, K], twice the size of a 16-bit original: the reference trades memory for
-    simplicity."""
+class PlainLinear:
+    """`PackedLinear` of backend/base.py: the weight as it is, [num_out, K], and the bias, in `dtype`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        if weight.dim() != 2 or weight.dtype not in checks.COMPUTE_DTYPES:
-            raise ValueError(f"weight: expected [num_out, K] of a float type, got {checks.described(weight)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected [{weight.shape[0]}], got {checks.described(bias)}")
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        checks.check_linear(weight, bias)
         self.num_out, self.num_in = weight.shape
-        self.weight = weight.detach().float().contiguous()
-        self.bias = None if bias is None else bias.detach().float()
+        self.weight = weight.detach().to(dtype).contiguous()
+        self.bias = None if bias is None else bias.detach().to(dtype).contiguous()
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +89,8 @@ class ReferenceOps:
     # ---- linear algebra
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return ReferenceLinear(weight, bias)
+        """In float32, twice the size of a 16-bit original: the reference trades memory for simplicity."""
+        return PlainLinear(weight, bias, torch.float32)
 
     def linear(
         self,
@@ -105,11 +102,11 @@ class ReferenceOps:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """act(x @ W^T + bias) + residual, 32 rows at a time."""
-        assert isinstance(weight, ReferenceLinear)
-        _check_rows("x", x, weight.num_in)
+        assert isinstance(weight, PlainLinear)
+        checks.check_rows("x", x, weight.num_in, x.dtype)
         out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
         if residual is not None:
-            _check_rows("residual", residual, weight.num_out, out.dtype, rows=x.shape[0])
+            checks.check_rows("residual", residual, weight.num_out, out.dtype, x.shape[0])
         for begin, end in tiles(x.shape[0], _LINEAR_ROWS):
             product = padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
             if weight.bias is not None:
@@ -125,7 +122,7 @@ class ReferenceOps:
         if x.dim() == 3:
             checks.check_strided_heads("x", x, weight.shape[0])
             return self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
-        _check_rows("x", x, weight.shape[0])
+        checks.check_rows("x", x, weight.shape[0], x.dtype)
         wide_weight = checks.check_norm_weight(weight, x)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -135,18 +132,18 @@ class ReferenceOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """s = x + residual; (rms_norm(s), s)."""
-        _check_rows("residual", residual, weight.shape[0], x.dtype, rows=x.shape[0])
+        checks.check_rows("residual", residual, weight.shape[0], x.dtype, x.shape[0])
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once."""
-        _check_rows("x", x, weight.shape[0], weight.dtype)
+        checks.check_rows("x", x, weight.shape[0], weight.dtype)
         return F.layer_norm(x.float(), (x.shape[1],), weight.float(), bias.float(), eps).to(x.dtype)
 
     def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         """round(act(gate)) * up, where gate_up = [gate | up]."""
-        _check_rows("gate_up", gate_up, gate_up.shape[-1])
+        checks.check_rows("gate_up", gate_up, gate_up.shape[-1], gate_up.dtype)
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
         gate, up = gate_up.chunk(2, dim=-1)
@@ -193,7 +190,7 @@ class ReferenceOps:
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         """data[slot / S, layer, x, slot % S] = rows[x][t] for every t with slot = slots[t] >= 0."""
         checks.check_write(cache, layer, rows, slots)
-        _check_slots("slots", slots, cache, skip=True)
+        _check_slots(slots, cache, least=-1)
         kept = slots >= 0
         block, offset = _split(slots[kept], cache)
         for x, source in enumerate(rows):
@@ -231,7 +228,7 @@ class ReferenceOps:
     ) -> None:
         """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m], or += that."""
         checks.check_merge(hidden, rows, cache, slots, plane)
-        _check_slots("slots", slots, cache)
+        _check_slots(slots, cache)
         _check_range("rows", rows, hidden.shape[0])
         block, offset = _split(slots, cache)
         features = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
@@ -239,11 +236,9 @@ class ReferenceOps:
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         """data[slot / S, layer, index, slot % S] for every slot."""
-        checks.check_cache(cache, layer)
+        checks.check_plane(cache, layer, index)
         checks.check_indices("slots", slots)
-        _check_slots("slots", slots, cache)
-        if not 0 <= index < cache.data.shape[2]:
-            raise ValueError(f"index: expected 0 to {cache.data.shape[2] - 1}, got {index}")
+        _check_slots(slots, cache)
         block, offset = _split(slots, cache)
         return cache.data[block, layer, index, offset]
 
@@ -336,8 +331,8 @@ def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:
     return torch.div(slots, size, rounding_mode="floor"), slots % size
 
 
-def _check_slots(name: str, slots: Tensor, cache: PagedCache, *, skip: bool = False) -> None:
-    _check_range(name, slots, cache.num_blocks * cache.block_size, least=-1 if skip else 0)
+def _check_slots(slots: Tensor, cache: PagedCache, least: int = 0) -> None:
+    _check_range("slots", slots, cache.num_blocks * cache.block_size, least)
 
 
 def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
@@ -356,17 +351,3 @@ def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> N
         raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {bounds[:8]}")
     _check_range("rows", rows.reads, places)
     _check_range("rows", rows.writes, places, least=-1)
-
-
-def _check_rows(name: str, x: Tensor, columns: int, dtype: torch.dtype | None = None, rows: int | None = None) -> None:
-    if (
-        x.dim() != 2
-        or x.shape[1] != columns
-        or (dtype is not None and x.dtype is not dtype)
-        or x.dtype not in checks.COMPUTE_DTYPES
-        or (rows is not None and x.shape[0] != rows)
-    ):
-        wanted = "T" if rows is None else rows
-        raise ValueError(
-            f"{name}: expected [{wanted}, {columns}] {dtype or 'of a float type'}, got {checks.described(x)}"
-        )
