@@ -147,6 +147,7 @@ class Front:
                 logger.warning("%s; until then chat requests are refused, completions are not", NO_TEMPLATE)
         except BaseException:
             beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
             loader.close()
             await self._supervisor.stop()
             raise

@@ -57,8 +57,9 @@ def test_a_captured_grid_may_be_larger_than_the_step() -> None:
 
 
 def test_scores_far_from_zero() -> None:
+    """Of some hundreds, where one unit in the last place of float32 is 3e-5."""
     step = make_step([(40, 70)], (2, 1, 32), 16, torch.float32)
-    assert_attention_close(prefill(step, 40.0), step.expected(40.0))
+    torch.testing.assert_close(prefill(step, 40.0), step.expected(40.0), rtol=0, atol=3e-4)
 
 
 def test_nothing_in_nothing_out() -> None:
