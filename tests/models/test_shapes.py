@@ -22,7 +22,7 @@ from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import SHAPES, EngineConfig
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import CheckpointError
+from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.build import build_model
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.loading.random_weights import fill_random
@@ -203,8 +203,13 @@ def test_it_chats_about_a_picture(name: str, tmp_path: Path) -> None:
     assert len(result.token_ids) == 6 and len(result.text) >= 6
 
 
-def test_without_the_flag_it_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_flag_it_says_what_is_missing() -> None:
     with pytest.raises(CheckpointError, match=r"has neither .*--load-format random draws weights from a seed"):
         Engine("qwen2.5-vl-7b", kv_cache_gib=0.25, image_cache_gib=0.5, max_model_len=1024)
+
+
+def test_a_start_that_fails_at_once_awaits_what_loads_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ResourceError, match="give at least --kv-cache-gib"):
+        Engine("qwen2.5-vl-7b", kv_cache_gib=0.01, image_cache_gib=0.01, max_model_len=1024)
     gc.collect()
-    assert "never retrieved" not in caplog.text  # of what loads beside the weights
+    assert "never retrieved" not in caplog.text

@@ -63,8 +63,8 @@ class InnerRun:
 
 
 def _round_products_once() -> None:
-    """Computes the interpreter's products in float64. They are numpy's, whose kernels for some processors sum a row in an
-    order that depends on its place in the tile; a GPU's do not."""
+    """Computes the interpreter's products in float64. They are numpy's, whose kernels for some processors sum a row in
+    an order that depends on its place in the tile; a GPU's do not."""
     from triton.language import float64
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
