@@ -31,7 +31,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
 from hydra_engine.models.specs.geometry import shortest_edge_size
-from hydra_engine.preprocess.media import pixels, resize
+from hydra_engine.preprocess.media import pixels
 from hydra_engine.preprocess.media.images import inspected
 from hydra_engine.preprocess.media.payloads import content_of_file, payloads_of
 from hydra_engine.preprocess.sandbox.decoders import Decoders
@@ -182,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     decoders = Decoders()
-    print(f"ms of a core per picture, resize: {resize.describe()}; best of many [median]")
+    print(f"ms of a core per picture, resize: {pixels.describe()}; best of many [median]")
     names = ("served", "in process", "decode", "resize", "transformers")
     print(f"{'':28}" + "".join(f"{name:>18}" for name in names) + f"{'latency':>9}{'ratio':>7}{'off':>4}")
     results = []
@@ -200,7 +200,7 @@ def main() -> None:
                 )
     finally:
         decoders.close()
-    emit({"bench": "preprocess", "resize": resize.describe(), "results": results, "card": card()})
+    emit({"bench": "preprocess", "resize": pixels.describe(), "results": results, "card": card()})
 
 
 if __name__ == "__main__":

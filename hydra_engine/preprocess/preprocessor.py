@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
@@ -30,7 +30,6 @@ from hydra_engine.preprocess.sandbox.grammars import Grammars
 from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.template_files import read_given
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from hydra_engine.preprocess.text.transformers_prompt import place_in_ids, place_in_text
 
 MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
@@ -349,3 +348,24 @@ def _check_limits(slo: Slo, priority: int) -> None:
             f"priority must be an integer from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}; the smaller one goes first",
             param="priority",
         )
+
+
+def place_in_text(
+    text: str, media: Sequence[Media], processor: ProcessorSpec, tokenizer: Tokenizer, *, add_special_tokens: bool
+) -> tuple[list[int], list[Media]]:
+    """`text` holds the placeholder once per picture, and no image tokens besides. Returns the token ids, and the
+    pictures without the text that is among these now."""
+    image_token = tokenizer.token(processor.image_token_id)
+    pieces = text.split(processor.placeholder)
+    assert image_token is not None and len(pieces) == len(media) + 1, "placeholders were counted"
+    written = [pieces[0]]
+    for picture, piece in zip(media, pieces[1:], strict=True):
+        texts = [part if isinstance(part, str) else image_token for part in picture.plan.parts]
+        written += [*texts, piece]
+    token_ids = tokenizer.encode("".join(written), add_special_tokens=add_special_tokens)
+    return token_ids, [replace(picture, plan=picture.plan._replace(parts=picture.plan.items)) for picture in media]
+
+
+def place_in_ids(token_ids: Sequence[int], processor: ProcessorSpec) -> list[int]:
+    """The same for a prompt that came as token ids; what is around the pictures is tokenised by itself."""
+    return [processor.image_token_id if id == processor.placeholder_id else id for id in token_ids]

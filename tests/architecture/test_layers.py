@@ -88,7 +88,7 @@ WINGS = {
 }
 HOOKS = "instance/hooks.py"
 # Besides the backend, only this file calls the extension: for pictures, which are no devices' business.
-PICTURES_IN_C = "preprocess/media/resize.py"
+PICTURES_IN_C = "preprocess/media/pixels.py"
 # What a topology names is compared with what the driver shows: this file may ask, by a file of the backend that is free
 # of torch until an instance chooses.
 ASKS_FOR_DEVICES = ("frontend/routing/placement.py", "hydra_engine.backend")

@@ -22,9 +22,9 @@ from hydra_engine.models.transformers_adapter.describe_spec import load_config, 
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
 from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.preprocess.media.media import Media
+from hydra_engine.preprocess.preprocessor import place_in_text
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
-from hydra_engine.preprocess.text.transformers_prompt import place_in_text
 from tests.models.driver import Driver, Request, Span
 
 GENERIC = SpecOptions(model_impl="transformers")

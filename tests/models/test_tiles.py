@@ -18,7 +18,8 @@ from hydra_engine.models.llava_next.model import LlavaNextVision
 from hydra_engine.models.loading.parameters import Renames
 from hydra_engine.models.loading.weights import canonical_name
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.media.payloads import content_of_image, process
+from hydra_engine.preprocess.media.payloads import content_of_image, payloads_of
+from hydra_engine.preprocess.media.pixels import render
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import picture
 from tests.models.families.cases import CASES
@@ -119,7 +120,8 @@ def test_tiles_have_names_of_their_own(checkpoint: CheckpointFactory) -> None:
     def digests(seed: int) -> list[bytes]:
         image = picture((80, 60), seed)
         plan = spec.plan_image(*image.size)
-        return [bytes(one.digest) for one in process(image, content_of_image(image), plan, spec.preprocess)]
+        pixels = render([image], plan.views, spec.preprocess.resample)
+        return [bytes(one.digest) for one in payloads_of(pixels, content_of_image(image), plan, spec.preprocess)]
 
     assert digests(1) == digests(1)
     assert len(set(digests(1) + digests(2))) == 2 * len(digests(1)) > 10

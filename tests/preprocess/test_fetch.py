@@ -17,7 +17,6 @@ from hydra_engine.config import EngineConfig, MediaConfig
 from hydra_engine.core.byte_budget import ByteBudget, Lease
 from hydra_engine.errors import ConfigError, InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
 from hydra_engine.preprocess.media import fetch, sources
-from hydra_engine.preprocess.media.addresses import is_public
 from hydra_engine.preprocess.media.fetch import MediaFetcher
 from hydra_engine.preprocess.media.sources import (
     DataUrl,
@@ -25,6 +24,7 @@ from hydra_engine.preprocess.media.sources import (
     LocalFile,
     RemoteFile,
     classify,
+    is_public,
     read_local,
 )
 

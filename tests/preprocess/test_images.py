@@ -14,7 +14,8 @@ from PIL import Image, ImageFile
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage
 from hydra_engine.preprocess.media import pixels
-from hydra_engine.preprocess.media.images import from_array, from_pil, inspected, probe
+from hydra_engine.preprocess.media.containers import inspect
+from hydra_engine.preprocess.media.images import from_array, from_pil, inspected, upright_size
 
 LIMITS = MediaConfig()
 Encode = Callable[..., bytes]
@@ -24,6 +25,11 @@ LEAKS = re.compile(r"0x[0-9a-f]{4}|BytesIO|<|/|PIL|Traceback")
 
 def decode(data: bytes, limits: MediaConfig) -> Image.Image:
     return Image.fromarray(pixels.decode(inspected(data, limits)))
+
+
+def probed(data: bytes) -> tuple[int, int]:
+    """(width, height) of the upright picture, from the header alone."""
+    return upright_size(inspect(data))
 
 
 def refused(data: bytes, limits: MediaConfig = LIMITS) -> InvalidImage:
@@ -172,9 +178,9 @@ def test_pillows_global_limits_and_warnings_stay_as_they_are(encoded: Encode) ->
 
 def test_probe_reads_the_upright_size_without_decoding(encoded: Encode, picture: Picture) -> None:
     for format, options in FILES:
-        assert probe(encoded(picture(24, 18), format, **options)) == (24, 18)
-    assert probe(encoded(picture(24, 18), "JPEG", exif=exif(6))) == (18, 24)
-    assert probe(png(30_000, 20_000)) == (30_000, 20_000)
+        assert probed(encoded(picture(24, 18), format, **options)) == (24, 18)
+    assert probed(encoded(picture(24, 18), "JPEG", exif=exif(6))) == (18, 24)
+    assert probed(png(30_000, 20_000)) == (30_000, 20_000)
 
 
 # ---- modes
@@ -388,4 +394,4 @@ def test_all_small_sizes_keep_their_geometry(encoded: Encode) -> None:
     for width in range(1, 65, 3):
         for height in range(1, 65, 3):
             data = encoded(Image.new("L", (width, height)), "BMP")
-            assert probe(data) == decode(data, LIMITS).size == (width, height)
+            assert probed(data) == decode(data, LIMITS).size == (width, height)

@@ -8,8 +8,8 @@ import pytest
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media import pixel_cache
-from hydra_engine.preprocess.media.pixel_cache import Payloads, PixelCache
+from hydra_engine.preprocess.media import payloads as module
+from hydra_engine.preprocess.media.payloads import Payloads, PixelCache
 
 
 def payloads(size: int, name: int = 0) -> Payloads:
@@ -84,8 +84,8 @@ def test_one_thread_makes_what_many_want() -> None:
 
 def test_a_failure_reaches_everybody_who_waits_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, entered, gate = PixelCache(1000), threading.Event(), threading.Event()
-    waiting, wait = threading.Semaphore(0), pixel_cache._wait
-    monkeypatch.setattr(pixel_cache, "_wait", lambda promise: (waiting.release(), wait(promise))[1])
+    waiting, wait = threading.Semaphore(0), module._wait
+    monkeypatch.setattr(module, "_wait", lambda promise: (waiting.release(), wait(promise))[1])
 
     def fail() -> Payloads:
         entered.set()

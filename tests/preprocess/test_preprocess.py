@@ -11,7 +11,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
-from hydra_engine.preprocess.media.payloads import content_of_file, content_of_image, payloads_of, plan_digest, process
+from hydra_engine.preprocess.media.payloads import content_of_file, content_of_image, payloads_of, plan_digest
 from hydra_engine.preprocess.media.pixels import num_bytes, render
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -126,7 +126,7 @@ def test_every_item_gets_its_pictures(picture: Picture) -> None:
     plan = MediaPlan(views, ("<row>", item(6, 4, 3), "\n", item(6, 4, 2), item(8, 8)))
     image = picture(20, 10)
     data = render([image], views, "bicubic")
-    made = process(image, b"c" * 32, plan, SPEC)
+    made = payloads_of(render([image], plan.views, SPEC.resample), b"c" * 32, plan, SPEC)
     assert made == payloads_of(data, b"c" * 32, plan, SPEC)
     assert [(p.width, p.height, p.count) for p in made] == [(6, 4, 3), (6, 4, 2), (8, 8, 1)]
     assert b"".join(p.data for p in made) == data

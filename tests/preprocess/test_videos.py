@@ -19,7 +19,8 @@ from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo, View
 from hydra_engine.preprocess.media import pixels
 from hydra_engine.preprocess.media.images import inspected as inspected_image
-from hydra_engine.preprocess.media.videos import VideoJob, checked, content_of_frames, info_of_frames, inspected
+from hydra_engine.preprocess.media.payloads import content_of_frames
+from hydra_engine.preprocess.media.videos import VideoJob, checked, info_of_frames, inspected
 from hydra_engine.preprocess.sandbox import video_child
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.image_child import FramesJob

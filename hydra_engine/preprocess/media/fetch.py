@@ -23,8 +23,15 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.byte_budget import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import MediaFetchFailed, Unavailable
-from hydra_engine.preprocess.media.addresses import IPAddress, is_public, literal
-from hydra_engine.preprocess.media.sources import RemoteFile, checked_url, max_bytes, private
+from hydra_engine.preprocess.media.sources import (
+    IPAddress,
+    RemoteFile,
+    checked_url,
+    is_public,
+    literal,
+    max_bytes,
+    private,
+)
 
 MAX_REDIRECTS = 3
 MAX_FETCHES = 256  # at once; what they may hold together is `max_fetched_bytes`

@@ -30,11 +30,6 @@ _large = threading.Lock()
 _loading = threading.Lock()
 
 
-def probe(data: bytes) -> tuple[int, int]:
-    """(width, height) of the upright picture, from the header alone. Raises InvalidImage."""
-    return upright_size(inspect(data))
-
-
 def upright_size(container: Container) -> tuple[int, int]:
     if container.orientation >= 5:
         return container.height, container.width

@@ -24,12 +24,18 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.models.specs.base import MediaPlan, ModelSpec, PreprocessSpec, VideoInfo, VideoPlan, VisionSpec
+from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VisionSpec
 from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.preprocess.media import images, videos
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
-from hydra_engine.preprocess.media.payloads import content_of_file, content_of_image, payloads_of, plan_digest
-from hydra_engine.preprocess.media.pixel_cache import PixelCache
+from hydra_engine.preprocess.media.payloads import (
+    PixelCache,
+    content_of_file,
+    content_of_frames,
+    content_of_image,
+    payloads_of,
+    plan_digest,
+)
 from hydra_engine.preprocess.media.pixels import render
 from hydra_engine.preprocess.media.sources import (
     DataUrl,
@@ -203,75 +209,72 @@ class MediaLoader:
         """The header here, the pixels in a child process. The plan's views, and so the budget, are in every digest."""
         container = images.inspected(data, self._limits)
         size = images.upright_size(container)
-        plan, spec, content = vision.plan_image(*size, budget), vision.preprocess, content_of_file(data)
-
-        def make() -> tuple[PixelPayload, ...]:
-            with images.room_for(container.width * container.height):
-                pixels = self._decoders.render(ImageJob(container, plan.views, spec.resample))
-                return self._payloads(pixels, content, plan, spec)
-
-        payloads = self._pixels.get_or_make(_key(plan_digest(content, plan.views, spec), salt), make)
-        return Media("image", size, _planned(plan, payloads), payloads)
+        plan = vision.plan_image(*size, budget)
+        pixels = partial(self._decoders.render, ImageJob(container, plan.views, vision.preprocess.resample))
+        return self._media("image", size, plan, content_of_file(data), pixels, salt, decoded=size[0] * size[1])
 
     def _from_picture(self, image: Image.Image, vision: VisionSpec, budget: PixelBudget, salt: str) -> Media:
         """A picture that is in memory already."""
-        plan, spec, content = vision.plan_image(*image.size, budget), vision.preprocess, content_of_image(image)
-
-        def make() -> tuple[PixelPayload, ...]:
-            return self._payloads(render([image], plan.views, spec.resample), content, plan, spec)
-
-        payloads = self._pixels.get_or_make(_key(plan_digest(content, plan.views, spec), salt), make)
-        return Media("image", image.size, _planned(plan, payloads), payloads)
-
-    def _payloads(
-        self, pixels: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSpec
-    ) -> tuple[PixelPayload, ...]:
-        """Of one picture; models that run through transformers have a processor of their own."""
-        if self._processor is None:
-            return payloads_of(pixels, content, plan, spec)
-        digest = ImageDigest(plan_digest(content, plan.views, spec))
-        return (self._processor.process(digest, plan.views[0].canvas, pixels),)
+        plan = vision.plan_image(*image.size, budget)
+        pixels = partial(render, [image], plan.views, vision.preprocess.resample)
+        return self._media("image", image.size, plan, content_of_image(image), pixels, salt)
 
     def _from_video(self, data: bytes, vision: VisionSpec, salt: str) -> Media:
         """Nothing of the file is parsed in this process."""
         info = videos.checked(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
         video = vision.plan_video(info)
         job = videos.VideoJob(data, video.frames, video.media.views, vision.preprocess.resample)
-        return self._video(info, video, [content_of_file(data)], lambda: self._decoders.render(job), salt)
+        content = content_of_frames([content_of_file(data)], video.frames)
+        return self._media("video", info[:2], video.media, content, partial(self._decoders.render, job), salt)
 
     def _from_frames(self, frames: Frames, vision: VisionSpec, salt: str) -> Media:
         values = [read_local(picture, self._limits) for picture in frames.pictures]
-        if all(isinstance(value, bytes) for value in values):
-            return self._from_frame_files(values, frames.fps, vision, salt)
-        if any(isinstance(value, bytes) for value in values):
+        are_files = [isinstance(value, bytes) for value in values]
+        if any(are_files) and not all(are_files):
             raise InvalidRequest("the frames of a video must all be files or all be pictures in memory")
-        pictures = [self._in_memory(value) for value in values]
-        info = videos.info_of_frames([picture.size for picture in pictures], frames.fps, self._limits)
-        video = vision.plan_video(info)
-        chosen = [pictures[index] for index in video.frames]
-        contents = [content_of_image(picture) for picture in chosen]
-        make = partial(render, chosen, video.media.views, vision.preprocess.resample)
-        return self._video(info, video, contents, make, salt)
+        pictures: list[Any] = [
+            images.inspected(value, self._limits) if is_file else self._in_memory(value)
+            for value, is_file in zip(values, are_files, strict=True)
+        ]
+        sizes = [images.upright_size(picture) if any(are_files) else picture.size for picture in pictures]
+        info = videos.info_of_frames(sizes, frames.fps, self._limits)
+        video, resample = vision.plan_video(info), vision.preprocess.resample
+        chosen, views = [pictures[index] for index in video.frames], video.media.views
+        if any(are_files):
+            contents = [content_of_file(container.data) for container in chosen]
+            pixels = partial(self._decoders.render, FramesJob(tuple(chosen), views, resample))
+        else:
+            contents = [content_of_image(picture) for picture in chosen]
+            pixels = partial(render, chosen, views, resample)
+        content = content_of_frames(contents, video.frames)
+        return self._media("video", info[:2], video.media, content, pixels, salt)
 
-    def _from_frame_files(self, files: Sequence[bytes], fps: float, vision: VisionSpec, salt: str) -> Media:
-        containers = [images.inspected(data, self._limits) for data in files]
-        info = videos.info_of_frames([images.upright_size(container) for container in containers], fps, self._limits)
-        video = vision.plan_video(info)
-        chosen = tuple(containers[index] for index in video.frames)
-        job = FramesJob(chosen, video.media.views, vision.preprocess.resample)
-        contents = [content_of_file(container.data) for container in chosen]
-        return self._video(info, video, contents, lambda: self._decoders.render(job), salt)
-
-    def _video(
-        self, info: VideoInfo, video: VideoPlan, contents: Sequence[bytes], make_pixels: Callable[[], bytes], salt: str
+    def _media(
+        self,
+        kind: str,
+        size: tuple[int, int],
+        plan: MediaPlan,
+        content: bytes,
+        pixels: Callable[[], bytes],
+        salt: str,
+        decoded: int = 0,
     ) -> Media:
+        """What was made of this `content` under this plan and salt before, or is made of the `pixels` of its views.
+        `decoded` pixels of a picture exist meanwhile."""
         assert self._spec.vision is not None
-        plan, spec = video.media, self._spec.vision.preprocess
-        content = videos.content_of_frames(contents, video.frames)
-        payloads = self._pixels.get_or_make(
-            _key(plan_digest(content, plan.views, spec), salt), lambda: payloads_of(make_pixels(), content, plan, spec)
-        )
-        return Media("video", (info.width, info.height), plan, payloads)
+        spec = self._spec.vision.preprocess
+        digest = plan_digest(content, plan.views, spec)
+
+        def make() -> tuple[PixelPayload, ...]:
+            with images.room_for(decoded):
+                if kind == "image" and self._processor is not None:  # the model's own, which runs through transformers
+                    return (self._processor.process(ImageDigest(digest), plan.views[0].canvas, pixels()),)
+                return payloads_of(pixels(), content, plan, spec)
+
+        payloads = self._pixels.get_or_make(_key(digest, salt), make)
+        if isinstance(payloads[0], ProcessedPicture):  # what the processor makes of a picture is known now
+            plan = payloads[0].plan()
+        return Media(kind, size, plan, payloads)
 
     def _in_memory(self, value: Any) -> Image.Image:
         from_memory = images.from_pil if isinstance(value, Image.Image) else images.from_array
@@ -285,11 +288,6 @@ def _budget(part: MediaPart, pixels: PixelBudget) -> PixelBudget:
 def _key(digest: bytes, salt: str) -> bytes:
     """Of what is kept for requests with this salt; a salt needs no bound."""
     return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
-
-
-def _planned(plan: MediaPlan, payloads: Sequence[PixelPayload]) -> MediaPlan:
-    """What a model's own processor makes of a picture is known once it has seen it."""
-    return payloads[0].plan() if isinstance(payloads[0], ProcessedPicture) else plan
 
 
 async def _all_or_none(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,6 +1,6 @@
-"""Payloads for the vision tower, one per span of features, with names: made of the pixels of a plan's views.
+"""Payloads for the vision tower, one per span of features, with digests, made of the pixels of a plan's views.
 
-The pixels stay uint8; the tower normalises them on its device. A name says where features come from, not what the
+The pixels stay uint8; the tower normalises them on its device. A digest says where features come from, not what the
 pixels are: hashing costs the compressed file, not what became of it. Does not know tensors or files.
 """
 
@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 from PIL import Image
 
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
+from hydra_engine.errors import HydraError, from_info
 from hydra_engine.models.specs.base import MediaPlan, PreprocessSpec, View
-from hydra_engine.preprocess.media.pixels import num_bytes, render
+from hydra_engine.preprocess.media.pixels import num_bytes
 
 _DIGEST_VERSION = b"hydra-image-2"
-
-
-def process(image: Image.Image, content: bytes, plan: MediaPlan, spec: PreprocessSpec) -> tuple[PixelPayload, ...]:
-    """An upright RGB picture in memory to what the vision tower wants; `content` is its content digest."""
-    return payloads_of(render([image], plan.views, spec.resample), content, plan, spec)
 
 
 def payloads_of(data: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSpec) -> tuple[PixelPayload, ...]:
@@ -60,6 +59,11 @@ def content_of_image(image: Image.Image) -> bytes:
     return _digest((b"image", image.mode.encode(), b"%d" % image.width, b"%d" % image.height, image.tobytes()))
 
 
+def content_of_frames(contents: Sequence[bytes], frames: Sequence[int]) -> bytes:
+    """32 bytes that name chosen frames of a video. `contents`: the file's digest, or one for each chosen picture."""
+    return _digest((b"frames", b"".join(contents), struct.pack(f"<{len(frames)}q", *frames)))
+
+
 def _digest(parts: Iterable[bytes]) -> bytes:
     """BLAKE2b-256 over every part with its length, so no two tuples run together."""
     digest = hashlib.blake2b(digest_size=32)
@@ -67,3 +71,82 @@ def _digest(parts: Iterable[bytes]) -> bytes:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+Payloads = tuple[PixelPayload, ...]
+
+
+class PixelCache:
+    """An LRU cache of processed pictures, so that the same one is decoded once. Bounded in bytes of pixels. Safe from
+    any thread: a caller waits for an entry that another thread is making. Never keeps a failure."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, Payloads] = OrderedDict()
+        self._num_bytes = 0
+        self._making: dict[bytes, Future[Payloads]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads:
+        """Blocking. What `make` raises reaches everybody who waits for this key, and the next call makes it again."""
+        if self.max_bytes == 0:
+            return make()
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries.move_to_end(key)
+                return known
+            promise = self._making.get(key)
+            if promise is None:
+                mine = self._making[key] = Future()
+        return self._make(key, mine, make) if promise is None else _wait(promise)
+
+    def clear(self) -> None:
+        """Forgets everything; what is being made is kept when it is there."""
+        with self._lock:
+            self._entries.clear()
+            self._num_bytes = 0
+
+    def _make(self, key: bytes, promise: Future[Payloads], make: Callable[[], Payloads]) -> Payloads:
+        try:
+            payloads = make()
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            promise.set_exception(_copy(error))
+            raise
+        with self._lock:
+            del self._making[key]
+            self._keep(key, payloads)
+        promise.set_result(payloads)
+        return payloads
+
+    def _keep(self, key: bytes, payloads: Payloads) -> None:
+        size = _size_of(payloads)
+        if size > self.max_bytes:
+            return
+        self._entries[key] = payloads
+        self._num_bytes += size
+        while self._num_bytes > self.max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._num_bytes -= _size_of(dropped)
+
+
+def _wait(promise: Future[Payloads]) -> Payloads:
+    try:
+        return promise.result()
+    except HydraError as error:
+        raise _copy(error) from error
+
+
+def _copy(error: BaseException) -> BaseException:
+    """Of an error for a user: every request writes into its own where in the request it came from."""
+    return from_info(error.info()) if isinstance(error, HydraError) else error
+
+
+def _size_of(payloads: Payloads) -> int:
+    return sum(len(payload.data) for payload in payloads)

@@ -1,4 +1,4 @@
-"""Videos as far as the front knows them: what may be decoded at all, limits, jobs for the decode child, names.
+"""Videos as far as the front knows them: what may be decoded at all, limits, jobs for the decode child.
 
 An untrusted file is recognised by its first bytes here and parsed in a child process only; the child's answer is
 checked like any other input. A list of pictures is a video too. Does not know codecs or models.
@@ -6,9 +6,7 @@ checked like any other input. A list of pictures is a video too. Does not know c
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -78,16 +76,6 @@ def info_of_frames(sizes: Sequence[tuple[int, int]], fps: float, limits: MediaCo
     info = VideoInfo(*sizes[0], num_frames=len(sizes), fps=fps)
     _check_length(info, limits)
     return info
-
-
-def content_of_frames(contents: Sequence[bytes], frames: Sequence[int]) -> bytes:
-    """32 bytes that name chosen frames of a video. `contents`: the file's digest, or one for each chosen picture."""
-    parts = (b"frames", b"".join(contents), struct.pack(f"<{len(frames)}q", *frames))
-    digest = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
 
 
 def _check_length(info: VideoInfo, limits: MediaConfig) -> None:
