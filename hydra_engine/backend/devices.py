@@ -12,56 +12,79 @@ import logging
 import re
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from hydra_engine.errors import BackendError, ConfigError
-
-if TYPE_CHECKING:
-    from hydra_engine.backend.cuda.probe import CudaProbe
 
 logger = logging.getLogger(__name__)
 
 CPU = "cpu"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?")
 # Without one of these there is no GPU to miss.
-_NO_GPU = ("not_built", "no_driver", "no_device")
+_NO_GPU = ("no_extension", "not_built", "no_driver", "no_device")
+
+Status = Literal["ok", "no_extension", "not_built", "no_driver", "driver_too_old", "no_device", "no_code", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """`probe` None: the extension cannot be loaded, and `problem` says so. `torch_problem`, `triton_problem`: a clause
-    each, empty where all is well; they are asked for only where the probe is ok."""
+class CudaDeviceInfo:
+    index: int
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    memory_bytes: int
+    usable: bool  # the extension has code for its capability
 
-    probe: CudaProbe | None
-    problem: str = ""
+
+@dataclass(frozen=True, slots=True)
+class CudaProbe:
+    """What the extension finds of CUDA. It does not ask torch, whose builds have code for other devices."""
+
+    status: Status
+    problem: str  # a sentence, empty when ok
+    codes: tuple[str, ...]  # what the extension was compiled for: "sm_80", "compute_90" (PTX)
+    runtime_version: int  # 13000 is 13.0; 0 where built without CUDA
+    driver_version: int  # the newest CUDA that the driver runs; 0 where unknown
+    devices: tuple[CudaDeviceInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSupport:
+    """`torch_problem`, `triton_problem`: a clause each, empty where all is well or where the probe is not ok."""
+
+    probe: CudaProbe
     torch_problem: str = ""
     triton_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenDevice:
     name: str  # "cpu", "cuda:0"
     index: int | None  # of the GPU
     num_sms: int
     reason: str
 
 
-def find() -> Found:
-    """What this machine and this installation have. Initialises the driver where there is one."""
+def probe() -> CudaProbe:
+    """Never raises, makes no context, takes milliseconds. It initialises the driver where there is one, so call it only
+    in a process that forks no workers."""
     extension, problem = load_extension()
     if extension is None:
-        return Found(None, problem or "")
-    probe = importlib.import_module("hydra_engine.backend.cuda.probe").probe()
-    if probe.status != "ok":
-        return Found(probe)
-    return Found(probe, "", _torch_problem(), _triton_problem())
+        return CudaProbe("no_extension", problem or "", (), 0, 0, ())
+    answer = extension.cuda_probe()
+    devices = tuple(CudaDeviceInfo(**device) for device in answer["devices"])
+    return CudaProbe(**answer | {"codes": tuple(answer["codes"]), "devices": devices})
 
 
-def refusal(found: Found, index: int) -> str:
+def cuda_support() -> CudaSupport:
+    """What this machine and this installation have. Initialises the driver as `probe` does."""
+    cuda = probe()
+    return CudaSupport(cuda, _torch_problem(), _triton_problem()) if cuda.status == "ok" else CudaSupport(cuda)
+
+
+def refusal(support: CudaSupport, index: int) -> str:
     """Why GPU `index` cannot be taken, in a clause; empty where it can."""
-    probe = found.probe
-    if probe is None:
-        return found.problem
+    probe = support.probe
     if probe.devices and index >= len(probe.devices):
         shown = "is 1 GPU" if len(probe.devices) == 1 else f"are {len(probe.devices)} GPUs"
         return f"there {shown}, numbered from 0 (CUDA_VISIBLE_DEVICES may hide others)"
@@ -73,46 +96,42 @@ def refusal(found: Found, index: int) -> str:
             f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]} and the extension was "
             f"built for {' '.join(probe.codes)}: build it again with HYDRA_CUDA_ARCHS"
         )
-    return found.torch_problem or found.triton_problem
+    return support.torch_problem or support.triton_problem
 
 
-def choose(device: str, found: Found) -> Chosen:
+def choose(device: str, support: CudaSupport) -> ChosenDevice:
     """device: "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for other words and BackendError, with the reason,
     for a GPU that cannot be taken."""
     if device == CPU:
-        return Chosen(CPU, None, 0, "as asked")
+        return ChosenDevice(CPU, None, 0, "as asked")
     if device == "auto":
-        problem = refusal(found, 0)
-        return Chosen(CPU, None, 0, problem) if problem else _chosen(found, 0, "the first GPU")
+        problem = refusal(support, 0)
+        return ChosenDevice(CPU, None, 0, problem) if problem else _chosen(support, 0, "the first GPU")
     match = _CUDA.fullmatch(device)
     if match is None:
         raise ConfigError("device must be auto, cpu or cuda:N", param="device")
     index = int(match[1] or 0)
-    if problem := refusal(found, index):
+    if problem := refusal(support, index):
         raise BackendError(f"device cuda:{index} cannot be used: {problem}", param="device")
-    return _chosen(found, index, "as asked")
+    return _chosen(support, index, "as asked")
 
 
-def resolve(device: str) -> Chosen:
+def resolve(device: str) -> ChosenDevice:
     """`choose` from what is there; logs one line where "auto" does not take a GPU."""
     if device == CPU:
-        return Chosen(CPU, None, 0, "as asked")
-    found = find()
-    chosen = choose(device, found)
+        return ChosenDevice(CPU, None, 0, "as asked")
+    support = cuda_support()
+    chosen = choose(device, support)
     if device == "auto" and chosen.index is None:
-        is_missed = found.probe is not None and found.probe.status not in _NO_GPU
+        is_missed = support.probe.status not in _NO_GPU
         logger.log(logging.WARNING if is_missed else logging.INFO, "device cpu is taken: %s", chosen.reason)
     return chosen
 
 
 def names() -> tuple[str, ...]:
-    """Those that an instance can be placed on; a GPU that cannot be used is among them and refused with its reason when
-    the instance starts."""
-    extension, _ = load_extension()
-    if extension is None:
-        return (CPU,)
-    probe = importlib.import_module("hydra_engine.backend.cuda.probe").probe()
-    return (CPU, *(f"cuda:{device.index}" for device in probe.devices))
+    """Devices that an instance can be placed on; a GPU that cannot be used is among them and refused with its reason
+    when the instance starts."""
+    return (CPU, *(f"cuda:{device.index}" for device in probe().devices))
 
 
 def gpu_name(device: str) -> str:
@@ -120,8 +139,7 @@ def gpu_name(device: str) -> str:
     match = _CUDA.fullmatch(device)
     if match is None:
         return ""
-    infos = importlib.import_module("hydra_engine.backend.cuda.probe").probe().devices
-    return next((info.name for info in infos if info.index == int(match[1] or 0)), "")
+    return next((info.name for info in probe().devices if info.index == int(match[1] or 0)), "")
 
 
 def load_extension() -> tuple[ModuleType | None, str | None]:
@@ -134,9 +152,8 @@ def load_extension() -> tuple[ModuleType | None, str | None]:
         return None, f"the native extension hydra_engine._C does not load ({error})"[:200]
 
 
-def _chosen(found: Found, index: int, reason: str) -> Chosen:
-    assert found.probe is not None
-    return Chosen(f"cuda:{index}", index, found.probe.devices[index].num_sms, reason)
+def _chosen(support: CudaSupport, index: int, reason: str) -> ChosenDevice:
+    return ChosenDevice(f"cuda:{index}", index, support.probe.devices[index].num_sms, reason)
 
 
 def _torch_problem() -> str:

@@ -11,7 +11,6 @@ import importlib
 import logging
 import shutil
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from hydra_engine.backend import devices
 from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu.device import NICENESS, CpuDevice, usable_cores
 from hydra_engine.backend.cpu.lanes import set_torch_threads
-from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads
-from hydra_engine.backend.cuda.attention_choice import Chosen as Attention
-from hydra_engine.backend.devices import CPU, Chosen, load_extension
+from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, ChosenAttention, Heads
+from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import BackendError, ConfigError
 
@@ -45,27 +43,41 @@ def create_backend(
     sm_split: Sequence[int] = (),
     attention: str = TRITON,
     heads: Heads | None = None,
+    for_this_thread: bool = True,
 ) -> Backend:
     """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; deterministic: as `resolve_deterministic` takes it;
     threads per lane, None for all usable cores; sm_split: as `EngineConfig.sm_counts`; attention: as
     `resolve_attention` says, of a GPU. "auto" is measured there, for which `heads` are needed.
 
-    Sets the thread counts and the GPU of the calling thread too, so that loading weights uses them.
+    `for_this_thread`: sets the thread counts and the GPU of the calling thread too, so that loading weights uses them.
     """
     chosen = resolve_device(device, backend)
-    made = _make(chosen, dtype, backend, deterministic, threads, lane_priority, sm_split, attention, heads)
-    _set_threads(made.threads)
-    if chosen.index is not None:
-        torch.cuda.set_device(chosen.index)
+    if lane_priority not in NICENESS:
+        raise ConfigError(f"lane_priority must be one of {', '.join(NICENESS)}", param="lane_priority")
+    count = usable_cores() if threads is None else threads
+    if chosen.index is None:
+        if sm_split:
+            raise ConfigError(
+                "sm_split divides a GPU and the engine runs on a processor; set sm_split to off or device to cuda:0",
+                param="sm_split",
+            )
+        made = Backend(CpuDevice(count, _set_threads, lane_priority), _cpu_ops(backend), dtype, count)
+    else:
+        exact, _ = resolve_deterministic(deterministic, chosen.name)
+        made = _on_cuda(chosen, chosen.index, dtype, exact, count, lane_priority, sm_split, attention, heads)
+    if for_this_thread:
+        _set_threads(count)
+        if chosen.index is not None:
+            torch.cuda.set_device(chosen.index)
     return made
 
 
 def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:
     """What the ops of such a backend say of themselves; nothing is set, no GPU is touched."""
-    return _make(resolve_device(device, backend), torch.float32, backend, None, 1, "balanced").ops.choices()
+    return create_backend(device, torch.float32, backend=backend, threads=1, for_this_thread=False).ops.choices()
 
 
-def resolve_device(device: str, backend: str = "auto") -> Chosen:
+def resolve_device(device: str, backend: str = "auto") -> ChosenDevice:
     """Which device that is on this machine. A backend asked for by name is one of a processor."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}", param="backend")
@@ -125,33 +137,8 @@ def describe_cpu() -> dict[str, Any]:
     }
 
 
-def _make(
-    chosen: Chosen,
-    dtype: torch.dtype,
-    backend: str,
-    deterministic: bool | None,
-    threads: int | None,
-    lane_priority: str,
-    sm_split: Sequence[int] = (),
-    attention: str = TRITON,
-    heads: Heads | None = None,
-) -> Backend:
-    if lane_priority not in NICENESS:
-        raise ConfigError(f"lane_priority must be one of {', '.join(NICENESS)}", param="lane_priority")
-    count = usable_cores() if threads is None else threads
-    wanted, _ = resolve_deterministic(deterministic, chosen.name)
-    if chosen.index is not None:
-        return _on_cuda(chosen, chosen.index, dtype, wanted, count, lane_priority, sm_split, attention, heads)
-    if sm_split:
-        raise ConfigError(
-            "sm_split divides a GPU and the engine runs on a processor; set sm_split to off or device to cuda:0",
-            param="sm_split",
-        )
-    return Backend(CpuDevice(count, _set_threads, lane_priority), _choose(backend, *load_extension()), dtype, count)
-
-
 def _on_cuda(
-    chosen: Chosen,
+    chosen: ChosenDevice,
     index: int,
     dtype: torch.dtype,
     deterministic: bool,
@@ -161,12 +148,15 @@ def _on_cuda(
     attention: str,
     heads: Heads | None,
 ) -> Backend:
-    # Both import GPU libraries, which only now are known to be there and wanted.
+    # All of these import GPU libraries, which only now are known to be there and wanted.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
     cuda: Any = importlib.import_module("hydra_engine.backend.cuda.ops")
-    split = _split(torch.device("cuda", index), sm_split, lane_priority) if sm_split else None
+    split: Any = None
+    if sm_split:
+        sms: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
+        split = sms.SplitDevice(torch.device("cuda", index), sm_split, host.PRIORITIES[lane_priority])
     device = host.CudaDevice(index, threads, _set_threads, lane_priority, split)
-    taken = Attention(attention)
+    taken = ChosenAttention(attention)
     if attention == AUTO:
         assert heads is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
@@ -174,12 +164,6 @@ def _on_cuda(
     ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=taken)
     notes = filter(None, (None if split is None else split.note, taken.note))
     return Backend(device, ops, dtype, threads, tuple(notes))
-
-
-def _split(device: torch.device, sm_split: Sequence[int], lane_priority: str) -> Any:
-    sm: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
-    lanes: Any = importlib.import_module("hydra_engine.backend.cuda.lanes")
-    return sm.SplitDevice(device, sm_split, lanes.PRIORITIES[lane_priority])
 
 
 def _set_threads(count: int) -> None:
@@ -190,19 +174,16 @@ def _set_threads(count: int) -> None:
         extension.set_num_threads(count)
 
 
-def _choose(backend: str, extension: ModuleType | None, problem: str | None) -> Ops:
+def _cpu_ops(backend: str) -> Ops:
     if backend == "reference":
         return ReferenceOps("asked for by name")
+    extension, problem = load_extension()
     if extension is not None:
-        return _native_ops()
+        # The module of the native ops imports the extension, which only now is known to be there.
+        native: Any = importlib.import_module("hydra_engine.backend.cpu.ops")
+        ops: Ops = native.NativeOps()
+        return ops
     if backend == "native":
         raise BackendError(f"backend native: {problem}; `make build` builds it", param="backend")
     logger.warning("%s; run `make build`. Until then every op takes the slow reference path in plain torch", problem)
     return ReferenceOps(f"{problem}; `make build` builds it")
-
-
-def _native_ops() -> Ops:
-    # The module of the native ops imports the extension, which only now is known to be there.
-    native: Any = importlib.import_module("hydra_engine.backend.cpu.ops")
-    ops: Ops = native.NativeOps()
-    return ops

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     select: Any = import_module("hydra_engine.backend.select")
     cpu = select.describe_cpu()
-    cuda = import_module("hydra_engine.backend.devices").find()
+    cuda = import_module("hydra_engine.backend.devices").cuda_support()
     try:
         chosen = select.resolve_device(arguments.device, arguments.backend)
         taken, dtype_reason = chosen.name, select.resolve_dtype("auto", "bfloat16", arguments.backend, chosen.name)[1]
@@ -96,8 +96,8 @@ def _cuda(cuda: Any) -> list[tuple[str, str]]:
     """Rows about the driver, the extension, torch and Triton; `cuda` of backend/devices.py."""
     rows = [("nvcc", "found" if shutil.which("nvcc") else "none")]
     probe = cuda.probe
-    if probe is None:
-        return [*rows, ("extension", cuda.problem)]
+    if probe.status == "no_extension":
+        return [*rows, ("extension", probe.problem)]
     codes = " ".join(probe.codes)
     rows.append(("extension", f"CUDA {_version(probe.runtime_version)}, code for {codes}" if codes else "without CUDA"))
     rows.append(("driver", f"runs CUDA up to {_version(probe.driver_version)}" if probe.driver_version else "none"))

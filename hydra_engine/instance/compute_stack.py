@@ -20,7 +20,7 @@ import torch
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, resolve_attention
 from hydra_engine.backend.device import Device
-from hydra_engine.backend.devices import Chosen, gpu_name
+from hydra_engine.backend.devices import ChosenDevice, gpu_name
 from hydra_engine.backend.select import create_backend, resolve_deterministic, resolve_device, resolve_dtype
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, fault_points_enabled
@@ -177,7 +177,7 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 def _backend(
-    config: EngineConfig, spec: ModelSpec, role: Role, chosen: Chosen, dtype: torch.dtype
+    config: EngineConfig, spec: ModelSpec, role: Role, chosen: ChosenDevice, dtype: torch.dtype
 ) -> tuple[Backend, str | None]:
     """The backend, and a note where the device is not divided although that was asked for."""
     language = spec.language

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.__main__ import main
-from hydra_engine.backend.cuda.probe import probe
+from hydra_engine.backend.devices import probe
 from hydra_engine.cli import other_engines
 from hydra_engine.cli.commands import build_parser
 from tests.cli.conftest import Here

@@ -193,7 +193,7 @@ def backend_modules() -> list[ModuleType]:
     return [module for name, module in [*sys.modules.items()] if name.startswith(f"{cuda.__package__}.")]
 
 
-def _resolve(device: str) -> devices.Chosen:
+def _resolve(device: str) -> devices.ChosenDevice:
     if device.startswith("cuda"):
-        return devices.Chosen("cuda:0", 0, 4, "emulated")
-    return devices.Chosen(devices.CPU, None, 0, "as asked")
+        return devices.ChosenDevice("cuda:0", 0, 4, "emulated")
+    return devices.ChosenDevice(devices.CPU, None, 0, "as asked")

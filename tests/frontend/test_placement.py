@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_engine.backend.cuda import probe as cuda_device
-from hydra_engine.backend.cuda.probe import CudaDeviceInfo, CudaProbe
+from hydra_engine.backend import devices
+from hydra_engine.backend.devices import CudaDeviceInfo, CudaProbe
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.routing.placement import Placement
 
@@ -15,7 +15,7 @@ GPU = CudaDeviceInfo(0, "a GPU", (9, 0), 132, 1 << 37, usable=True)
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     found = CudaProbe("ok", "", ("sm_90",), 13000, 13000, (GPU, replace(GPU, index=1)))
-    monkeypatch.setattr(cuda_device, "probe", lambda: found)
+    monkeypatch.setattr(devices, "probe", lambda: found)
 
 
 @pytest.mark.parametrize("text", ["EPD", "E@cuda:0+PD@cuda:1", "E@cuda:1+PD", "2EPD@cuda:1", "E@cpu+PD@cpu"])
@@ -45,6 +45,6 @@ def test_a_device_for_all_is_left_to_the_instances_which_know_the_reason(monkeyp
     def never() -> CudaProbe:
         raise AssertionError("the driver was asked")
 
-    monkeypatch.setattr(cuda_device, "probe", never)
+    monkeypatch.setattr(devices, "probe", never)
     Placement(device="cuda:7").check("E+PD")
     Placement().check("E@cpu+PD")

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend.cuda import probe as cuda_device
+from hydra_engine.backend import devices
 from tests.gpu.on_device import OnDevice
 
 
 def missing() -> str:
-    found = cuda_device.probe()
+    found = devices.probe()
     if found.status != "ok":
         return found.problem
     return "" if torch.cuda.is_available() else "torch was built without CUDA"

@@ -141,10 +141,10 @@ def test_importing_the_module_loads_no_driver() -> None:
 @needs_cuda
 @pytest.mark.skipif(has_driver(), reason="a driver is installed")
 def test_without_a_driver_the_probe_and_every_call_say_so() -> None:
+    from hydra_engine.backend import devices
     from hydra_engine.backend.cuda import ipc as cuda_ipc
-    from hydra_engine.backend.cuda import probe as cuda_device
 
-    found = cuda_device.probe()
+    found = devices.probe()
     assert found.status == "no_driver" and "libcuda.so.1" in found.problem
     assert found.runtime_version >= 12050 and found.devices == ()
     unit = _C.CUDA_POOL_GRANULARITY

@@ -13,11 +13,11 @@ from hydra_engine.backend import select
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.cuda import attention_timing
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import Chosen, Heads
+from hydra_engine.backend.cuda.attention_choice import ChosenAttention, Heads
 from hydra_engine.backend.cuda.attention_timing import CapturedSeconds, cases, compare, random_cache
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.ops import CudaOps
-from hydra_engine.backend.devices import Chosen as ChosenDevice
+from hydra_engine.backend.devices import ChosenDevice
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
@@ -152,7 +152,7 @@ def test_a_replay_is_timed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_towers_of_pictures_keep_what_was_not_measured(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     packed = {}
-    for chosen in (None, Chosen("flashinfer"), Chosen("flashinfer", "measured", only_paged=True)):
+    for chosen in (None, ChosenAttention("flashinfer"), ChosenAttention("flashinfer", "measured", only_paged=True)):
         ops = CudaOps(CPU, NUM_SMS, send, attention=chosen)
         table = {choice.op: choice for choice in ops.choices()}
         packed[chosen] = (
@@ -170,10 +170,10 @@ def test_a_backend_measures_where_nobody_chose_and_says_what_it_took(
 ) -> None:
     """Nothing here touches a GPU: the measurement is another test's."""
     monkeypatch.setitem(sys.modules, "flashinfer", library)
-    taken = Chosen("flashinfer", "measured", "attention: flashinfer, measured", only_paged=True)
+    taken = ChosenAttention("flashinfer", "measured", "attention: flashinfer, measured", only_paged=True)
     asked: list[Any] = []
 
-    def choose(device: Any, *given: Any) -> Chosen:
+    def choose(device: Any, *given: Any) -> ChosenAttention:
         asked.append((device.name, *given))
         return taken
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from hydra_engine.backend import devices
-from hydra_engine.backend.cuda import probe as cuda_device
-from hydra_engine.backend.cuda.probe import CudaDeviceInfo, CudaProbe
-from hydra_engine.backend.devices import Found, choose, refusal
+from hydra_engine.backend.devices import CudaDeviceInfo, CudaProbe, CudaSupport, choose, refusal
 from hydra_engine.errors import BackendError, ConfigError
 
 CODES = ("sm_80", "sm_90", "compute_90")
@@ -37,6 +35,7 @@ NO_CODE = CudaProbe(
     13000,
     (replace(V100, index=0),),
 )
+NO_EXTENSION = CudaProbe("no_extension", "the native extension hydra_engine._C is not built", (), 0, 0, ())
 NOT_BUILT = CudaProbe("not_built", "the extension was built without CUDA", (), 0, 0, ())
 ERROR = replace(NO_DRIVER, status="error", problem="the NVIDIA driver does not start: unknown error")
 NO_TORCH = "torch 2.13.0+cpu was built without CUDA; install a build with it"
@@ -44,25 +43,25 @@ NO_TRITON = "triton cannot be imported (No module named 'triton'); install hydra
 
 # What was found, what cuda:0 is refused with, whether a line of the log at the usual level says so.
 REFUSALS = [
-    pytest.param(Found(None, "the native extension hydra_engine._C is not built"), "is not built", False, id="nothing"),
-    pytest.param(Found(NOT_BUILT), "built without CUDA", False, id="not_built"),
-    pytest.param(Found(NO_DRIVER), "no NVIDIA driver is installed", False, id="no_driver"),
-    pytest.param(Found(OLD_DRIVER), "runs CUDA up to 12.2.*update the driver", True, id="driver_too_old"),
-    pytest.param(Found(NO_DEVICE), "shows no device; see CUDA_VISIBLE_DEVICES", False, id="no_device"),
-    pytest.param(Found(NO_CODE), "built for sm_80: build it again with HYDRA_CUDA_ARCHS", True, id="no_code"),
-    pytest.param(Found(ERROR), "does not start", True, id="error"),
-    pytest.param(Found(OK, "", NO_TORCH, NO_TRITON), "torch .*was built without CUDA", True, id="torch"),
-    pytest.param(Found(OK, "", "", NO_TRITON), r"triton cannot be imported.*\[kernels\]", True, id="triton"),
+    pytest.param(CudaSupport(NO_EXTENSION), "is not built", False, id="nothing"),
+    pytest.param(CudaSupport(NOT_BUILT), "built without CUDA", False, id="not_built"),
+    pytest.param(CudaSupport(NO_DRIVER), "no NVIDIA driver is installed", False, id="no_driver"),
+    pytest.param(CudaSupport(OLD_DRIVER), "runs CUDA up to 12.2.*update the driver", True, id="driver_too_old"),
+    pytest.param(CudaSupport(NO_DEVICE), "shows no device; see CUDA_VISIBLE_DEVICES", False, id="no_device"),
+    pytest.param(CudaSupport(NO_CODE), "built for sm_80: build it again with HYDRA_CUDA_ARCHS", True, id="no_code"),
+    pytest.param(CudaSupport(ERROR), "does not start", True, id="error"),
+    pytest.param(CudaSupport(OK, NO_TORCH, NO_TRITON), "torch .*was built without CUDA", True, id="torch"),
+    pytest.param(CudaSupport(OK, "", NO_TRITON), r"triton cannot be imported.*\[kernels\]", True, id="triton"),
 ]
 
 
 @pytest.mark.parametrize(("found", "why", "loud"), REFUSALS)
 def test_a_gpu_that_cannot_be_used_is_refused_by_name_and_left_out_by_auto(
-    found: Found, why: str, loud: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    found: CudaSupport, why: str, loud: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(BackendError, match=f"^device cuda:0 cannot be used: .*{why}"):
         choose("cuda:0", found)
-    monkeypatch.setattr(devices, "find", lambda: found)
+    monkeypatch.setattr(devices, "cuda_support", lambda: found)
     with caplog.at_level("INFO", logger="hydra_engine.backend.devices"):
         chosen = devices.resolve("auto")
     assert (chosen.name, chosen.index) == ("cpu", None)
@@ -74,7 +73,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name_and_left_out_by_auto(
 def test_a_gpu_that_can_be_used_is_taken_without_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(devices, "find", lambda: Found(OK))
+    monkeypatch.setattr(devices, "cuda_support", lambda: CudaSupport(OK))
     with caplog.at_level("INFO", logger="hydra_engine.backend.devices"):
         taken = [devices.resolve(name) for name in ("auto", "cuda", "cuda:0")]
     assert [(chosen.name, chosen.index, chosen.num_sms) for chosen in taken] == [("cuda:0", 0, 132)] * 3
@@ -85,30 +84,30 @@ def test_each_gpu_is_looked_at_by_itself() -> None:
     with pytest.raises(
         BackendError, match=r"Tesla V100 has compute capability 7\.0 .*sm_80 sm_90 compute_90: build it"
     ):
-        choose("cuda:1", Found(OK))
+        choose("cuda:1", CudaSupport(OK))
     with pytest.raises(BackendError, match=r"cuda:2 .*there are 2 GPUs, numbered from 0 \(CUDA_VISIBLE_DEVICES"):
-        choose("cuda:2", Found(OK))
+        choose("cuda:2", CudaSupport(OK))
     with pytest.raises(BackendError, match="there is 1 GPU, numbered from 0"):
-        choose("cuda:1", Found(NO_CODE))
+        choose("cuda:1", CudaSupport(NO_CODE))
 
 
 @pytest.mark.parametrize("word", ["tpu", "cuda:", "cuda:01", "cuda:-1", "cuda:1000", "CUDA:0", "cpu:0", ""])
 def test_other_words_are_configuration_errors(word: str) -> None:
     with pytest.raises(ConfigError, match="device must be auto, cpu or cuda:N"):
-        choose(word, Found(OK))
+        choose(word, CudaSupport(OK))
 
 
 def test_names_are_those_of_the_driver_even_where_torch_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_device, "probe", lambda: OK)
+    monkeypatch.setattr(devices, "probe", lambda: OK)
     assert devices.names() == ("cpu", "cuda:0", "cuda:1")
-    monkeypatch.setattr(cuda_device, "probe", lambda: NO_DRIVER)
+    monkeypatch.setattr(devices, "probe", lambda: NO_DRIVER)
     assert devices.names() == ("cpu",)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_with_a_driver_and_without_torch_s_cuda_torch_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the probe is real here."""
-    monkeypatch.setattr(cuda_device, "probe", lambda: OK)
+    monkeypatch.setattr(devices, "probe", lambda: OK)
     with pytest.raises(BackendError, match=r"cuda:0 cannot be used: torch .* was built without CUDA"):
         devices.resolve("cuda:0")
     assert devices.resolve("auto").name == "cpu" and not torch.cuda.is_initialized()

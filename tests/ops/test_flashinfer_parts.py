@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import Chosen, Heads, resolve_attention
+from hydra_engine.backend.cuda.attention_choice import ChosenAttention, Heads, resolve_attention
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention, Wrappers, choices
 from hydra_engine.backend.cuda.flashinfer_graphs import Kind, pages_of, workspace_bytes
 from hydra_engine.backend.reference.ops import ReferenceOps
@@ -341,6 +341,6 @@ def test_flashinfer_is_refused_where_it_is_not_installed_or_too_old(monkeypatch:
 
 
 def test_lines_of_the_table() -> None:
-    assert choices(Chosen("flashinfer")).keys() == {"attention_paged", "attention_packed"}
-    measured = choices(Chosen("flashinfer", "measured", only_paged=True))
+    assert choices(ChosenAttention("flashinfer")).keys() == {"attention_paged", "attention_packed"}
+    measured = choices(ChosenAttention("flashinfer", "measured", only_paged=True))
     assert measured == {"attention_paged": ("flashinfer", "measured; head dims other than 64, 128 and 256 take Triton")}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend.cuda import probe as cuda_device
+from hydra_engine.backend import devices
 from hydra_engine.backend.reference.ops import ALL_OPS
 from hydra_engine.backend.select import (
     create_backend,
@@ -83,10 +83,10 @@ def test_the_reference_is_taken_by_name() -> None:
     assert create_backend("cpu", torch.float32, backend="reference").ops.name == "reference"
 
 
-@pytest.mark.skipif(cuda_device.probe().status == "ok", reason="this machine has a GPU")
+@pytest.mark.skipif(devices.probe().status == "ok", reason="this machine has a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_gpu_by_name_is_refused_with_the_reason(device: str) -> None:
-    with pytest.raises(BackendError, match=f"device cuda:0 cannot be used: {re.escape(cuda_device.probe().problem)}"):
+    with pytest.raises(BackendError, match=f"device cuda:0 cannot be used: {re.escape(devices.probe().problem)}"):
         create_backend(device, torch.float32)
     assert not torch.cuda.is_initialized()
 

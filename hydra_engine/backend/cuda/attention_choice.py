@@ -29,7 +29,7 @@ class Heads(NamedTuple):
     block_size: int
 
 
-class Chosen(NamedTuple):
+class ChosenAttention(NamedTuple):
     """`name` FLASHINFER or TRITON; `note` is for the start-up summary, None where there was nothing to choose.
     `only_paged`: towers of pictures take TRITON all the same, for nobody measured them."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, PagedCache
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import FLASHINFER, TRITON, Chosen, Heads
+from hydra_engine.backend.cuda.attention_choice import FLASHINFER, TRITON, ChosenAttention, Heads
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.device import Device
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     num_context: int
 
 
-def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> Chosen:
+def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> ChosenAttention:
     """In inference mode, in a thread that works on no stream of its own; what it took is free again afterwards."""
     on = device.torch_device
     with torch.cuda.device(on):
@@ -72,7 +72,7 @@ def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> Ch
 
 def compare(
     by_triton: Attention, make_other: Callable[[], Attention], cache: PagedCache, heads: Heads, seconds: Seconds
-) -> Chosen:
+) -> ChosenAttention:
     """The other one is made here, for that too may fail."""
     ratios: dict[str, float] = {}
     try:
@@ -91,7 +91,7 @@ def compare(
     measured = f"measured at start, {speed:.2f} times as fast as triton ({by_case})"
     if speed < MARGIN:
         return _triton(f"flashinfer was {measured}")
-    return Chosen(FLASHINFER, measured, f"attention: flashinfer, {measured}", only_paged=True)
+    return ChosenAttention(FLASHINFER, measured, f"attention: flashinfer, {measured}", only_paged=True)
 
 
 def cases(cache: PagedCache) -> tuple[Case, ...]:
@@ -173,8 +173,8 @@ def _agree(given: Tensor, expected: Tensor) -> bool:
     return bool(furthest <= TOLERANCE * expected.float().abs().max())
 
 
-def _triton(why: str) -> Chosen:
-    return Chosen(TRITON, why, f"attention: triton; {why}")
+def _triton(why: str) -> ChosenAttention:
+    return ChosenAttention(TRITON, why, f"attention: triton; {why}")
 
 
 def _first_line(error: Exception) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Ints, num_leading_decodes
-from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS, Chosen
+from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS, ChosenAttention
 from hydra_engine.backend.cuda.flashinfer_graphs import (
     GraphBuffers,
     GraphDecode,
@@ -116,7 +116,7 @@ _ELSE = "head dims other than 64, 128 and 256 take Triton"
 _ELSE_PACKED = "head dims other than 64, 128 and 256, and encodes that are captured, take Triton"
 
 
-def choices(chosen: Chosen) -> dict[str, tuple[str, str]]:
+def choices(chosen: ChosenAttention) -> dict[str, tuple[str, str]]:
     """Lines of `Ops.choices`."""
     lines = {"attention_paged": ("flashinfer", f"{chosen.reason}; {_ELSE}")}
     if not chosen.only_paged:

@@ -15,7 +15,7 @@ from hydra_engine.backend.base import OpChoice, PackedLinear, SamplingTensors, S
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
-from hydra_engine.backend.cuda.attention_choice import TRITON, Chosen
+from hydra_engine.backend.cuda.attention_choice import TRITON, ChosenAttention
 from hydra_engine.backend.cuda.cache import CudaCacheOps
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer_choices
@@ -82,7 +82,7 @@ class CudaOps(CudaCacheOps):
         send: Send,
         *,
         deterministic: bool = False,
-        attention: Chosen | None = None,
+        attention: ChosenAttention | None = None,
     ) -> None:
         self.deterministic = deterministic
         super().__init__(device)
