@@ -1,9 +1,10 @@
-"""Names for cache content: one hash per full block of a prompt, chained, so that equal hashes mean equal KV.
+"""Prefix caching: the hashes of cache content, and which blocks of a request the cache has already.
 
+One hash per full block of a prompt, chained, so that equal hashes mean equal KV.
 A block's hash covers everything before it (through its parent's hash) and, position by position, the token id or,
 inside an image span, the image's digest, its rotary positions and the offset in it: placeholders of different pictures
 never collide. The cache salt sits at the start of the chain. The features of one image have one hash per image-cache
-block, under the same salt. Does not know which blocks exist or who has them.
+block, under the same salt. Does not know queues, budgets or which request starts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-from hydra_engine.core.ids import BlockHash, FeatureKey, ImageDigest
+from hydra_engine.cache.manager import CacheManager
+from hydra_engine.core.ids import BlockHash, FeatureKey, ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
+from hydra_engine.core.request import Request
+from hydra_engine.core.state import RequestState
 
 _HASH_BYTES = 32
 # A run is a tag, a count and its content; the tag says how wide the content is, so two different blocks never encode to
@@ -124,3 +128,89 @@ def feature_hashes(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
 
 def _salt_bytes(cache_salt: str) -> bytes:
     return cache_salt.encode("utf-8", "surrogatepass")
+
+
+# ---- KV of requests
+
+
+class PrefixCache:
+    """Finds blocks for a request by the hashes of what they hold, and publishes those that a request has computed. Its
+    hashes are computed once, when they are first needed, and extended as its answer fills blocks. Publishing is put off
+    until it makes a difference, so that it costs nothing between two steps.
+
+    `enabled` False: nothing is found and nothing is published. `shares_features`: images with the same picture have the
+    same key.
+    """
+
+    def __init__(self, kv: CacheManager[RequestId], *, enabled: bool, shares_features: bool) -> None:
+        self._kv = kv
+        self._block_size = kv.block_size
+        self._enabled = enabled
+        self._shares_features = shares_features
+        # (request, its full blocks) in the order in which their KV was known to be sound
+        self._unpublished: list[tuple[RequestState, int]] = []
+
+    def find(self, state: RequestState) -> list[int]:
+        """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
+        left over, for the step that computes it gives the next one; none of it ends inside a `whole` image. None for
+        one whose prompt is scored, but where its KV is pulled: the instance that computes it scores it."""
+        if not self._enabled or (state.scores_prompt and state.remote_kv is None):
+            return []
+        self.publish()
+        usable = (state.num_tokens - 1) // self._block_size
+        found = self._kv.find(self._hashes(state, usable)[:usable])
+        del found[_outside_whole_images(len(found), self._block_size, state.request.images) :]
+        return found
+
+    def adopt(self, state: RequestState, num_blocks: int) -> None:
+        """Begins the request's table with blocks that `find` has found."""
+        if num_blocks:
+            self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], capacity=state.request.max_total_tokens)
+        state.num_published = num_blocks
+        state.num_prefilled = num_blocks * self._block_size
+
+    def publish_later(self, state: RequestState) -> None:
+        """Others may find the full blocks that the request has computed, from the next `publish` on.
+
+        Only when a token has been sampled behind them: what is not a number spoils everything behind it, so finite
+        logits are the proof that all KV before them is sound. Blocks of a row that fails are never found.
+        """
+        self.publish_all_later([(state, state.num_computed // self._block_size)])
+
+    def publish_all_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
+        """The same of several requests: (request, its full blocks)."""
+        if self._enabled:
+            self._unpublished += filled
+
+    def publish(self) -> None:
+        """To be called before blocks are looked for or freed; while a step runs it costs least."""
+        for state, full in self._unpublished:
+            if full > state.num_published:
+                hashes = self._hashes(state, full)
+                for index in range(state.num_published, full):
+                    self._kv.set_hash(state.request.id, index, hashes[index])
+                state.num_published = full
+        self._unpublished.clear()
+
+    def feature_keys(self, request: Request) -> tuple[FeatureKey, ...]:
+        """What the features of its images are shared by; if they are not, keys that no other image has."""
+        if not self._shares_features:
+            return tuple(FeatureKey(b"%d.%d" % (request.id, index)) for index in range(len(request.images)))
+        return tuple(feature_key(image.digest, request.cache_salt) for image in request.images)
+
+    def _hashes(self, state: RequestState, num_blocks: int) -> list[BlockHash]:
+        """Of at least that many blocks."""
+        chain = state.block_hashes
+        if len(chain) < num_blocks:
+            request, size = state.request, self._block_size
+            tokens = state.tokens(len(chain) * size, num_blocks * size)
+            extend_chain(chain, tokens, request.images, block_size=size, cache_salt=request.cache_salt)
+        return chain
+
+
+def _outside_whole_images(num_blocks: int, block_size: int, images: tuple[ImageItem, ...]) -> int:
+    """The largest number of blocks up to `num_blocks` that does not end inside an image whose rows see each other."""
+    for image in reversed(images):  # cutting one off may land in one before it
+        if image.whole and image.start < num_blocks * block_size < image.end:
+            num_blocks = image.start // block_size
+    return num_blocks

@@ -23,12 +23,11 @@ from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.planner.report import TYPICAL_CONTEXT, allowance
 from hydra_engine.planner.start import StepCosts
 from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.handover.connector import PeerConnector
+from hydra_engine.scheduler.hooks import Connector, StepObserver
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.limit_check import check_limits
-from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.vision.gate import LaneGate

@@ -1,13 +1,15 @@
 """The running decodes as arrays with one entry per member, so that a step costs a few array operations, not rows.
 
 Owner of everything about a decode that changes with every token: where its next row begins, its last token, how many of
-its tokens nobody has read yet; when they came is in `decode_times.py`, its blocks are in `decode_blocks.py`. The tokens
-themselves are appended to `RequestState.generated`. Does not know queues, budgets or who gives way.
+its tokens are not read yet, and its block table as plans see it; when tokens came is in `timeline.py`. The tokens
+themselves are appended to `RequestState.generated`. Allocates no block; does not know queues, budgets or who is
+preempted.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,20 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.cache.table import BlockTable
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import DecodeRows, Ints
+from hydra_engine.core.plans import BlockIds, DecodeRows, Ints
 from hydra_engine.core.state import Ending, RequestState
-from hydra_engine.scheduler.decode_blocks import DecodeBlocks
-from hydra_engine.scheduler.decode_times import DecodeTimes, Indices, Seconds
-from hydra_engine.scheduler.timeline import Timeline
+from hydra_engine.scheduler.timeline import DecodeTimes, Indices, Seconds, Timeline
 
 Bools = npt.NDArray[np.bool_]
 
+SPARE_COLUMNS = 16  # that the block tables of a plan may have behind the longest context
 _ABSENT = -1
+_NO_INDICES: Ints = np.zeros(0, dtype=np.int64)
 
 
 class Ready(NamedTuple):
-    """Members that may compute a row; entry i of `starts` belongs to one. Holds until somebody joins or leaves."""
+    """Members that may compute a row; entry i of `starts` belongs to one. Holds until a member joins or leaves."""
 
     indices: Indices
     starts: Ints  # [B] position of its row
@@ -41,7 +42,7 @@ class Ready(NamedTuple):
 
 class NewTokens(NamedTuple):
     """The rows of a step whose requests go on or have just ended with this token; entry i of what is [R] belongs to one
-    row. What is meant to be told to others comes as lists, which nobody changes."""
+    row. What becomes a message comes as lists, which are not changed afterwards."""
 
     live: Bools | None  # [B] which of the plan's rows these are; None: all
     request_ids: list[int]  # [R]
@@ -49,11 +50,11 @@ class NewTokens(NamedTuple):
     token_ids: list[int]  # [R]
     ended: list[tuple[RequestState, Ending]]
     filled: list[tuple[RequestState, int]]  # whose row filled a KV block: (.., full blocks)
-    late: list[tuple[RequestState, float]]  # to whom it came late: (.., when the token before came)
+    late: list[tuple[RequestState, float]]  # whose token came late: (.., when the token before came)
 
 
 class _Members(NamedTuple):
-    """All members in the order of their places. Plans share the arrays, so they are never changed."""
+    """All members in order. Plans share the arrays, so they are never changed."""
 
     seq_slots: Ints
     request_ids: Ints
@@ -61,31 +62,28 @@ class _Members(NamedTuple):
 
 
 class _RowsInFlight(NamedTuple):
-    """The rows of a plan in flight. Row i belongs to place i if there are `names` and still as many have left."""
+    """The rows of a plan in flight. Row i belongs to member i if there is an `id_list` and still as many have left."""
 
     rows: DecodeRows
-    id_list: list[int] | None  # whose rows these are, if everybody has one
+    id_list: list[int] | None  # whose rows these are, if every member has one
     num_left: int
 
 
 class DecodeTable:
     """A member is a request that decodes, or one whose last chunk is in flight: the decode behind it can be planned.
-    Members have places without gaps: when one leaves, the last one takes its place.
+    Members are numbered without gaps: when one leaves, the last one gets its index.
 
     Invariants, for a member: `starts` is `num_tokens - 1` of its state plus its unread tokens, one for each of its rows
-    in flight and one if its last chunk is.
+    in flight and one if its last chunk is. Its row of `tables` shows the blocks of positions before its `shown`, zeros
+    behind. What a plan may see of that array is only ever appended to; when a member leaves there is a new array, so
+    nothing is copied while the same requests decode.
     """
 
     def __init__(self, num_seq_slots: int, block_size: int) -> None:
-        self.states: list[RequestState] = []  # by place, as all that follows
+        self.states: list[RequestState] = []  # by index, as all that follows
         self.times = DecodeTimes(num_seq_slots)
-        self.blocks = DecodeBlocks(num_seq_slots, block_size)
         self._generated: list[list[int]] = []  # the states' own
-        self._in_flight: deque[_RowsInFlight] = deque()  # all rows, also those of requests that have left
-        self._block_size = block_size
-        self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # of each slot
-        self._members: _Members | None = None  # None: somebody has joined or left
-        self._num_left = 0  # members that have left so far
+        self._block_tables: list[BlockTable] = []
         self._seq_slots = _zeros(num_seq_slots)
         self._request_ids = _zeros(num_seq_slots)
         self._last_tokens = _zeros(num_seq_slots)
@@ -93,18 +91,29 @@ class DecodeTable:
         self._lasts = _zeros(num_seq_slots)  # position of the last row that it may have
         self._offsets = _zeros(num_seq_slots)  # start - offset: tokens generated before the row
         self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while the last chunk is
+        self._shown = _zeros(num_seq_slots)  # positions whose blocks are in `tables`, a multiple of the block size
+        self._tables: BlockIds = np.zeros((num_seq_slots, SPARE_COLUMNS), dtype=np.int32)
+        self._tables_shared = False  # a plan may see the array
+        self._most_blocks = 0  # that a member can have, of all so far
+        self._block_size = block_size
+        self._in_flight: deque[_RowsInFlight] = deque()  # all rows, also those of requests that have left
+        self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # of each slot
+        self._members: _Members | None = None  # None: a member has joined or left
+        self._num_left = 0  # members that have left so far
         self._stop_ids: Counter[int] = Counter()  # how many members end with a token
         self._sum_starts = 0
         self._longest = 0  # no start is larger
 
-    def __len__(self) -> int:
-        return len(self.states)
-
     def is_member(self, seq_slot: int) -> bool:
         return bool(self._index_of[seq_slot] != _ABSENT)
 
+    def index_of(self, seq_slot: int) -> int:
+        """Of a member."""
+        assert self.is_member(seq_slot), f"no decode in slot {seq_slot}"
+        return int(self._index_of[seq_slot])
+
     def num_in_flight(self, seq_slot: int) -> int:
-        """Rows of a slot, whoever it was when they were planned, that have not come back."""
+        """Rows of a slot, of whichever request it was when they were planned, that have not come back."""
         return sum(int(np.count_nonzero(step.rows.seq_slots == seq_slot)) for step in self._in_flight)
 
     # ---- coming and going
@@ -115,15 +124,21 @@ class DecodeTable:
         index, request = len(self.states), state.request
         self.times.join(state, timeline)
         self.states.append(state)
-        self._last_tokens[index] = _ABSENT if unread else state.generated[-1]
         self._generated.append(state.generated)
+        self._block_tables.append(blocks)
         self._index_of[seq_slot], self._members = index, None
         self._seq_slots[index], self._request_ids[index] = seq_slot, request.id
+        self._last_tokens[index] = _ABSENT if unread else state.generated[-1]
         self._starts[index] = start = state.num_tokens - 1 + unread
         self._lasts[index] = request.max_total_tokens - 2
         self._offsets[index] = request.num_prompt - 1
         self._chunk_in_flight[index] = unread
-        self.blocks.join(blocks, start)
+        num_shown = -(-start // self._block_size)
+        self._shown[index] = num_shown * self._block_size
+        self._most_blocks = max(self._most_blocks, len(blocks.block_ids))
+        self._reserve_columns(num_shown)
+        self._tables[index] = 0
+        self._tables[index, :num_shown] = blocks.block_ids[:num_shown]
         self._sum_starts += start
         self._longest = max(self._longest, start)
         self._stop_ids.update(state.stop_ids)
@@ -131,60 +146,89 @@ class DecodeTable:
     def leave(self, seq_slot: int) -> None:
         """The request is planned no more; rows in flight are taken back all the same. Nothing happens if it is no
         member."""
-        index = int(self._index_of[seq_slot])
+        index, last = int(self._index_of[seq_slot]), len(self.states) - 1
         if index == _ABSENT:
             return
-        state = self.states[index]
-        self.times.leave(index)
-        self._sum_starts -= int(self._starts[index])
-        self._forget_stops(state.stop_ids)
-        self._index_of[seq_slot], self._members = _ABSENT, None
-        self._num_left += 1
-        self.blocks.leave(index)
-        self._move(len(self.states) - 1, index)
-
-    def _forget_stops(self, stop_ids: frozenset[int]) -> None:
-        for token_id in stop_ids:
+        for token_id in self.states[index].stop_ids:
             self._stop_ids[token_id] -= 1
             if not self._stop_ids[token_id]:
                 del self._stop_ids[token_id]
-
-    def _move(self, last: int, index: int) -> None:
-        """The last member goes to another place."""
-        self.states[index], self._generated[index] = self.states[last], self._generated[last]
-        del self.states[last], self._generated[last]
-        if index == last:
-            return
+        self.times.leave(index)
+        self._sum_starts -= int(self._starts[index])
+        self._num_left += 1
+        if self._tables_shared:
+            self._tables, self._tables_shared = self._tables.copy(), False
         self._index_of[self._seq_slots[last]] = index
+        self._index_of[seq_slot], self._members = _ABSENT, None
         numbers = self._seq_slots, self._request_ids, self._last_tokens, self._starts, self._lasts, self._offsets
-        for column in (*numbers, self._chunk_in_flight):
+        for column in (*numbers, self._chunk_in_flight, self._shown, self._tables):
             column[index] = column[last]
+        self.states[index], self._generated[index] = self.states[last], self._generated[last]
+        self._block_tables[index] = self._block_tables[last]
+        del self.states[last], self._generated[last], self._block_tables[last]
+
+    # ---- blocks
+
+    def lacking(self, ready: Ready) -> Ints:
+        """The indices of those that have no block for their next row."""
+        indices, starts = ready.indices, ready.starts
+        lacks = starts >= self._shown[indices]
+        if not np.count_nonzero(lacks):
+            return _NO_INDICES
+        lacking = lacks.nonzero()[0] if isinstance(indices, slice) else indices[lacks]
+        tables = [self._block_tables[index] for index in lacking.tolist()]
+        have = [table.num_slots > start for table, start in zip(tables, starts[lacks].tolist(), strict=True)]
+        if not any(have):
+            return lacking
+        granted = lacking[have]  # a request that was preempted once has got all its blocks at its start
+        columns = (self._shown[granted] // self._block_size).tolist()
+        with_block = [table for table, has in zip(tables, have, strict=True) if has]
+        self.show(granted, [int(table.block_ids[column]) for table, column in zip(with_block, columns, strict=True)])
+        return lacking[np.logical_not(have)]
+
+    def show(self, indices: Ints, blocks: Sequence[int]) -> None:
+        """The blocks in which the next rows of these members begin."""
+        columns = self._shown[indices] // self._block_size
+        self._reserve_columns(int(columns.max()) + 1)
+        self._tables[indices, columns] = blocks
+        self._shown[indices] += self._block_size
+
+    def _reserve_columns(self, count: int) -> None:
+        """Plans keep the array that they have."""
+        have = self._tables.shape[1]
+        if count > have:
+            wider = np.zeros((len(self._tables), self._width(count)), dtype=np.int32)
+            wider[:, :have] = self._tables
+            self._tables, self._tables_shared = wider, False
+
+    def _width(self, count: int) -> int:
+        """Of tables that show so many blocks: some to spare, for they grow, but no more than any member can need."""
+        return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._most_blocks))
+
+    def _tables_for(self, indices: Indices) -> BlockIds:
+        """For a plan."""
+        width = self._width(self._longest // self._block_size + 1)
+        if width < self._tables.shape[1]:
+            self._tables = self._tables[:, :width].copy()
+        self._tables_shared = True
+        return self._tables[indices]
 
     # ---- planning
 
     def ready(self) -> Ready:
         """All members that may compute a row."""
-        everybody = slice(0, len(self.states))
-        starts = self._starts[everybody].copy()
-        may = starts <= self._lasts[everybody]
+        everyone = slice(0, len(self.states))
+        starts = self._starts[everyone].copy()
+        may = starts <= self._lasts[everyone]
         if np.count_nonzero(may) == len(starts):
-            return Ready(everybody, starts, self._sum_starts + len(starts))
+            return Ready(everyone, starts, self._sum_starts + len(starts))
         return _some(may.nonzero()[0], starts[may])
 
     def without(self, ready: Ready, indices: Ints) -> Ready:
-        """Those that are not at these places."""
-        everybody = np.arange(len(self.states))[ready.indices]
-        kept = ~np.isin(everybody, indices)
-        return _some(everybody[kept], ready.starts[kept])
-
-    def owners(self, indices: Indices) -> list[RequestId]:
-        found: list[RequestId] = self._request_ids[indices].tolist()
-        return found
-
-    def index_of(self, seq_slot: int) -> int:
-        """Of a member."""
-        assert self.is_member(seq_slot), f"no decode in slot {seq_slot}"
-        return int(self._index_of[seq_slot])
+        """`ready` less the members with these indices."""
+        among = np.arange(len(self.states))[ready.indices]
+        kept = ~np.isin(among, indices)
+        return _some(among[kept], ready.starts[kept])
 
     def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
         """One row for each; their requests are a token further as far as plans are concerned. `ahead`: a step is in
@@ -194,37 +238,44 @@ class DecodeTable:
         if ahead:
             token_ids[self._unread()[indices] > 0] = -1
         members = self._current_members()
-        everybody = len(starts) == len(self.states)
+        everyone = len(starts) == len(self.states)
         rows = DecodeRows(
-            request_ids=members.request_ids if everybody else members.request_ids[indices],
-            seq_slots=members.seq_slots if everybody else members.seq_slots[indices],
+            request_ids=members.request_ids if everyone else members.request_ids[indices],
+            seq_slots=members.seq_slots if everyone else members.seq_slots[indices],
             token_ids=token_ids,
             starts=starts,
             num_generated=starts - self._offsets[indices],
-            block_tables=self.blocks.tables(indices, self._longest),
+            block_tables=self._tables_for(indices),
         )
         if len(starts):
             self._starts[indices] = starts + 1
             self._sum_starts += len(starts)
             self._longest += 1
-            self._in_flight.append(_RowsInFlight(rows, members.id_list if everybody else None, self._num_left))
+            self._in_flight.append(_RowsInFlight(rows, members.id_list if everyone else None, self._num_left))
         return rows
 
     def _current_members(self) -> _Members:
         if self._members is None:
-            everybody = slice(0, len(self.states))
-            request_ids = self._request_ids[everybody].copy()
-            self._longest = int(self._starts[everybody].max(initial=0))
-            self._members = _Members(self._seq_slots[everybody].copy(), request_ids, request_ids.tolist())
+            everyone = slice(0, len(self.states))
+            request_ids = self._request_ids[everyone].copy()
+            self._longest = int(self._starts[everyone].max(initial=0))
+            self._members = _Members(self._seq_slots[everyone].copy(), request_ids, request_ids.tolist())
         return self._members
 
     def _unread(self) -> Ints:
-        """[M] tokens of each member that are planned and nobody has read."""
+        """[M] tokens of each member that are planned and not read yet."""
         counts: Ints = self._chunk_in_flight[: len(self.states)].copy()
         for step in self._in_flight:
             indices = self._index_of[step.rows.seq_slots]
             counts[indices[indices != _ABSENT]] += 1
         return counts
+
+    def pace(self, ready: Ready) -> tuple[Seconds, Ints, Ints]:
+        """(seconds from the first to the latest token, gaps, late gaps) of each, as far as tokens have been read."""
+        indices = ready.indices
+        elapsed_s, late_gaps = self.times.elapsed(indices)
+        num_gaps = np.maximum(ready.starts - self._offsets[indices] - self._unread()[indices] - 1, 0)
+        return np.where(num_gaps > 0, elapsed_s, 0.0), num_gaps, late_gaps
 
     # ---- results
 
@@ -293,22 +344,13 @@ class DecodeTable:
         return [(state, ending) for state, ending in endings if ending is not None]
 
     def _states_at(self, indices: Indices, rows: Ints) -> list[RequestState]:
-        """Of some rows of those that have these places."""
+        """Of the members with these indices those at these rows."""
         among = rows if isinstance(indices, slice) else indices[rows]
         return [self.states[index] for index in among.tolist()]
 
     def resume(self, seq_slot: int, resumed_s: float) -> None:
         """The gap that `take_back` has named ends here; what follows, its token included, is decoding again."""
         self.times.resume(self.index_of(seq_slot), resumed_s)
-
-    # ---- questions
-
-    def pace(self, ready: Ready) -> tuple[Seconds, Ints, Ints]:
-        """(seconds from the first to the latest token, gaps, late gaps) of each, as far as tokens have been read."""
-        indices = ready.indices
-        elapsed_s, late_gaps = self.times.elapsed(indices)
-        num_gaps = np.maximum(ready.starts - self._offsets[indices] - self._unread()[indices] - 1, 0)
-        return np.where(num_gaps > 0, elapsed_s, 0.0), num_gaps, late_gaps
 
     # ---- checks
 
@@ -322,7 +364,7 @@ class DecodeTable:
         num_members, unread = len(self.states), self._unread()
         seq_slots = self._seq_slots[:num_members].tolist()
         assert set(seq_slots) == members.keys() and len(seq_slots) == len(members), "the wrong requests are decodes"
-        assert set(np.flatnonzero(self._index_of != _ABSENT).tolist()) == members.keys(), "places are lost"
+        assert set(np.flatnonzero(self._index_of != _ABSENT).tolist()) == members.keys(), "an index is lost"
         self.times.check(self.states)
         starts = self._starts[:num_members]
         assert self._sum_starts == int(starts.sum()) and self._longest >= int(starts.max(initial=0))
@@ -330,18 +372,23 @@ class DecodeTable:
         for index, seq_slot in enumerate(seq_slots):
             state, blocks, chunk = members[seq_slot]
             where = f"request {state.request.id}"
-            assert self._index_of[seq_slot] == index, f"{where} has another's place"
+            assert self._index_of[seq_slot] == index, f"{where} has another's index"
             assert self.states[index] is state, f"{where} has a wrong slot"
             assert self._request_ids[index] == state.request.id, f"{where} has another's id"
             assert self._generated[index] is state.generated, f"{where}: tokens go elsewhere"
             assert self._chunk_in_flight[index] == chunk, f"{where}: whether its last chunk is in flight"
             start = int(self._starts[index])
-            assert start == state.num_tokens - 1 + unread[index], f"{where}: place of its next row"
+            assert start == state.num_tokens - 1 + unread[index], f"{where}: position of its next row"
             assert start - self._offsets[index] == state.num_generated + unread[index], f"{where}: count"
             assert start <= self._lasts[index] + 1, f"{where} is planned beyond its end"
             if state.generated and not unread[index]:
                 assert self._last_tokens[index] == state.generated[-1], f"{where}: last token"
-            self.blocks.check(index, blocks, where)
+            num_shown = int(self._shown[index]) // self._block_size
+            assert self._block_tables[index] is blocks, f"{where} has another's blocks"
+            assert self._shown[index] <= blocks.num_slots, f"{where} shows blocks that it does not have"
+            row = self._tables[index]
+            assert row[:num_shown].tolist() == blocks.blocks()[:num_shown], f"{where}: block table"
+            assert not row[num_shown:].any(), f"{where}: block table behind its blocks"
 
 
 def _some(indices: Ints, starts: Ints) -> Ready:

@@ -12,7 +12,7 @@ from hydra_engine.cache.features import FeatureCache
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.connector import Connector
+from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.timeline import Timeline
 
 Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]

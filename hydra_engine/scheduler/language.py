@@ -91,15 +91,16 @@ class LanguagePlanner:
         """
         table = self._requests.decodes
         ready = table.ready()
-        lacking = table.blocks.lacking(ready.indices, ready.starts)
+        lacking = table.lacking(ready)
         if not len(lacking):
             return ready
-        if blocks := self._kv.extend(table.owners(lacking)):
-            table.blocks.show(lacking, blocks)
+        states = [table.states[index] for index in lacking.tolist()]
+        if blocks := self._kv.extend([state.request.id for state in states]):
+            table.show(lacking, blocks)
             return ready
-        self._grow_by_age([table.states[index] for index in lacking.tolist()], builder)
+        self._grow_by_age(states, builder)
         ready = table.ready()
-        return table.without(ready, table.blocks.lacking(ready.indices, ready.starts))
+        return table.without(ready, table.lacking(ready))
 
     def _grow_by_age(self, lacking: list[RequestState], builder: StepBuilder) -> None:
         requests, table = self._requests, self._requests.decodes
@@ -107,7 +108,7 @@ class LanguagePlanner:
             request_id = state.request.id
             while request_id in self._kv.tables:
                 if blocks := self._kv.extend([request_id]):
-                    table.blocks.show(np.array([table.index_of(requests.seq_slots.of(request_id))]), blocks)
+                    table.show(np.array([table.index_of(requests.seq_slots.of(request_id))]), blocks)
                     break
                 victim = requests.youngest_running()
                 if victim is None or (victim is state and self._runs_alone()) or not builder.preempt(victim):

@@ -1,15 +1,16 @@
-"""The prefills of a language step: the step while it is filled (`StepBuilder`), and the start of waiting requests, who
-get a sequence slot, the blocks of a whole prompt and the rest of the step's budget.
+"""The prefills of a language step: the step while it is filled (`StepBuilder`), and the start of waiting requests.
+
+They get a sequence slot, the blocks of a whole prompt and the rest of the step's budget.
 
 Nothing is marked as scheduled before the step is complete, for it may be dropped. Requests start by urgency, and never
 past a request that has been overtaken too often. Whether or not its turn comes, the oldest request may take the place
-of younger ones that stand before an image: on that everybody's progress rests, see `policy.py`. Costs no more the more
+of younger ones that stand before an image: on that the progress of all rests, see `policy.py`. Costs no more the more
 requests wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from hydra_engine.config import SchedulerConfig
@@ -19,11 +20,11 @@ from hydra_engine.scheduler.request_table import RequestTable
 
 
 class NeedsResult(Exception):
-    """Planning ahead has come to a point where somebody would have to give way: the step before must end first."""
+    """Planning ahead has come to a point where a request would be preempted: the step before must end first."""
 
 
 class StepBuilder:
-    """`ahead`: a step is in flight, so nobody gives way."""
+    """A step while it is filled. `ahead`: one is in flight, so no request is preempted."""
 
     def __init__(self, requests: RequestTable, now: float, *, ahead: bool) -> None:
         self.chunks: list[tuple[RequestState, int]] = []
@@ -35,8 +36,8 @@ class StepBuilder:
     def chunk_of(self, state: RequestState) -> int:
         """How many tokens of a prefill come next: at most what is left, unless an image that must not be cut needs
         more. A request that lacks its last token only (its KV has been pulled, or found) is a decode but in name, and
-        waits for nobody's budget; together with the decodes it fits a step, for there are no more slots than a step has
-        tokens."""
+        needs no budget; together with the decodes it fits a step, for there are no more slots than a step has tokens.
+        """
         start, end = state.num_planned, state.num_computable
         if state.lacks_one_token:
             return 1
@@ -57,17 +58,50 @@ class StepBuilder:
         return self._requests.preempt(victim, self.now)
 
 
-class PrefillStarter:
+class Admission:
+    """Finds and grants what a request needs to start: a place among the sequences, and blocks, of which every running
+    decode has one more in reserve."""
+
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
         self._kv = requests.kv
         self._max_bypass = config.max_bypass
         self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
-        self._early_limit = policy.early_limit(self._max_seqs)
 
     @property
     def is_full(self) -> bool:
         return len(self._kv.tables) >= self._max_seqs
+
+    def _is_overdue(self, state: RequestState) -> bool:
+        return self._requests.overtaken(state) >= self._max_bypass
+
+    def _find_room(
+        self, state: RequestState, builder: StepBuilder | None, next_victim: Callable[[], RequestState | None]
+    ) -> list[int] | None:
+        """The blocks found in the cache for a request that may start, after preempting victims if there is a step to
+        do so; None if there is no room."""
+        num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._requests.decoding)
+        found: list[int] | None = None
+        while True:
+            if not self.is_full:
+                if found is None:
+                    found = self._requests.prefixes.find(state)
+                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
+                    return found
+            if builder is None or (victim := next_victim()) is None or not builder.preempt(victim):
+                return None
+
+    def _grant(self, state: RequestState, num_tokens: int) -> None:
+        """Blocks for these positions to a request that has been started in room that was found."""
+        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
+        assert granted, "room was found and is gone"
+        self._requests.requeue(state)
+
+
+class PrefillStarter(Admission):
+    def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
+        super().__init__(requests, config)
+        self._early_limit = policy.early_limit(self._max_seqs)
 
     def start(self, builder: StepBuilder, short: RequestState | None) -> None:
         """Admits waiting requests while budget, sequences and blocks last; none younger than a running prefill that is
@@ -77,7 +111,7 @@ class PrefillStarter:
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.num_free <= len(requests.decoding)):
-            if first := requests.waiting.after(None):  # whoever starts needs a block at least, and nobody can give way
+            if first := requests.waiting.after(None):  # a start takes a block at least, and no request can give way
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()
@@ -108,7 +142,7 @@ class PrefillStarter:
                 passed.append(state)
                 if len(passed) >= policy.MAX_PASSED or self.is_full:
                     return
-            if any(requests.overtaken(other) >= self._max_bypass for other in passed):
+            if any(map(self._is_overdue, passed)):
                 return
 
     def _consider(self, state: RequestState, builder: StepBuilder, num_early: int) -> bool | None:
@@ -147,10 +181,10 @@ class PrefillStarter:
         requests = self._requests
         head = requests.encoding.oldest()
         waits = head is not None and head.order not in seen and policy.may_insist(head, head=True)
-        if head is not None and waits and requests.overtaken(head) >= self._max_bypass:
+        if head is not None and waits and self._is_overdue(head):
             return head
         for state in islice(requests.waiting, policy.MAX_PASSED):
-            if requests.overtaken(state) >= self._max_bypass and state.order not in seen:
+            if self._is_overdue(state) and state.order not in seen:
                 return state
         return None
 
@@ -165,21 +199,12 @@ class PrefillStarter:
     # ---- room
 
     def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
-        """The blocks found in the cache for a request that may start: there is a free place among the sequences and
-        blocks for all that it has to prefill. Who insists takes them from younger prefills that stand before an image.
-        None if there is no room."""
-        num_tokens = policy.kv_tokens_to_admit(state)
-        reserve = len(self._requests.decoding)
-        found: list[int] | None = None
-        while True:
-            if not self.is_full:
-                if found is None:
-                    found = self._requests.prefixes.find(state)
-                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
-                    return found
-            victim = policy.stalled_younger_than(state, self._requests.prefilling) if insists else None
-            if victim is None or not builder.preempt(victim):
-                return None
+        """Room for all that a request has to prefill. One that insists takes it from younger prefills that stand before
+        an image."""
+        prefilling = self._requests.prefilling
+        return self._find_room(
+            state, builder, lambda: policy.stalled_younger_than(state, prefilling) if insists else None
+        )
 
     def _admit(self, state: RequestState, found: Sequence[int], builder: StepBuilder) -> None:
         """Grants what was found in the cache and the blocks of the first chunk, or those of everything.
@@ -192,7 +217,5 @@ class PrefillStarter:
         chunk = builder.chunk_of(state)
         if not policy.takes_all_at_once(state):
             num_tokens = state.num_computed + chunk
-        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
-        assert granted, "room was found and is gone"
-        self._requests.requeue(state)
+        self._grant(state, num_tokens)
         builder.add(state, chunk)

@@ -13,18 +13,17 @@ import math
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import Ledger
 from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.prefix import PrefixCache
 from hydra_engine.cache.slots import SlotPool
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
-from hydra_engine.scheduler.connector import Connector
 from hydra_engine.scheduler.decodes import DecodeTable
+from hydra_engine.scheduler.hooks import Connector, StepObserver
 from hydra_engine.scheduler.images import ImageTracker
-from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.scheduler.queues import ArrivalQueue, StartedOrders, UrgencyQueue
-from hydra_engine.scheduler.reuse import PrefixCache
 from hydra_engine.scheduler.timeline import Timeline
 
 
@@ -189,14 +188,6 @@ class RequestTable:
         self.seq_slots.free(request_id)
         self.images.drop(state)
         del self.states[request_id], self.timelines[request_id]
-
-    def reset_caches(self, *, kv: bool, images: bool) -> None:
-        """Forgets content that nobody holds. Requests that counted on it find it gone when they look again, as if it
-        had been evicted."""
-        if kv:
-            self.kv.forget_unheld()
-        if images:
-            self.features.forget_unused()
 
     # ---- starting, giving way and moving on
 

@@ -1,34 +1,51 @@
-"""What a result means for the requests of its plan: features, progress, tokens, and who has ended.
+"""What a result means for the requests of its plan: features, progress, tokens, and which have ended.
 
-The one place where requests make progress. Does not plan, and does not forget anybody: it names those that have ended,
-and the scheduler lets them go when no plan names them any more.
+The one place where requests make progress. Does not plan and does not forget a request: it returns those that have
+ended, and the scheduler lets them go when no plan names them any more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Delta, PromptScores, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan
-from hydra_engine.core.plans import (
-    ChunkRow,
-    LanguagePlan,
-    LanguageResult,
-    TokenLogprobs,
-    VisionPlan,
-    VisionResult,
-)
+from hydra_engine.core.plans import ChunkRow, LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.scheduler.decodes import NewTokens
 from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.timeline import StepTimes
 
 
-class Progress:
+@dataclass(slots=True)
+class _StepOutput:
+    """The messages of a language step: a token with log probabilities travels alone, all others in one."""
+
+    tokens: Tokens
+    logprobs: dict[int, TokenLogprobs]  # by row
+    deltas: list[Delta] = field(default_factory=list)
+
+    def add(self, row: int, request_id: int, position: int, token_id: int) -> None:
+        if (logprobs := self.logprobs.get(row)) is not None:
+            key = RequestId(request_id)
+            late = self.tokens.late.pop(key, None)
+            self.deltas.append(Delta(key, position, (token_id,), self.tokens.time_s, (logprobs,), late))
+            return
+        self.tokens.request_ids.append(request_id)
+        self.tokens.positions.append(position)
+        self.tokens.token_ids.append(token_id)
+
+    def messages(self) -> Iterator[RequestMessage]:
+        if self.tokens.request_ids:
+            yield self.tokens
+        yield from self.deltas
+
+
+class ResultProcessor:
     def __init__(self, requests: RequestTable, times: StepTimes) -> None:
         self._requests = requests
         self._times = times
@@ -38,7 +55,7 @@ class Progress:
 
     # ---- vision
 
-    def encoded(self, plan: VisionPlan, result: VisionResult) -> list[RequestState]:
+    def on_vision(self, plan: VisionPlan, result: VisionResult) -> list[RequestState]:
         """Returns the requests of the plan, for some may have ended before or now."""
         requests = self._requests
         patches: dict[RequestId, int] = {}
@@ -66,47 +83,39 @@ class Progress:
 
     # ---- language
 
-    def computed(self, plan: LanguagePlan, result: LanguageResult) -> tuple[list[RequestMessage], list[RequestState]]:
-        """The tokens, and the requests of the plan that have ended, before or now."""
-        failures, logprobs = dict(result.failures), dict(result.logprobs)
-        tokens = Tokens([], [], [], result.ended_s)
-        messages: list[RequestMessage] = []
-        ended = self._decodes(plan, result, tokens, messages, failures, logprobs)
+    def on_language(
+        self, plan: LanguagePlan, result: LanguageResult
+    ) -> tuple[list[RequestMessage], list[RequestState]]:
+        """The messages, and the requests of the plan that have ended, before or now."""
+        failures = dict(result.failures)
+        output = _StepOutput(Tokens([], [], [], result.ended_s), dict(result.logprobs))
+        ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []
         for row, chunk in enumerate(plan.chunks, start=len(plan.decodes)):
-            state = self._requests.states[chunk.request_id]
+            state, count = self._requests.states[chunk.request_id], len(chunk.token_ids)
             state.plans_in_flight -= 1
-            state.num_scheduled -= len(chunk.token_ids)
-            more, count = not chunk.sample, len(chunk.token_ids)
-            timeline = self._requests.timelines[chunk.request_id]
-            timeline.prefilled(result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=more)
-            if state.ending is None:
+            state.num_scheduled -= count
+            self._requests.timelines[chunk.request_id].prefilled(
+                result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=not chunk.sample
+            )
+            if state.ending is None and (error := failures.get(row)) is not None:
+                self._requests.end(state, Ending(FinishReason.ERROR, error=error))
+            elif state.ending is None:
                 token_id = int(result.token_ids[row])
-                late = self._chunk(state, chunk, token_id, failures.get(row), result.ended_s)
+                late = self._chunk(state, chunk, token_id, result.ended_s)
                 if late is not None:
-                    tokens.late[chunk.request_id] = late
-                if chunk.sample and row not in failures:
-                    _tell(chunk.request_id, chunk.num_generated, token_id, logprobs.get(row), tokens, messages)
+                    output.tokens.late[chunk.request_id] = late
+                if chunk.sample:
+                    output.add(row, chunk.request_id, chunk.num_generated, token_id)
             if state.ending is not None:
                 ended.append(state)
-        if tokens.request_ids:
-            messages.insert(0, tokens)
-        return [*self._scores(plan, result, failures), *messages], ended
+        # Of chunks that came back sound, whatever else has become of their requests.
+        sound = ((plan.chunks[row - len(plan.decodes)], scores) for row, scores in result.scores if row not in failures)
+        scores = (PromptScores(chunk.request_id, chunk.start + 1, logprobs) for chunk, logprobs in sound)
+        return [*scores, *output.messages()], ended
 
-    def _scores(self, plan: LanguagePlan, result: LanguageResult, failures: Container[int]) -> Iterator[PromptScores]:
-        """Of chunks that came back sound, whatever else has become of their requests."""
-        for row, logprobs in result.scores:
-            chunk = plan.chunks[row - len(plan.decodes)]
-            if row not in failures:
-                yield PromptScores(chunk.request_id, chunk.start + 1, logprobs)
-
-    def _chunk(
-        self, state: RequestState, chunk: ChunkRow, token_id: int, error: ErrorInfo | None, ended_s: float
-    ) -> StageSpan | None:
+    def _chunk(self, state: RequestState, chunk: ChunkRow, token_id: int, ended_s: float) -> StageSpan | None:
         """Returns the gap before its token if that came late."""
         late = None
-        if error is not None:
-            self._requests.end(state, Ending(FinishReason.ERROR, error=error))
-            return None
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
             self._requests.images.consume(state, ended_s)
@@ -136,35 +145,34 @@ class Progress:
         return None if since_s is None else self._explained(state, since_s, ended_s)
 
     def _decodes(
-        self,
-        plan: LanguagePlan,
-        result: LanguageResult,
-        tokens: Tokens,
-        messages: list[RequestMessage],
-        failures: dict[int, ErrorInfo],
-        logprobs: dict[int, TokenLogprobs],
+        self, plan: LanguagePlan, result: LanguageResult, failures: dict[int, ErrorInfo], output: _StepOutput
     ) -> list[RequestState]:
         """Returns those that have ended."""
-        rows, table = plan.decodes, self._requests.decodes
-        if not len(rows):
-            return []
+        rows, requests, table = plan.decodes, self._requests, self._requests.decodes
         for row, error in failures.items():
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
-                state = self._requests.states[RequestId(int(rows.request_ids[row]))]
-                self._requests.end(state, Ending(FinishReason.ERROR, error=error))
+                state = requests.states[RequestId(int(rows.request_ids[row]))]
+                requests.end(state, Ending(FinishReason.ERROR, error=error))
         token_ids, batch = result.token_ids[: len(rows)], plan.num_rows
-        back = table.take_back(rows, token_ids, ended_s=result.ended_s, batch=batch, gap_s=self._times.gap_s)
-        self.generation_tokens += len(back.token_ids)
-        for state, since_s in back.late:
-            gap = tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)
-            table.resume(self._requests.seq_slots.of(state.request.id), gap.end_s)
-        self._requests.prefixes.publish_all_later(back.filled)
-        self._tell_all(back, tokens, messages, logprobs)
-        for state, ending in back.ended:
-            self._requests.end(state, ending)
-        ended = [state for state, _ in back.ended]
-        if back.live is not None:
-            ended += [self._requests.states[RequestId(number)] for number in rows.request_ids[~back.live].tolist()]
+        new = table.take_back(rows, token_ids, ended_s=result.ended_s, batch=batch, gap_s=self._times.gap_s)
+        self.generation_tokens += len(new.token_ids)
+        for state, since_s in new.late:
+            gap = output.tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)
+            table.resume(requests.seq_slots.of(state.request.id), gap.end_s)
+        requests.prefixes.publish_all_later(new.filled)
+        if output.logprobs:
+            live = range(len(new.token_ids)) if new.live is None else new.live.nonzero()[0].tolist()
+            for row, *token in zip(live, new.request_ids, new.positions, new.token_ids, strict=True):
+                output.add(row, *token)
+        else:
+            output.tokens.request_ids.extend(new.request_ids)
+            output.tokens.positions.extend(new.positions)
+            output.tokens.token_ids.extend(new.token_ids)
+        for state, ending in new.ended:
+            requests.end(state, ending)
+        ended = [state for state, _ in new.ended]
+        if new.live is not None:
+            ended += [requests.states[RequestId(number)] for number in rows.request_ids[~new.live].tolist()]
         return ended
 
     def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
@@ -173,33 +181,3 @@ class Progress:
         limit_s = timeline.limit_s if timeline.limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, limit_s)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)
-
-    def _tell_all(
-        self, back: NewTokens, tokens: Tokens, messages: list[RequestMessage], logprobs: dict[int, TokenLogprobs]
-    ) -> None:
-        if not logprobs:
-            tokens.request_ids.extend(back.request_ids)
-            tokens.positions.extend(back.positions)
-            tokens.token_ids.extend(back.token_ids)
-            return
-        rows = range(len(back.token_ids)) if back.live is None else back.live.nonzero()[0].tolist()
-        for row, *token in zip(rows, back.request_ids, back.positions, back.token_ids, strict=True):
-            _tell(RequestId(token[0]), token[1], token[2], logprobs.get(row), tokens, messages)
-
-
-def _tell(
-    request_id: RequestId,
-    position: int,
-    token_id: int,
-    logprobs: TokenLogprobs | None,
-    tokens: Tokens,
-    messages: list[RequestMessage],
-) -> None:
-    """Tokens with log probabilities travel alone, all others of a step together."""
-    if logprobs is not None:
-        late = tokens.late.pop(request_id, None)
-        messages.append(Delta(request_id, position, (token_id,), tokens.time_s, (logprobs,), late))
-        return
-    tokens.request_ids.append(request_id)
-    tokens.positions.append(position)
-    tokens.token_ids.append(token_id)

@@ -1,7 +1,7 @@
 """The stage scheduler: events in, plans and events out. The live instance and the simulator drive the same object.
 
 Pure and clock-injected: the same calls with the same `now` give the same plans. It owns the state of its requests and
-the bookkeeping of both caches. What a result means for each request is in `progress.py`. What only some instances need
+the bookkeeping of both caches. What a result means for each request is in `results.py`. What only some instances need
 hangs on it: a connector where other instances take part, budgets where there are latency limits, an observer that
 explains late tokens. Does not know tensors, threads, channels, other instances or text.
 """
@@ -25,14 +25,13 @@ from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.errors import ConfigError
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.audit import check_in_flight, check_requests
 from hydra_engine.scheduler.budget import Budgets, FixedBudgets
-from hydra_engine.scheduler.connector import Connector
+from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
 from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
-from hydra_engine.scheduler.observer import StepObserver
+from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
 from hydra_engine.scheduler.request_table import RequestTable
-from hydra_engine.scheduler.results import Progress
+from hydra_engine.scheduler.results import ResultProcessor
 from hydra_engine.scheduler.timeline import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
@@ -78,15 +77,13 @@ class StageScheduler:
         self._most_ahead = 1 if config.look_ahead else 0
         self._patience_s = policy.yield_patience_s(config.tpot_slo)
         self._times = StepTimes()
-        self._progress = Progress(self._requests, self._times)
+        self._results = ResultProcessor(self._requests, self._times)
         self._requests.connector.attach(self._requests, self._finish)
-        self._vision_plans: dict[StepId, VisionPlan] = {}
-        self._encodes: dict[StepId, tuple[tuple[RequestId, int], ...]] = {}  # (request, patches) of these plans
+        self._vision_plan: VisionPlan | None = None  # in flight
         self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
         self._yielded = False  # the language lane is idle so that the vision lane has the device
         self._language_ended_s = 0.0
-        self._patches_in_flight = 0
         self._finish_times: deque[float] = deque(maxlen=32)
 
     # ---- requests
@@ -118,8 +115,12 @@ class StageScheduler:
         self._limits = replace(self._limits, role=role)
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
-        """Forgets reusable KV, reusable features, or both; what requests hold stays."""
-        self._requests.reset_caches(kv=kv, images=images)
+        """Forgets reusable KV, reusable features, or both; what requests hold stays. Requests that counted on them
+        find them gone when they look again, as if they had been evicted."""
+        if kv:
+            self._requests.kv.forget_unheld()
+        if images:
+            self._requests.features.forget_unused()
 
     def abort(self, request_id: RequestId, now: float) -> list[RequestMessage]:
         """Ends a request; unknown ids are ignored. Its Finished is returned now or, while a plan in flight names it,
@@ -143,20 +144,16 @@ class StageScheduler:
     def settled(self) -> bool:
         """Whether no image waits for its features or gets them now. While one does, a language step planned before the
         running one has ended would keep out a request that is about to be ready."""
-        return not (self._requests.encoding or self._vision_plans)
+        return not self._requests.encoding and self._vision_plan is None
 
     def plan_vision(self, now: float) -> VisionPlan | None:
         """The next vision step, or None when there is nothing to encode, no room, or one in flight."""
-        if not self._requests.unencoded or self._vision_plans:
+        if not self._requests.unencoded or self._vision_plan is not None:
             return None
-        plan = self._vision.plan(StepId(self._next_step), now)
+        self._vision_plan = plan = self._vision.plan(StepId(self._next_step), now)
         if plan is not None:
-            self._vision_plans[plan.step_id] = plan
             self._next_step += 1
-            self._patches_in_flight += plan.num_patches
-            work = tuple((item.request_id, item.num_patches) for item in plan.items)
-            self._encodes[plan.step_id] = work
-            self._requests.observer.on_vision_planned(now, work)
+            self._requests.observer.on_vision_planned(now, _work(plan))
         return plan
 
     @property
@@ -180,7 +177,7 @@ class StageScheduler:
         if self._yields_to_vision(now, ahead=ahead):
             self._yielded = not ahead
             return None
-        patches = self._patches_in_flight
+        patches = 0 if self._vision_plan is None else self._vision_plan.num_patches
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
         self._requests.connector.after_language(now)
         if step is None:
@@ -193,7 +190,7 @@ class StageScheduler:
         """Whether the next language step waits so that the vision lane has the device to itself: while all decodes here
         are borrowed, and no longer than the patience since the last language step. An image that could be encoded is in
         a vision step already; for one that lacks room there is nothing to wait for."""
-        if not (self._vision_plans and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
+        if not (self._vision_plan and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
             return False
         return ahead or now - self._language_ended_s < self._patience_s
 
@@ -211,12 +208,12 @@ class StageScheduler:
 
     def on_vision(self, result: VisionResult, now: float) -> list[RequestMessage]:
         """Takes back a vision plan: features are there, or their request fails."""
-        plan = self._vision_plans.pop(result.step_id)
-        self._patches_in_flight -= plan.num_patches
-        self._requests.observer.on_vision_done(result.started_s, result.ended_s, self._encodes.pop(result.step_id))
+        plan, self._vision_plan = self._vision_plan, None
+        assert plan is not None and plan.step_id == result.step_id, "a vision step comes back that was not planned"
+        self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
         patches = [item.num_patches for item in plan.items]
         self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
-        return self._finish(self._progress.encoded(plan, result), now)
+        return self._finish(self._results.on_vision(plan, result), now)
 
     def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
         """Takes back a language plan: progress, tokens, and requests that ended or failed."""
@@ -229,7 +226,7 @@ class StageScheduler:
             result.started_s, result.ended_s, step.load, step.chunks, result.vision_s
         )
         self._budgets.on_language(step.load, step.budget, duration_s=duration_s, gap_s=gap_s, vision_s=result.vision_s)
-        events, ended = self._progress.computed(step.plan, result)
+        events, ended = self._results.on_language(step.plan, result)
         events += self._finish(ended, now)
         return events
 
@@ -267,7 +264,7 @@ class StageScheduler:
 
     def status(self) -> Status:
         """What only the instance knows is left for it to add."""
-        requests, progress = self._requests, self._progress
+        requests, results = self._requests, self._results
         return Status(
             num_running=len(requests.prefilling) + len(requests.decoding),
             num_waiting=len(requests.waiting),
@@ -277,9 +274,9 @@ class StageScheduler:
             image_blocks_used=requests.features.num_held,
             image_blocks_total=requests.features.num_blocks,
             num_preemptions=requests.num_preemptions,
-            prompt_tokens=progress.prompt_tokens,
-            generation_tokens=progress.generation_tokens,
-            images_encoded=progress.images_encoded,
+            prompt_tokens=results.prompt_tokens,
+            generation_tokens=results.generation_tokens,
+            images_encoded=results.images_encoded,
             num_handing_over=len(requests.handing_over),
             num_arriving=len(requests.remote_prefills) + len(requests.kv_offered),
             num_decoding=len(requests.decoding),
@@ -294,8 +291,13 @@ class StageScheduler:
         """Raises AssertionError if requests, queues, blocks and plans in flight disagree."""
         check_requests(self._requests)
         language = [step.plan for step in self._language_steps.values()]
-        check_in_flight(self._requests, self._vision_plans.values(), language, self._requests.connector.in_flight)
+        vision = [] if self._vision_plan is None else [self._vision_plan]
+        check_in_flight(self._requests, vision, language, self._requests.connector.in_flight)
         self._requests.connector.check()
+
+
+def _work(plan: VisionPlan) -> Work:
+    return [(item.request_id, item.num_patches) for item in plan.items]
 
 
 def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:

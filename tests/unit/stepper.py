@@ -14,8 +14,8 @@ from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestState
+from hydra_engine.scheduler.hooks import StepObserver
 from hydra_engine.scheduler.latency.attribution import StepHistory
-from hydra_engine.scheduler.observer import StepObserver
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.prefix_oracle import PrefixOracle
 from tests.unit.sim import (

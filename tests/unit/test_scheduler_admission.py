@@ -8,8 +8,8 @@ import pytest
 
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unavailable
-from hydra_engine.scheduler.admission import Limits, check_fits, check_queue, retry_after_s
+from hydra_engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
+from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.sim import Img, config, make_request
 

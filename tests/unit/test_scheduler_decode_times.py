@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.state import RequestState
-from hydra_engine.scheduler.decode_times import DecodeTimes
-from hydra_engine.scheduler.timeline import Timeline
+from hydra_engine.scheduler.timeline import DecodeTimes, Timeline
 from tests.unit.sim import make_request
 
 

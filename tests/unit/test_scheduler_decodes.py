@@ -13,7 +13,7 @@ from hydra_engine.core.messages import Delta, Finished, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.plans import LanguageResult, TokenLogprobs
 from hydra_engine.core.request import Slo
-from hydra_engine.scheduler.decode_blocks import SPARE_COLUMNS
+from hydra_engine.scheduler.decodes import SPARE_COLUMNS
 from hydra_engine.scheduler.timeline import MIN_GAP_S
 from tests.examples import examples
 from tests.unit.sim import Simulator, config, expected_tokens, make_request, rows_of

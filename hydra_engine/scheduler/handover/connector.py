@@ -15,12 +15,12 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
-from hydra_engine.scheduler.connector import Connector, Finish
 from hydra_engine.scheduler.handover.audit import check_offers, check_pulls
 from hydra_engine.scheduler.handover.events import RemoteEvent, RemoteEvents
 from hydra_engine.scheduler.handover.offers import EncodeJobQuota, Offers
 from hydra_engine.scheduler.handover.pulls import Pulls
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
+from hydra_engine.scheduler.hooks import Connector, Finish
 from hydra_engine.scheduler.prefill import StepBuilder
 from hydra_engine.scheduler.request_table import RequestTable
 

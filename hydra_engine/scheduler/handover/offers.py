@@ -15,7 +15,6 @@ from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, HandoverState, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.connector import Finish
 from hydra_engine.scheduler.handover.events import (
     FeaturesEvent,
     FeaturesGoneEvent,
@@ -24,6 +23,7 @@ from hydra_engine.scheduler.handover.events import (
     RemoteEvents,
     handover_of,
 )
+from hydra_engine.scheduler.hooks import Finish
 from hydra_engine.scheduler.request_table import RequestTable
 
 _KV = -1  # the key of the KV in `HandoverState.offered_s`, beside the images of jobs

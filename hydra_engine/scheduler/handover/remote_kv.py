@@ -11,38 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.prefill import StepBuilder
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.prefill import Admission, StepBuilder
 
 
-class RemoteKvAdmission:
+class RemoteKvAdmission(Admission):
     """With that no decode waits for a prefill, and no prefill (on the way to its decode) for an encode: stages wait for
-    later ones only, and the last one for nobody."""
-
-    def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
-        self._requests = requests
-        self._kv = requests.kv
-        self._max_bypass = config.max_bypass
-        self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
+    later ones only, and the last one for none."""
 
     def admit(self, now: float, builder: StepBuilder | None = None) -> None:
-        """Admits as many as there is room for. In a language step, with its `builder`, others give way if they must;
-        between two steps nobody does."""
+        """Admits as many as there is room for. In a language step, with its `builder`, others are preempted where
+        needed; between two steps none is."""
         if not self._requests.kv_offered:
             return
         passed: list[RequestState] = []
         for state in self._complete():
-            if not self._admit(state, now, builder):
+            if not self._start(state, now, builder):
                 passed.append(state)
             if len(passed) >= policy.MAX_PASSED or any(map(self._is_overdue, passed)):
                 return
         if passed or self._requests.waiting:
             return  # room that is free is spoken for
         for state in islice(self._requests.kv_offered.by_urgency(), policy.MAX_PASSED):
-            if state.request.id not in self._kv.tables and not self._admit(state, now, None):
+            if state.request.id not in self._kv.tables and not self._start(state, now, None):
                 return
 
     def _complete(self) -> Iterator[RequestState]:
@@ -57,11 +49,9 @@ class RemoteKvAdmission:
             seen.add(state.order)
             yield state
 
-    def _is_overdue(self, state: RequestState) -> bool:
-        return self._requests.overtaken(state) >= self._max_bypass
-
-    def _admit(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
-        found = self._room_for(state, builder)
+    def _start(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
+        """False: it lacks room."""
+        found = self._find_room(state, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
         if found is None:
             self._requests.timelines[state.request.id].cause = "kv blocks"
             return False
@@ -69,20 +59,5 @@ class RemoteKvAdmission:
         self._requests.start(state, len(found), now)
         if state.remote_kv is not None:
             state.remote_kv.num_copied = len(found)
-        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
-        assert granted, "room was found and is gone"
-        self._requests.requeue(state)
+        self._grant(state, num_tokens)
         return True
-
-    def _room_for(self, state: RequestState, builder: StepBuilder | None) -> list[int] | None:
-        """The blocks found in the cache for a request that may start; None if there is no room. Every running decode
-        keeps room for one more block."""
-        num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._requests.decoding)
-        while True:
-            if len(self._kv.tables) < self._max_seqs:
-                found = self._requests.prefixes.find(state)
-                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
-                    return found
-            victim = policy.youngest_stalled(self._requests.prefilling) if builder is not None else None
-            if victim is None or builder is None or not builder.preempt(victim):
-                return None

@@ -1,15 +1,21 @@
-"""What the scheduler calls where other instances may take part in a request: its one tie to them.
+"""What hangs on the scheduler where a deployment needs it, as classes that do nothing: the core knows no more of it.
 
-The connector of an instance that has no others, which does nothing. The one of an instance with peers is
-`handover/connector.py`; whoever builds the scheduler puts it in.
+`StepObserver` explains late tokens; the one that knows whose prefill, encode or move a token waited for is
+`latency/attribution.py`. `Connector` joins other instances; the one of an instance with peers is
+`handover/connector.py`. `instance/hooks.py` puts them in. Budgets that follow from limits have their interface in
+`budget.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage
+from hydra_engine.core.outputs import DelayCause
 from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.state import Ending, RequestState
 
@@ -17,8 +23,33 @@ if TYPE_CHECKING:
     from hydra_engine.scheduler.prefill import StepBuilder
     from hydra_engine.scheduler.request_table import RequestTable
 
+Work = Sequence[tuple[RequestId, int]]  # (request, tokens or patches), amounts positive
+
 # Takes requests that have ended, and the time; returns the messages of those that no plan in flight names.
 Finish = Callable[[list[RequestState], float], list[RequestMessage]]
+
+
+class StepObserver:
+    """Steps of a lane are told in order."""
+
+    def on_vision_planned(self, now: float, items: Work) -> None:
+        """A vision step is given to the lane, which begins it as soon as the ones before it have ended."""
+
+    def on_vision_done(self, started_s: float, ended_s: float, items: Work) -> None:
+        """The oldest vision step that has begun has ended."""
+
+    def on_language_done(
+        self, started_s: float, ended_s: float, load: LanguageLoad, chunks: Work, vision_s: float
+    ) -> None:
+        """A language step has ended, beside which vision ran for `vision_s`. The hot path."""
+
+    def on_away(self, request_id: RequestId, kind: str, now: float, until_s: float = math.inf) -> None:
+        """The request is computed by no step here until then, or until one of its own; `kind` is the cause of that."""
+
+    def explain(self, request_id: RequestId, since_s: float, until_s: float, limit_s: float) -> tuple[DelayCause, ...]:
+        """What the time between a request's token at `since_s` and its next one at `until_s`, longer than `limit_s`,
+        went to: at least one cause, the largest first."""
+        return (DelayCause("step", until_s - since_s),)
 
 
 class Connector:
