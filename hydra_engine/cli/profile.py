@@ -1,7 +1,7 @@
 """`hydra-engine profile MODEL`: measures what steps cost on this machine, saves it for the next start, and prints it.
 
 Assembles an instance in this process without serving. The same measuring runs at the start of `serve` when a limit
-between tokens is given and nothing valid is saved.
+between tokens is given and nothing valid is saved. `bench/step_times.py` draws a profile.
 """
 
 from __future__ import annotations
@@ -9,34 +9,42 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.config import find_model
+from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.errors import ConfigError
 
+if TYPE_CHECKING:  # `--help` needs neither
+    from hydra_engine.planner.fit import CorunTimes
+    from hydra_engine.planner.store import Profile
+
+_DECODES = (1, 4, 16, 64)
 # As where instances run: an idle OpenMP team that spins would take the cores from the other lane.
 _OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
+_LOAD = {"decodes": "", "context": "tokens", "prompt": "tokens", "behind": "tokens", "chunks": ""}
+_TIMES = {"measured": "ms", "predicted": "ms", "error": ""}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile here too, as JSON")
-    parser.add_argument("--cached", action="store_true", help="show what is saved if it still holds, do not measure")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the profile to this file, as JSON")
+    parser.add_argument("--cached", action="store_true", help="print the saved profile if it is valid; do not measure")
     parser.add_argument(
-        "--seconds", type=float, help="most time to measure; less where every step was measured often enough before"
+        "--seconds", type=float, help="longest time to measure; it ends earlier once every step has enough repeats"
     )
     add_engine_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     config = find_model(read_settings(arguments).engine())
-    # Imported here: only this command needs them.
-    from hydra_engine.planner.report import profile_lines
     from hydra_engine.planner.store import save
 
     log.configure(config.log_level, log_format=config.log_format)
@@ -46,13 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)
-    parts: Any = import_module("hydra_engine.instance.build")  # loads torch
-    measured = parts.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
-    limit_s = config.scheduler.tpot_slo
-    sys.stdout.write("\n".join(profile_lines(measured.profile, limit_s)) + "\n\n")
-    sys.stdout.write(
-        f"{measured.source}; {'kept' if measured.file.exists() else 'could not be kept'} in {measured.file}\n"
-    )
+    build: Any = import_module("hydra_engine.instance.build")  # loads torch
+    measured = build.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
+    state = "saved" if measured.file.exists() else "could not be saved"
+    lines = [*profile_lines(measured.profile, config.scheduler.tpot_slo), ""]
+    sys.stdout.write("\n".join([*lines, f"{measured.source}; {state} in {measured.file}", ""]))
     if output is not None:
         try:
             save(measured.profile, output)
@@ -61,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _progress() -> Any:
+def _progress() -> Callable[[str, int, int], None]:
     """A counting line on a terminal, nothing elsewhere."""
     shown = sys.stderr.isatty()
 
@@ -72,3 +78,121 @@ def _progress() -> Any:
             sys.stderr.flush()
 
     return report
+
+
+# ---- the report
+
+
+def profile_lines(profile: Profile, limit_s: float | None = None) -> list[str]:
+    """Measured times beside predicted ones; with `limit_s` also what fits into that time between two tokens."""
+    samples, surface = profile.samples, profile.surface
+    lines = [*_head(profile), "", "language steps alone"]
+    language = sorted(samples.language, key=lambda point: _order(point.load))
+    lines += _table(
+        _LOAD | _TIMES,
+        [(*_load_cells(p.load), *_time_cells(p.seconds, surface.language_s(p.load))) for p in language],
+    )
+    lines += ["", "vision steps alone"]
+    vision = sorted(samples.vision, key=lambda point: point.load.num_patches)
+    cells = [
+        (str(p.load.num_patches), f"{p.load.pairs:.0f}", *_time_cells(p.seconds, surface.vision_s(p.load)))
+        for p in vision
+    ]
+    lines += _table({"patches": "", "pairs": ""} | _TIMES, cells) if cells else ["  none measured"]
+    if samples.corun:
+        lines += ["", *_corun_lines(profile)]
+    if limit_s is not None:
+        lines += ["", *_limit_lines(profile, limit_s)]
+    return lines
+
+
+def _head(profile: Profile) -> list[str]:
+    identity, surface = profile.identity, profile.surface
+    left = f"; {profile.num_left} left out for want of time" if profile.num_left else ""
+    return [
+        f"measured    {profile.num_points - profile.num_left} kinds of steps in {profile.seconds:.1f} s, "
+        f"{profile.measured_at}{left}",
+        f"machine     {identity.device}, {identity.processor}, {identity.threads} threads per lane of {identity.cores} "
+        f"cores, lane priority {identity.lane_priority}",
+        f"computes    {identity.dtype}, ops {identity.backend}",
+        f"errors      90th percentile: {surface.language_error:.1%} (language), "
+        f"{surface.vision_error:.1%} (vision), {surface.corun_error:.1%} (both at once)",
+        f"hand-over   {_ms(profile.submit_s)} ms to a lane, {_ms(profile.collect_s)} ms back",
+        *(f"note        {note}" for note in profile.notes),
+    ]
+
+
+def _corun_lines(profile: Profile) -> Iterator[str]:
+    surface = profile.surface
+    yield (
+        f"both lanes at once: decodes take {surface.decode_slowdown:.2f} times as long, prompts "
+        f"{surface.prefill_slowdown:.2f}, vision {surface.vision_slowdown:.2f}"
+    )
+    points = sorted(profile.samples.corun, key=lambda point: _order(point.language))
+    columns = _LOAD | _TIMES | {"beside patches": "", "vision measured": "ms"}
+    yield from _table(columns, [_corun_cells(profile, point) for point in points])
+
+
+def _corun_cells(profile: Profile, point: CorunTimes) -> tuple[str, ...]:
+    language = ("-", "-", "-")
+    if point.language_s:
+        language = _time_cells(point.language_s, profile.surface.corun_s(point.language, float("inf")))
+    vision = _ms(median_low(point.vision_s)) if point.vision_s else "-"
+    return (*_load_cells(point.language), *language, str(point.vision.num_patches), vision)
+
+
+def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:
+    from hydra_engine.planner.fit import TYPICAL_CONTEXT, allowance
+
+    yield f"a limit of {_ms(limit_s)} ms between tokens leaves, beside decodes of {TYPICAL_CONTEXT} keys each"
+    units = {"decodes": "", "alone": "ms", "prompt tokens a step": "tokens", "with vision": "tokens", "vision": "ms"}
+    rows = []
+    for decodes in sorted({min(number, profile.reach.decodes) for number in _DECODES}):
+        most = max(profile.reach.rows - decodes, 0)
+        left = allowance(profile.surface, decodes, TYPICAL_CONTEXT, limit_s, most)
+        if left.step_s > limit_s:
+            rows.append((str(decodes), _ms(left.step_s), "over the limit", "", ""))
+        else:
+            vision = "whole step" if left.vision_s == float("inf") else _ms(left.vision_s)
+            rows.append((str(decodes), _ms(left.step_s), str(left.tokens_alone), str(left.tokens_beside), vision))
+    yield from _table(units, rows)
+    best_s = profile.surface.language_s(LanguageLoad(1, TYPICAL_CONTEXT))
+    if best_s > limit_s:
+        yield f"  this machine cannot keep the limit: one request alone takes {_ms(best_s)} ms a token"
+
+
+def _table(columns: dict[str, str], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """`columns`: titles and the units below them. Right-aligned."""
+    lines = [tuple(columns), tuple(columns.values()), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _load_cells(load: LanguageLoad) -> tuple[str, ...]:
+    context = load.decode_context // load.num_decodes if load.num_decodes else 0
+    numbers = (load.num_decodes, context, load.prefill_tokens, round(mean_start(load)), load.num_chunks)
+    return tuple(map(str, numbers))
+
+
+def mean_start(load: LanguageLoad) -> float:
+    """The mean position at which a step's chunks start; exact where they have one length."""
+    if not load.prefill_tokens:
+        return 0.0
+    return load.prefill_pairs / load.prefill_tokens - (load.prefill_tokens / load.num_chunks + 1) / 2
+
+
+def _time_cells(seconds: Sequence[float], predicted: float) -> tuple[str, str, str]:
+    """The lower median is what the surface is fitted to."""
+    measured = median_low(seconds)
+    return _ms(measured), _ms(predicted), f"{predicted / measured - 1:+.1%}"
+
+
+def _order(load: LanguageLoad) -> tuple[float, ...]:
+    kind = 2 if load.num_decodes and load.prefill_tokens else int(load.prefill_tokens > 0)
+    return (kind, load.num_decodes, load.prefill_tokens, load.num_chunks, load.decode_context, load.prefill_pairs)
+
+
+def _ms(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"

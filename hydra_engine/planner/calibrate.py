@@ -2,7 +2,7 @@
 
 Points of the grid take turns, round after round, so that a busy moment of the machine does not spoil one of them; the
 first round is ordered so that a fit is possible wherever the time runs out. Time of a step is what its lane says.
-Drives the lanes as the instance's loop does, through the same calls; does not know tensors, nor what the times mean.
+Drives the lanes through the same calls as the instance's loop; knows neither tensors nor the meaning of the times.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, Vi
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError
 from hydra_engine.models.specs.base import VisionSpec
+from hydra_engine.planner.fit import CorunTimes, LanguageTimes, Samples, VisionTimes
 from hydra_engine.planner.grid import CorunPoint, Grid, LanguagePoint, Point, Sizes, VisionPoint, make_grid
-from hydra_engine.planner.samples import CorunTimes, LanguageTimes, Samples, VisionTimes
 from hydra_engine.planner.synthetic import PlanMaker, load_of, picture_request, text_request
 
 ROUNDS = 7
 DEADLINE_S = 40.0
-_BURST = 3  # steps of one visit, if all of them together take no longer than
+_BURST = 3  # steps of one visit, if all of them together take at most
 _BURST_S = 0.05
-_GUESS = 1.5  # what is not known yet may take so much longer than what is
+_GUESS = 1.5  # margin for a point that was not visited yet
 _LONG_S = 1.0
-_LOST_S = 600.0  # a step that takes longer will not come back
+_LOST_S = 600.0  # a step that takes longer has failed without a result
 _COVERED = 0.95  # of a step's time that the other lane must have been busy
 _CORUN_STEPS = 3  # of the language lane, and 1 of the vision lane
 _CORUN_PATIENCE = 8.0  # times what the steps take alone
@@ -60,8 +60,8 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An instance to measure. `wake` is set by the worker whenever a result has come. `vision` None: it has no tower
-    or its pictures cannot be made here. `stateful`: layers keep a state per slot; a row goes on where its slot is."""
+    """An instance to measure. The worker sets `wake` when a result is ready. `vision` None: no vision tower, or no
+    synthetic pictures for it. `stateful`: layers keep a state per slot, and a row continues from the slot's state."""
 
     lanes: Lanes
     wake: threading.Event
@@ -98,7 +98,7 @@ def calibrate(site: Site, progress: Callable[[int, int], None], deadline_s: floa
 
 
 class _Run:
-    """One calibration: what is registered with the lanes, and what was measured so far."""
+    """One calibration: the requests registered with the lanes, and the times measured so far."""
 
     def __init__(self, site: Site, deadline_s: float) -> None:
         self._site = site
@@ -106,7 +106,7 @@ class _Run:
         self._deadline = self._began + deadline_s
         self._maker = PlanMaker(site.sizes, site.vocab_size, stateful=site.stateful)
         self._pictures: dict[VisionPoint, Request] = {}
-        self._known: list[RequestId] = []
+        self._request_ids: list[RequestId] = []
         self._wall_s: dict[Point, float] = {}  # of the last visit, of one step where there were several
         self._language: dict[LanguageLoad, list[float]] = defaultdict(list)
         self._vision: dict[VisionPoint, list[float]] = defaultdict(list)
@@ -122,9 +122,9 @@ class _Run:
         self._run(self._maker.opening())
 
     def close(self) -> None:
-        for request_id in self._known:
+        for request_id in self._request_ids:
             self._site.lanes.remove_request(request_id)
-        self._known.clear()
+        self._request_ids.clear()
 
     def measure(self, grid: Grid, progress: Callable[[int, int], None]) -> None:
         points = [*grid.coarse, *grid.rest]
@@ -170,23 +170,27 @@ class _Run:
     # ---- time
 
     def _affordable(self, point: Point) -> bool:
-        """Whether it ends in time, going by its last visit or by the nearest point of its kind; the first of a kind
-        is tried. The very first point is always measured: without it there is nothing to fit."""
+        """Whether the point ends in time, judged by its last visit or by the nearest point of its kind; the first of a
+        kind is tried. The very first point is always measured: without it there is nothing to fit."""
         expected = self._expected_s(point) or 0.0
         return not self._wall_s or self._site.clock.now() + expected < self._deadline
 
     def _expected_s(self, point: Point) -> float | None:
-        if (known := self._wall_s.get(point)) is not None:
-            return known
+        if (last_s := self._wall_s.get(point)) is not None:
+            return last_s
         if isinstance(point, CorunPoint):
             language, vision = self._expected_s(point.language), self._expected_s(point.vision)
             return None if language is None or vision is None else 2 * (_CORUN_STEPS * language + vision)
-        near = [(other, s) for other, s in self._wall_s.items() if type(other) is type(point)]
+        work = point.work
+        near = [
+            (abs(other.work - work), other.work, seconds)
+            for other, seconds in self._wall_s.items()
+            if not isinstance(other, CorunPoint) and type(other) is type(point)
+        ]
         if not near:
             return None
-        work = point.work
-        other, seconds = min(near, key=lambda pair: abs(_work(pair[0]) - work))
-        return 2 * _GUESS * seconds * max(1.0, work / _work(other))  # twice: the first visit warms up
+        _, other_work, seconds = min(near)
+        return 2 * _GUESS * seconds * max(1.0, work / other_work)  # twice: the first visit warms up
 
     # ---- points
 
@@ -201,8 +205,8 @@ class _Run:
         if first and (expected is None or expected <= _LONG_S):  # its first call costs nothing beside a long step
             self._alone(point, 1, keep=False)
         began = self._site.clock.now()
-        known = self._wall_s.get(point)
-        count = _BURST if known is not None and _BURST * known <= _BURST_S else 1
+        last_s = self._wall_s.get(point)
+        count = _BURST if last_s is not None and _BURST * last_s <= _BURST_S else 1
         self._alone(point, count, keep=True)
         self._wall_s[point] = (self._site.clock.now() - began) / count
 
@@ -261,7 +265,8 @@ class _Run:
             self._collect(1)
 
     def _submit(self, point: LanguagePoint | VisionPoint) -> LanguageLoad | None:
-        """What a language step really is: rows of slots with a state may have come a little further."""
+        """The load of the submitted language step, None for a vision step. With states, rows may start a little later
+        than the point says."""
         if isinstance(point, LanguagePoint):
             plan = self._maker.language(point)
             self._site.lanes.submit_language(plan)
@@ -274,7 +279,7 @@ class _Run:
         return None
 
     def _collect(self, count: int) -> list[Result]:
-        """The next `count` results, at least; in the order of their lanes."""
+        """At least the next `count` results, each lane's in order."""
         results: list[Result] = []
         while len(results) < count:
             if not self._site.wake.wait(_LOST_S):
@@ -290,12 +295,12 @@ class _Run:
 
     def _register(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
         self._site.lanes.add_request(request, pixels)
-        self._known.append(request.id)
+        self._request_ids.append(request.id)
 
 
 @dataclass(slots=True)
 class _Track:
-    """One lane while both are measured. `step_s`: of a step alone."""
+    """One lane while both are measured. `step_s`: time of a step alone."""
 
     point: LanguagePoint | VisionPoint
     step_s: float
@@ -329,10 +334,6 @@ def covered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, 
 
 def _thinned(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(times[:: -(-len(times) // _CORUN_KEPT)]) if times else ()
-
-
-def _work(point: Point) -> float:
-    return 0.0 if isinstance(point, CorunPoint) else point.work
 
 
 def _check(result: Result) -> None:

@@ -1,33 +1,99 @@
-"""Measured step times -> a cost surface: non-negative least squares in relative error over piecewise linear features.
+"""Measured step times (`Samples`), the cost surface fitted to them, and the prefill that fits into a limit by it.
 
-A curve is a constant and a sum of ramps, one per pair of neighbouring knots, each with a slope that is not negative: so
-it rises everywhere, and what it predicts between knots and beyond the last one is positive. Noise on a shared machine
-only ever adds time, mostly in bursts: repeats count by their lower median, and points that the others contradict by
-Huber's weights. Pure functions of numbers.
+The fit is non-negative least squares in relative error over piecewise linear features. A curve is a constant and a sum
+of ramps, one per pair of neighbouring knots, each with a slope that is not negative: so it rises everywhere, and what
+it predicts between knots and beyond the last one is positive. Noise on a shared machine only ever adds time, mostly in
+bursts: repeats count by their lower median, and points that the others contradict by Huber's weights. Pure functions.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from hydra_engine.core.cost import CostSurface, Curve
-from hydra_engine.planner.nnls import Floats, nnls
-from hydra_engine.planner.samples import CorunTimes, LanguageTimes, Samples, VisionTimes
+from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
 
-ERROR_QUANTILE = 0.9
+TYPICAL_CONTEXT = 512  # keys of each decode, where a table needs one number
+_ERROR_QUANTILE = 0.9
 _LEAST_SHARE = 0.25  # of the fastest step that was measured: no step costs less
 _KNOT_RATIO = 1.25  # between neighbouring knots at least
 _HUBER = 1.345  # of a standard deviation: 95 % efficient where noise is normal
-_LEAST_SPREAD = 0.02  # residuals below it are not told from noise
+_LEAST_SPREAD = 0.02  # residuals below it cannot be distinguished from noise
 _ROUNDS = 8
 _FAR = 10.0  # times too long or too short: no more weight is won or lost beyond
 _BURST = 3.0  # times the spread
+_RIDGE = 1e-9  # of columns of length 1: makes the minimum unique, so that `nnls` ends
+_TOLERANCE = 1e-10
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageTimes:
+    """Seconds of language steps of one load that had the machine to themselves."""
+
+    load: LanguageLoad
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTimes:
+    """Seconds of vision steps of one load that had the machine to themselves."""
+
+    load: VisionLoad
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CorunTimes:
+    """Seconds of language steps and of vision steps while both lanes were busy."""
+
+    language: LanguageLoad
+    vision: VisionLoad
+    language_s: tuple[float, ...]
+    vision_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    language: tuple[LanguageTimes, ...] = ()
+    vision: tuple[VisionTimes, ...] = ()
+    corun: tuple[CorunTimes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The work that fits into one language step beside its decodes within a limit."""
+
+    step_s: float  # the decodes alone
+    tokens_alone: int  # prefill tokens, the vision lane idle
+    tokens_beside: int  # prefill tokens, the vision lane busy for the whole step
+    vision_s: float  # of the vision lane beside the decodes; infinite: the whole step
+
+
+def allowance(surface: CostSurface, num_decodes: int, context: int, limit_s: float, most_tokens: int) -> Allowance:
+    """`context` keys for each decode; prompts of no more than `most_tokens` in one chunk from position 0."""
+
+    def load(tokens: int) -> LanguageLoad:
+        pairs = tokens * (tokens + 1) / 2
+        return LanguageLoad(num_decodes, num_decodes * context, tokens, pairs, int(tokens > 0))
+
+    def most(vision_s: float) -> int:
+        return bisect_right(range(1, most_tokens + 1), limit_s, key=lambda n: surface.corun_s(load(n), vision_s))
+
+    alone, factor = surface.language_s(load(0)), surface.slowdown(load(0))
+    if alone * factor <= limit_s:
+        vision_s = float("inf")
+    else:  # the step ends within the limit exactly, see `CostSurface.corun_s`
+        vision_s = (limit_s - alone) / (1 - 1 / factor) if alone < limit_s else 0.0
+    return Allowance(alone, most(0.0), most(float("inf")), vision_s)
 
 
 class _Fitted(NamedTuple):
@@ -124,6 +190,38 @@ def _huber(features: Floats) -> Floats:
     return x
 
 
+def nnls(matrix: Floats, target: Floats) -> Floats:
+    """x >= 0 [n] that minimises |matrix x - target|: matrix [m, n], target [m]. A column of zeros gets 0.
+
+    The active-set method of Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23, on columns of length
+    1, so that units do not matter.
+    """
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0] = 1.0
+    scaled = matrix / norms
+    gram, moment = scaled.T @ scaled + _RIDGE * np.eye(len(norms)), scaled.T @ target
+    x = np.zeros(len(norms))
+    tolerance = _TOLERANCE * max(1.0, float(np.abs(moment).max()))
+    # Each round lowers the error, so no set of free coefficients comes back; rounding alone can exhaust the rounds.
+    for _ in range(10 * len(x) + 10):
+        gradient = np.where(x > 0, -np.inf, moment - gram @ x)
+        if gradient.max() <= tolerance:
+            break
+        free = (x > 0) | (np.arange(len(x)) == gradient.argmax())
+        while True:  # towards the minimum over the free coefficients; those that reach zero are fixed there
+            minimum = np.zeros_like(x)
+            minimum[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+            below = np.flatnonzero(free & (minimum <= 0))
+            if not below.size:
+                break
+            shares = x[below] / (x[below] - minimum[below])
+            x = x + shares.min() * (minimum - x)
+            x[below[(x[below] <= _TOLERANCE) | (shares == shares.min())]] = 0.0
+            free &= x > 0
+        x = minimum
+    return x / norms
+
+
 def _with_slowdowns(alone: CostSurface, samples: Samples) -> CostSurface:
     corun = samples.corun
     decodes = [point for point in corun if not point.language.prefill_tokens] or corun
@@ -157,6 +255,6 @@ def _corun_pairs(surface: CostSurface, point: CorunTimes) -> list[tuple[float, S
 
 
 def _error(pairs: Iterable[tuple[float, Sequence[float]]]) -> float:
-    """Bound of `ERROR_QUANTILE` of the single steps' errors, relative to what is predicted."""
+    """Bound of `_ERROR_QUANTILE` of the single steps' errors, relative to what is predicted."""
     errors = [abs(measured - predicted) / predicted for predicted, seconds in pairs for measured in seconds]
-    return float(np.quantile(errors, ERROR_QUANTILE)) if errors else 0.0
+    return float(np.quantile(errors, _ERROR_QUANTILE)) if errors else 0.0

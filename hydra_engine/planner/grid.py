@@ -1,6 +1,6 @@
-"""Which steps are measured, and in which order: a coarse part that is enough for a fit, then the rest.
+"""The steps to measure, in order: a coarse grid that is enough for a fit, then the rest.
 
-Pure: from the sizes of one instance to points. Does not know plans, lanes or time.
+Pure functions from the sizes of one instance to points. Knows neither plans nor lanes nor time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ _SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792, 2688, 3584,
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What one instance can hold; bounds of what is measured.
-
-    `kv_tokens`: how many cached tokens a measured step may touch, all its rows together. Each row has one of
-    `max_num_seqs` slots.
-    """
+    """The limits of one instance, which bound the grid. `kv_tokens`: cached tokens that the rows of a measured step may
+    touch together. Each row has one of `max_num_seqs` slots."""
 
     max_num_seqs: int
     token_budget: int
@@ -54,12 +51,12 @@ class LanguagePoint:
 
     @property
     def lengths(self) -> list[int]:
-        """Cached tokens of each row behind the step."""
+        """Cached tokens of each row after the step."""
         return [self.context] * self.num_decodes + [start + count for count, start in self.chunks]
 
     @property
     def work(self) -> float:
-        """Grows with its seconds: for steps not seen yet."""
+        """A rough measure that grows with the step's time, to estimate steps that were not measured yet."""
         return self.load.num_rows + sum(self.lengths) / 256
 
 
@@ -83,7 +80,7 @@ class VisionPoint:
 
 @dataclass(frozen=True, slots=True)
 class CorunPoint:
-    """Steps of both kinds, each over and over, beside each other."""
+    """Steps of both lanes, repeated side by side."""
 
     language: LanguagePoint
     vision: VisionPoint
@@ -109,9 +106,18 @@ def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
     if pictures:
         single = [point for point in pictures if point.count == 1]
         middle = single[(len(single) - 1) // 2]
-        beside = [_middle(decodes), _middle(plain), decodes[0], decodes[-1], plain[0], plain[-1], *mixed[::3]]
+        beside = [
+            decodes[len(decodes) // 2],
+            plain[len(plain) // 2],
+            decodes[0],
+            decodes[-1],
+            plain[0],
+            plain[-1],
+            *mixed[::3],
+        ]
         corun = [CorunPoint(point, middle) for point in beside]
-    ends = [decodes[0], _many_short(decodes), decodes[-1], plain[0], plain[-1], *behind[-1:]]
+    most_short = next(point for point in decodes if point.num_decodes == decodes[-1].num_decodes)
+    ends = [decodes[0], most_short, decodes[-1], plain[0], plain[-1], *behind[-1:]]
     coarse: list[Point] = [*ends, *pictures[:1], *corun[:2], *pictures[-1:]]
     every: list[Point] = [*coarse, *decodes, *plain, *behind, *mixed, *pictures, *corun]
     first = tuple(dict.fromkeys(coarse))
@@ -128,7 +134,7 @@ def powers(least: int, most: int) -> list[int]:
 
 
 def _decodes(sizes: Sizes) -> list[LanguagePoint]:
-    """By rows, then by context: short, middle and as long as the cache holds."""
+    """By rows, then by context: short, middle and the longest that the cache holds."""
     points = []
     for rows in powers(1, sizes.max_num_seqs):
         blocks = sizes.kv_tokens // rows // sizes.block_size
@@ -153,7 +159,7 @@ def _plain_chunks(sizes: Sizes) -> list[LanguagePoint]:
 
 
 def _chunks_behind(sizes: Sizes) -> list[LanguagePoint]:
-    """Some amounts behind a middle and behind the longest context."""
+    """Some amounts after a middle and after the longest context."""
     points = []
     for count in powers(min(LEAST_CHUNK, sizes.token_budget), sizes.token_budget)[::2]:
         last = min(sizes.max_model_len, sizes.kv_tokens) - count
@@ -168,8 +174,8 @@ def _mixed(sizes: Sizes) -> list[LanguagePoint]:
     for rows in sorted({min(n, most) for n in (1, 8, most)} - {0}):
         blocks = sizes.kv_tokens // (2 * rows) // sizes.block_size
         context = min(sizes.max_model_len, blocks * sizes.block_size)
-        room = sizes.token_budget - rows
-        for count in sorted({min(n, room) for n in (64, 256, room)}):
+        left = sizes.token_budget - rows
+        for count in sorted({min(n, left) for n in (64, 256, left)}):
             if count > 0 and context > 0:
                 points.append(LanguagePoint(rows, context, _cut(count, sizes.max_model_len)))
     return [point for point in points if _fits(point, sizes)]
@@ -185,18 +191,9 @@ def _fits(point: LanguagePoint, sizes: Sizes) -> bool:
     return len(point.lengths) <= sizes.max_num_seqs and blocks * sizes.block_size <= sizes.kv_tokens
 
 
-def _middle(points: list[LanguagePoint]) -> LanguagePoint:
-    return points[len(points) // 2]
-
-
-def _many_short(decodes: list[LanguagePoint]) -> LanguagePoint:
-    """As many decodes as there are, with short contexts."""
-    return next(point for point in decodes if point.num_decodes == decodes[-1].num_decodes)
-
-
 def _pictures(sizes: Sizes, vision: VisionSpec) -> list[VisionPoint]:
-    """One span of every shape, and 2, 4, .. of the smallest and of a middle one; by patches. Every step is one that the
-    image cache holds."""
+    """One span of every shape, and 2, 4, .. spans of the smallest and of a middle shape; by patches. The image cache
+    holds every step."""
     shapes = _shapes(sizes, vision)
     points = [VisionPoint(item, source) for item, source in shapes]
     for item, source in dict.fromkeys([*shapes[:1], *shapes[len(shapes) // 2 :][:1]]):

@@ -1,7 +1,6 @@
-"""The cost surface of an instance that is about to serve: a saved one where it still holds, else measured and saved.
+"""The cost surface of an instance that is about to serve: the saved one if it is still valid, else measured and saved.
 
-Decides whether to measure and says why; the measuring is `calibrate.py`. Does not know tensors, nor what budgets
-follow.
+Decides whether to measure and logs the reason; `calibrate.py` measures. Knows neither tensors nor budgets.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _EVEN = 2.0  # two lanes that share a device evenly
 @dataclass(frozen=True, slots=True)
 class Subject:
     """An assembled instance that does not serve yet. `fill_cache(n)` writes finite noise into the first n KV blocks:
-    memory that was never written is no memory yet, and reading it costs nothing."""
+    pages that were never written are not mapped to memory, and reading them costs nothing."""
 
     lanes: Lanes
     wake: threading.Event
@@ -62,7 +61,7 @@ class Subject:
 
 
 class StepCosts(NamedTuple):
-    """`source` says in a few words where the surface comes from; `notes` what a user should know of it."""
+    """`source`: where the surface comes from, in a few words; `notes`: for the start-up summary."""
 
     surface: CostSurface
     notes: tuple[str, ...]
@@ -74,10 +73,10 @@ class StepCosts(NamedTuple):
 def surface_for(
     config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
 ) -> StepCosts:
-    """`config` has no "auto" left. `fresh`: measured whatever is saved. `deadline_s` None: `DEADLINE_S`.
+    """`config` has no "auto" left. `fresh`: measure even if a valid profile is saved. `deadline_s` None: `DEADLINE_S`.
 
     Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that
-    cannot be read or written is said in the log and is no reason to fail.
+    cannot be read or written is logged, not an error.
     """
     sizes = _sizes(config, subject)
     identity = _identity(config, subject)
@@ -91,7 +90,9 @@ def surface_for(
     try:
         save(profile, file)
     except OSError as error:
-        logger.warning("the measured step times could not be saved: %s; they hold for this start", error.strerror)
+        logger.warning(
+            "the measured step times could not be saved: %s; they are used for this start only", error.strerror
+        )
     source = f"measured just now in {profile.seconds:.1f} s"
     notes = (f"step times: {source}, {_accuracy(profile.surface)}", *profile.notes)
     return StepCosts(profile.surface, notes, source, profile, file)
@@ -128,13 +129,13 @@ def _measured(
         notes.append(f"{done.num_left} of {done.num_points} kinds of steps were not measured within {deadline_s:g} s")
     if vision is not None and not done.samples.vision:
         surface = _with_estimated_vision(surface, spec, vision, reach)
-        why = "this model's pictures cannot be made up here" if generic else "there was no time to measure one"
+        why = "there are no synthetic pictures for this model" if generic else "there was no time to measure one"
         notes.append(f"vision steps are estimated from their FLOPs: {why}")
     if vision is not None and not done.samples.corun:
         surface = replace(
             surface, decode_slowdown=_EVEN, prefill_slowdown=_EVEN, vision_slowdown=_EVEN, corun_error=1.0
         )
-        notes.append("steps of both lanes at once were not measured; each is taken to run at half its speed")
+        notes.append("steps of both lanes at once were not measured; each lane is assumed to run at half its speed")
     return Profile(
         identity=identity,
         reach=reach,
@@ -194,7 +195,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
 
 
 def _graphs(*, captured: bool, chosen: Sequence[int]) -> str:
-    """Sizes that nobody chose follow from the most rows and patches, of which `Reach` speaks."""
+    """Default sizes follow from the largest numbers of rows and patches, which are in `Reach`."""
     if not captured:
         return ""
     return _listed(chosen) or "default"
@@ -205,7 +206,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def processor_name() -> str:
-    """As the system calls it; empty where it does not say."""
+    """The processor's model name from /proc/cpuinfo; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -223,7 +224,7 @@ def _with_estimated_vision(surface: CostSurface, spec: ModelSpec, vision: Vision
 
 
 def _accuracy(surface: CostSurface) -> str:
-    """Nine of ten steps are predicted better than that. 0: nothing of the kind was measured."""
+    """The 90th percentile of prediction errors. 0: no step of the kind was measured."""
     errors = (("language", surface.language_error), ("vision", surface.vision_error), ("both", surface.corun_error))
     shown = ", ".join(f"{lane} {error:.0%}" if error else f"{lane} n/a" for lane, error in errors)
     return f"90th-percentile prediction error: {shown}"

@@ -1,8 +1,8 @@
-"""Profiles on disk: what was measured, of which model on which machine, so that the next start need not measure.
+"""Profiles on disk: the step times of a model on a machine, so that the next start does not measure again.
 
-A file is used only if it is whole, of this very model and machine, large enough, and makes sense number by number;
-otherwise the reason is given and the caller measures anew. Files are written whole or not at all, for their owner
-alone. Knows numbers and files; does not know what they are for.
+A file is used only if it is intact, of the same model and machine, covers steps that are large enough, and every number
+is in range; otherwise `load` gives the reason and the caller measures again. Files are written atomically, readable by
+their owner only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from hydra_engine.core.cost import CostSurface, Curve
-from hydra_engine.planner.samples import Samples
+from hydra_engine.planner.fit import Samples
 
 SCHEMA = 1
 MAX_BYTES = 4 << 20
@@ -34,8 +34,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a profile holds for. `model` covers the configuration and names, sizes and times of the weight files. The
-    fields from `gpu` on are empty where a profile is older than they are, and where there is nothing to say."""
+    """The model, machine and settings of a profile. `model` is a hash of the configuration and of the weight files'
+    names, sizes and times. The fields from `gpu` on are empty in older profiles and where they do not apply."""
 
     model: str
     device: str
@@ -63,7 +63,7 @@ _LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs
 
 
 class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the grid went."""
+    """The largest steps of the grid."""
 
     rows: int  # of a language step
     decodes: int
@@ -74,7 +74,7 @@ class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`submit_s` and `collect_s`: what handing a step over takes, see `calibrate.Calibration`; `measured_at` is UTC."""
+    """`submit_s` and `collect_s`: overhead of a step, see `calibrate.Calibration`; `measured_at` is UTC."""
 
     identity: Identity
     reach: Reach
@@ -97,7 +97,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Refused(Exception):
-    """A file that is there and is not used; the message says why."""
+    """A profile exists and is not used; the message is the reason."""
 
 
 def model_identity(directory: Path) -> str:
@@ -112,8 +112,8 @@ def model_identity(directory: Path) -> str:
 
 
 def file_name(directory: Path, identity: Identity) -> str:
-    """One per model directory and setting: another version of the model or the engine takes the same name, so that an
-    outdated profile is noticed and replaced. What was added to `Identity` later and is empty changes no name."""
+    """One name per model directory and settings, the same for other versions of the model or the engine, so that an
+    outdated profile is replaced. Empty fields of `_LATER` are left out, so that older profiles keep their name."""
     lasting = msgspec.structs.replace(identity, model=str(directory.resolve()), engine="", schema=0)
     settings = {key: value for key, value in msgspec.structs.asdict(lasting).items() if value or key not in _LATER}
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name)[:40]
@@ -151,14 +151,14 @@ def load(path: Path, identity: Identity, reach: Reach) -> Profile | None:
     if profile.identity != identity:
         raise Refused(_difference(profile.identity, identity))
     if not profile.reach.covers(reach):
-        raise Refused("larger steps are allowed now than were measured then")
+        raise Refused("the configuration allows larger steps than were measured")
     if (problem := problem_of(profile)) is not None:
-        raise Refused(f"its numbers make no sense: {problem}")
+        raise Refused(f"a number is out of range: {problem}")
     return profile
 
 
 def problem_of(profile: Profile) -> str | None:
-    """What no measurement can have given, or None."""
+    """The first number that no measurement can give, as text, or None."""
     surface = profile.surface
     checks = [
         *_curve_problems("rows", surface.rows, least_s=1e-9),

@@ -1,7 +1,6 @@
-"""Requests and plans made for measuring: random tokens and noise for pictures, in blocks that nobody else uses.
+"""Synthetic requests and plans to measure: random tokens, and pictures of noise.
 
-Belongs to an instance that does not serve yet, so all blocks and slots are free. Numpy only; does not know lanes,
-tensors or time.
+For an instance that does not serve yet: all blocks and slots are free. Numpy only; no lanes, tensors or time.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def text_request(seq_slot: int, max_model_len: int) -> Request:
-    """Whose rows the language steps compute at one slot. Greedy: what a random draw costs is not in the surface."""
+    """The request of one slot in language steps. Greedy: the surface does not contain the cost of random sampling."""
     return Request(RequestId(seq_slot), (0,), _SAMPLING, max_model_len - 1, seed=seq_slot, arrival_s=0.0)
 
 
 def picture_request(index: int, point: VisionPoint) -> tuple[Request, list[PixelPayload]]:
-    """A prompt of `point.count` spans of noise, all different by name, and their pixels."""
+    """A prompt of `point.count` spans of noise with different digests, and their pixels."""
     item, (width, height) = point.item, point.source
     rng = np.random.default_rng(index)
     data = rng.integers(0, 256, item.num_pictures * item.width * item.height * 3, dtype=np.uint8).tobytes()
@@ -66,8 +65,8 @@ def load_of(plan: LanguagePlan) -> LanguageLoad:
 
 
 class PlanMaker:
-    """Plans of one instance, numbered through. Each row of a step has blocks of its own, so that what it reads lies
-    where nobody else reads, as in serving.
+    """Plans of one instance with ascending step ids. Each row of a step has blocks of its own, as in serving, so that
+    rows share no cached memory.
 
     `stateful`: a row of a slot begins where the slot's last row ended, or at 0. `preparation` brings slots there.
     """
@@ -158,8 +157,8 @@ class PlanMaker:
         return self._rng.integers(0, self._vocab_size, count, dtype=np.int64)
 
     def _tables(self, lengths: Sequence[int]) -> list[npt.NDArray[np.int32]]:
-        """Blocks of the rows, one row behind the other; around again where the cache ends, for a state may have come a
-        little further than its point says."""
+        """Blocks of the rows, one row after the other. They wrap around at the end of the cache, because a row with a
+        state may be a little longer than its point says."""
         num_blocks = self._sizes.kv_tokens // self._sizes.block_size
         counts = [-(-length // self._sizes.block_size) for length in lengths]
         ends = np.cumsum([0, *counts]).tolist()
@@ -175,7 +174,7 @@ def _starts(point: LanguagePoint) -> list[int]:
 
 
 def _stacked(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
-    """[B, W] from B tables; zeros behind a shorter one."""
+    """[B, W] from B tables, padded with zeros."""
     stacked = np.zeros((len(tables), max((len(table) for table in tables), default=1)), dtype=np.int32)
     for row, table in zip(stacked, tables, strict=True):
         row[: len(table)] = table

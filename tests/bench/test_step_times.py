@@ -8,8 +8,7 @@ import pytest
 
 from bench import step_times
 from hydra_engine.planner.calibrate import Site, calibrate
-from hydra_engine.planner.fit import fit
-from hydra_engine.planner.samples import Samples
+from hydra_engine.planner.fit import Samples, fit
 from hydra_engine.planner.store import Identity, Profile, Reach, save
 from tests.planner.fakes import SIZES, FakeLanes, SquareVision
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.cost import Curve, VisionLoad
-from hydra_engine.planner.samples import LanguageTimes, Samples, VisionTimes
+from hydra_engine.planner.fit import LanguageTimes, Samples, VisionTimes
 from hydra_engine.planner.store import (
     Identity,
     Profile,
