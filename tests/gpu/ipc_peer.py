@@ -12,19 +12,19 @@ import torch
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.cuda import cache as cuda_cache
 from hydra_engine.backend.cuda import ipc as cuda_ipc
+from hydra_engine.errors import TransferError
 
 
 def refusal(call: Any, *args: Any) -> str:
     try:
         call(*args)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    except TransferError as error:
+        return error.message
     return ""
 
 
-def pull(handle: cuda_ipc.PoolHandle, shape: list[int], pairs: Any) -> dict[str, Any]:
-    pool = cuda_ipc.PEER_POOLS.open(handle, 0)
-    again = cuda_ipc.PEER_POOLS.open(handle, 0)
+def pull(pool: cuda_ipc.OpenedPool, handle: bytes, shape: list[int], pairs: Any) -> dict[str, Any]:
+    again = cuda_ipc.PEER_POOLS.open(handle, pool.num_bytes, 0)
     count = torch.Size(shape).numel() * 4
     theirs = PagedCache(pool.tensor()[:count].view(torch.float32).view(shape))
     ours = PagedCache(torch.zeros([9, *shape[1:]], device="cuda:0"))
@@ -36,15 +36,14 @@ def pull(handle: cuda_ipc.PoolHandle, shape: list[int], pairs: Any) -> dict[str,
 def main() -> None:
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
     first = json.loads(stream.readline())
-    data = base64.b64decode(first["handle"])
-    handle = cuda_ipc.PoolHandle(data, first["nbytes"], first["owner"], first["generation"])
+    handle, num_bytes = base64.b64decode(first["handle"]), first["nbytes"]
     pools = cuda_ipc.PEER_POOLS
-    larger = cuda_ipc.PoolHandle(data, first["nbytes"] * 2, first["owner"], first["generation"])
-    answer: dict[str, Any] = {"larger_than_the_pool": refusal(pools.open, larger, 0)}
-    answer |= pull(handle, first["shape"], first["pairs"])
-    answer["other_size"] = refusal(pools.open, larger, 0)
-    pools.close(handle.owner, handle.generation)
-    answer["closed"] = refusal(pools.open, handle, 0)
+    answer: dict[str, Any] = {"larger_than_the_pool": refusal(pools.open, handle, 2 * num_bytes, 0)}
+    pool = pools.open(handle, num_bytes, 0)
+    answer |= pull(pool, handle, first["shape"], first["pairs"])
+    answer["other_size"] = refusal(pools.open, handle, 2 * num_bytes, 0)
+    pool.close()
+    answer["closed"] = refusal(pools.open, handle, num_bytes, 0)
     answer["open"] = len(pools)
     stream.write(json.dumps(answer) + "\n")
     stream.flush()

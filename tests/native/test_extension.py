@@ -153,7 +153,7 @@ def test_without_a_driver_the_probe_and_every_call_say_so() -> None:
         lambda: _C.cuda_allocate(unit, 0),
         lambda: _C.cuda_ipc_open(bytes(64), unit, 0),
         lambda: _C.cuda_check_faults(0),
-        lambda: cuda_ipc.Pool(1, 0),
+        lambda: cuda_ipc.DevicePool(1, 0),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"CUDA cannot be used: no NVIDIA driver .*libcuda\.so\.1"):

@@ -14,7 +14,7 @@ from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.cuda import attention_timing
 from hydra_engine.backend.cuda.attention import CudaAttention
 from hydra_engine.backend.cuda.attention_choice import ChosenAttention, Heads
-from hydra_engine.backend.cuda.attention_timing import CapturedSeconds, cases, compare, random_cache
+from hydra_engine.backend.cuda.attention_timing import captured_seconds, cases, compare, random_cache
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.ops import CudaOps
 from hydra_engine.backend.devices import ChosenDevice
@@ -145,7 +145,7 @@ def test_a_replay_is_timed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "Event", Event)
     launched = []
     pools: Any = Pools()
-    assert CapturedSeconds(pools)(lambda: launched.append(1)) == pytest.approx(4e-3)
+    assert captured_seconds(pools, lambda: launched.append(1)) == pytest.approx(4e-3)
     assert launched == [1] and next(took, None) is None
 
 

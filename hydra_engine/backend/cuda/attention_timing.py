@@ -8,6 +8,7 @@ weights, nor how steps are mixed: both cases count alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -63,7 +64,7 @@ def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> Ch
             lambda: FlashInferAttention(on, num_sms, device.send, by_triton),
             random_cache(heads, dtype, on),
             heads,
-            CapturedSeconds(GraphPools(on)),
+            partial(captured_seconds, GraphPools(on)),
         )
         device.finish()
     device.trim()
@@ -78,11 +79,10 @@ def compare(
     try:
         other = make_other()
         for case in cases(cache):
-            ours, theirs = (_Run(attention, case, cache, heads) for attention in (by_triton, other))
-            expected = ours.result()
-            if not _agree(theirs.result(), expected):
+            ours, theirs = (_prepared(attention, case, cache, heads) for attention in (by_triton, other))
+            if not _agree(theirs(), expected=ours()):
                 return _triton(f"flashinfer gives other results for {case.name}")
-            ratios[case.name] = seconds(ours.launch) / seconds(theirs.launch)
+            ratios[case.name] = seconds(_repeated(ours)) / seconds(_repeated(theirs))
     except (BackendError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
         # It compiles its kernels at first use, which needs a compiler and a cache folder.
         return _triton(f"flashinfer could not be tried ({_first_line(error)})")
@@ -112,60 +112,51 @@ def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_byt
     return PagedCache(torch.randn((num_blocks, *block), dtype=dtype, device=device))
 
 
-class CapturedSeconds:
-    """`Seconds`: of one replay, the fastest of some."""
-
-    def __init__(self, pools: GraphPools) -> None:
-        self._pools = pools
-
-    def __call__(self, launch: Launch) -> float:
-        graph = self._pools.capture(launch)
+def captured_seconds(pools: GraphPools, launch: Launch) -> float:
+    """Of one replay, the fastest of some."""
+    graph = pools.capture(launch)
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
         graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return min(times)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return min(times)
 
 
-class _Run:
-    """One implementation and one case."""
+def _prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Callable[[], Tensor]:
+    """Computes the case."""
+    data = cache.data
+    shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
+    q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device=data.device, dtype=data.dtype)
+    plan = _planned(attention, case, cache)
+    return lambda: attention.paged(q, cache, 0, plan, float(heads.head_dim**-0.5))
 
-    def __init__(self, attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> None:
-        self._attention = attention
-        self._cache = cache
-        self._scale = float(heads.head_dim**-0.5)
-        generator = torch.Generator().manual_seed(1)
-        shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
-        data = cache.data
-        self._q = torch.randn(shape, generator=generator).to(device=data.device, dtype=data.dtype)
-        self._plan = self._planned(case)
 
-    def _planned(self, case: Case) -> AttentionPlan:
-        """A decode as graphs have it."""
-        width = -(-case.num_context // self._cache.block_size)
-        context = np.full(case.rows, case.num_context, dtype=np.int32)
-        order = np.random.default_rng(1).permutation(self._cache.num_blocks).astype(np.int32)
-        tables = order[: case.rows * width].reshape(case.rows, width)
-        if case.num_q > 1:
-            bounds = np.arange(case.rows + 1, dtype=np.int32) * np.int32(case.num_q)
-            return self._attention.plan(*(torch.from_numpy(array) for array in (bounds, context, tables)))
-        device = self._cache.data.device
-        plan = self._attention.plan_decode(*(torch.from_numpy(array).to(device) for array in (context, tables)))
-        if plan.refresh is not None:
-            plan.refresh(context, tables)
-        return plan
+def _planned(attention: Attention, case: Case, cache: PagedCache) -> AttentionPlan:
+    """A decode as graphs have it."""
+    width = -(-case.num_context // cache.block_size)
+    context = np.full(case.rows, case.num_context, dtype=np.int32)
+    order = np.random.default_rng(1).permutation(cache.num_blocks).astype(np.int32)
+    tables = order[: case.rows * width].reshape(case.rows, width)
+    if case.num_q > 1:
+        bounds = np.arange(case.rows + 1, dtype=np.int32) * np.int32(case.num_q)
+        return attention.plan(*(torch.from_numpy(array) for array in (bounds, context, tables)))
+    plan = attention.plan_decode(*(torch.from_numpy(array).to(cache.data.device) for array in (context, tables)))
+    if plan.refresh is not None:
+        plan.refresh(context, tables)
+    return plan
 
-    def result(self) -> Tensor:
-        return self._attention.paged(self._q, self._cache, 0, self._plan, self._scale)
 
-    def launch(self) -> None:
+def _repeated(attend: Callable[[], Tensor]) -> Launch:
+    def launch() -> None:
         for _ in range(LAUNCHES):
-            self.result()
+            attend()
+
+    return launch
 
 
 def _agree(given: Tensor, expected: Tensor) -> bool:

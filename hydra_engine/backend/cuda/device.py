@@ -99,7 +99,7 @@ class CudaDevice:
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
         if export.transport != cuda_ipc.TRANSPORT:
             raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a GPU")
-        return cuda_ipc.OpenedPool(export.handle, export.num_bytes, self._index)
+        return cuda_ipc.PEER_POOLS.open(export.handle, export.num_bytes, self._index)
 
     # ---- work that ends after the call that launched it
 

@@ -95,21 +95,13 @@ class _OfLane:
             self._of_step = {}
         return self._workspace
 
-    def prefill(self, num_bytes: int) -> Wrappers:
-        return self._wrappers("prefill", num_bytes, NUM_STEPS, self._library.BatchPrefillWithPagedKVCacheWrapper)
-
-    def packed(self, num_bytes: int) -> Wrappers:
-        return self._wrappers("packed", num_bytes, NUM_PACKED, self._library.BatchPrefillWithRaggedKVCacheWrapper)
-
-    def decode(self, num_bytes: int, *, tensor_cores: bool) -> Wrappers:
-        make = self._library.BatchDecodeWithPagedKVCacheWrapper
-        return self._wrappers(f"decode {tensor_cores}", num_bytes, NUM_STEPS, make, use_tensor_cores=tensor_cores)
-
-    def _wrappers(self, name: str, num_bytes: int, count: int, make: Callable[..., Any], **options: Any) -> Wrappers:
-        workspace = self.workspace(num_bytes)
-        if name not in self._of_step:
-            self._of_step[name] = Wrappers(partial(make, workspace, kv_layout="NHD", backend="fa2", **options), count)
-        return self._of_step[name]
+    def wrappers(self, name: str, num_bytes: int, count: int, **options: Any) -> Wrappers:
+        """Up to `count` of the library's Batch..KVCacheWrapper with these options."""
+        workspace, key = self.workspace(num_bytes), f"{name} {options}"
+        if key not in self._of_step:
+            make = getattr(self._library, f"Batch{name}KVCacheWrapper")
+            self._of_step[key] = Wrappers(partial(make, workspace, kv_layout="NHD", backend="fa2", **options), count)
+        return self._of_step[key]
 
 
 _ELSE = "head dims other than 64, 128 and 256 take Triton"
@@ -202,7 +194,7 @@ class FlashInferAttention:
             wrapper.plan(indptr, indptr, num_heads, num_heads, head_dim, causal=False, **kind.settings)
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers = self._lane.packed(workspace_bytes(kind, self._num_sms))
+        wrappers = self._lane.wrappers("PrefillWithRagged", workspace_bytes(kind, self._num_sms), NUM_PACKED)
         wrappers.planned((bounds, kind), plan).run(q, k, v, out=out)
         return out
 
@@ -233,7 +225,8 @@ class FlashInferAttention:
             pages = self._pages(native, slice(native.num_decodes), kind)
             wrapper.plan(*self._tensors(pages), *kind.shape, **kind.settings)
 
-        wrappers = self._lane.decode(workspace_bytes(kind, self._num_sms), tensor_cores=kind.tensor_cores)
+        size, cores = workspace_bytes(kind, self._num_sms), kind.tensor_cores
+        wrappers = self._lane.wrappers("DecodeWithPaged", size, NUM_STEPS, use_tensor_cores=cores)
         return wrappers.planned((native, kind), plan)
 
     def _prefill(self, kind: Kind, native: FlashPlan) -> Any:
@@ -242,7 +235,8 @@ class FlashInferAttention:
             cu_q = torch.from_numpy(pages.cu_q)
             wrapper.plan(cu_q, *self._tensors(pages), *kind.shape, causal=True, **kind.settings)
 
-        return self._lane.prefill(workspace_bytes(kind, self._num_sms)).planned((native, kind), plan)
+        wrappers = self._lane.wrappers("PrefillWithPaged", workspace_bytes(kind, self._num_sms), NUM_STEPS)
+        return wrappers.planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> Pages:
         return pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)

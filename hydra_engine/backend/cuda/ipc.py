@@ -1,10 +1,9 @@
 """Pools of device memory that other processes of this node map.
 
-The owner allocates a pool by itself, so that a handle names all of it and nothing else, and sends a `PoolHandle` to its
+The owner allocates a pool by itself, so that a handle names all of it and nothing else, and sends the handle to its
 peers over their channel. A peer opens every pool once and keeps it: `PEER_POOLS` knows what is open. A pool is named by
 its owner's process id and a generation number that no other pool of this boot of the machine has, so a handle of a pool
-or a process that is gone never opens its successor. `DevicePool` and `OpenedPool` are the same behind the protocols of
-backend/device.py. Knows CUDA and torch; does not know caches, requests or channels.
+or a process that is gone never opens its successor. Knows CUDA and torch; does not know caches, requests or channels.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,70 +32,71 @@ _PACKED = struct.Struct(f"<{_HANDLE_BYTES}sQQ")  # CUDA's handle, owner, generat
 _generations = itertools.count(time.monotonic_ns())
 
 
-@dataclass(frozen=True, slots=True)
-class PoolHandle:
-    """What a peer needs to map a pool."""
+class PoolHandle(NamedTuple):
+    """What a peer needs to map a pool, beside its size."""
 
-    handle: bytes  # 64
-    nbytes: int
+    data: bytes  # CUDA's handle, 64
     owner: int  # process id
     generation: int
 
+    def packed(self) -> bytes:
+        return _PACKED.pack(*self)
 
-class Pool:
-    """Device memory of our own, [nbytes] rounded up to whole 2 MiB, zeroed by nobody. Raises RuntimeError where CUDA
-    cannot be used or memory is short. Memory that was never exported goes with the pool and its tensors; exported
-    memory stays until `free` or the end of the process, since CUDA leaves undefined what peers would see."""
 
-    def __init__(self, nbytes: int, device: int) -> None:
+class DevicePool:
+    """`SharedMemory` of backend/device.py on a device: `num_bytes` rounded up to whole 2 MiB, full of zeros.
+
+    Memory that was never exported goes with the pool and its tensors; exported memory stays until the end of the
+    process, since CUDA leaves undefined what peers would see."""
+
+    transport = TRANSPORT
+    descriptor = -1
+
+    def __init__(self, num_bytes: int, device: int) -> None:
+        """Raises RuntimeError where CUDA cannot be used or memory is short."""
         unit = _C.CUDA_POOL_GRANULARITY
-        self.nbytes = -(-nbytes // unit) * unit
-        self.device = device
-        self.generation = next(_generations)
-        self._handle: PoolHandle | None = None
-        self._address = _C.cuda_allocate(self.nbytes, device)
+        self.num_bytes = -(-num_bytes // unit) * unit
+        self._device = device
+        self._handle = b""
+        self._address = _C.cuda_allocate(self.num_bytes, device)
         self._release = weakref.finalize(self, _C.cuda_release, self._address, device)
+        self.tensor().zero_()
 
-    def tensor(self) -> Tensor:
-        """[nbytes] uint8 on the pool's memory; must not be used after `free`."""
-        return _tensor(self, self._live_address(), self.nbytes)
-
-    def export(self) -> PoolHandle:
-        if self._handle is None:
-            handle = _C.cuda_ipc_export(self._live_address(), self.device)
-            self._handle = PoolHandle(handle, self.nbytes, os.getpid(), self.generation)
+    @property
+    def handle(self) -> bytes:
+        if not self._handle:
+            data = _C.cuda_ipc_export(self._address, self._device)
+            self._handle = PoolHandle(data, os.getpid(), next(_generations)).packed()
             self._release.detach()
         return self._handle
 
-    def free(self, *, peers_closed: bool = False) -> None:
-        """At once. A pool that was exported may be freed only once no peer has it open, which the caller knows."""
-        if self._handle is not None and not peers_closed:
-            raise ValueError("peers_closed: the pool was exported; free it once every peer has closed it")
-        address, self._address = self._live_address(), 0
-        self._release.detach()
-        _C.cuda_release(address, self.device)
+    def tensor(self) -> Tensor:
+        """[num_bytes] uint8."""
+        return _tensor(self, self._address, self.num_bytes)
 
-    def _live_address(self) -> int:
-        if self._address == 0:
-            raise ValueError(f"pool: generation {self.generation} is freed")
-        return self._address
+    def close(self) -> None:
+        """Leaves the memory to its tensors, or to the end of the process once it was exported."""
 
 
-@dataclass(slots=True)
-class PeerPool:
-    """A peer's pool, mapped into this process."""
+class OpenedPool:
+    """`PeerMemory` of backend/device.py: a peer's `DevicePool`, mapped by `PeerPools.open`."""
 
-    nbytes: int
-    owner: int
-    generation: int
-    device: int  # ours, whose kernels read it
-    address: int  # 0 once closed
+    def __init__(self, pools: PeerPools, handle: PoolHandle, num_bytes: int, device: int, address: int) -> None:
+        self.num_bytes = num_bytes
+        self.device = device  # ours, whose kernels read it
+        self.address = address  # 0 once closed
+        self._pools = pools
+        self._handle = handle
 
     def tensor(self) -> Tensor:
-        """[nbytes] uint8, on the device where the memory lies; must not be used after the pool is closed."""
+        """[num_bytes] uint8, on the device where the memory lies."""
         if self.address == 0:
-            raise ValueError(f"pool: generation {self.generation} of process {self.owner} is closed")
-        return _tensor(self, self.address, self.nbytes)
+            raise ValueError(f"pool: {_named(*self._handle[1:])} is closed")
+        return _tensor(self, self.address, self.num_bytes)
+
+    def close(self) -> None:
+        """The pool cannot be opened again, since its owner is gone or sends another one when it comes back."""
+        self._pools.close(self._handle.owner, self._handle.generation)
 
 
 class PeerPools:
@@ -111,55 +110,58 @@ class PeerPools:
         self._open_memory = open_memory
         self._close_memory = close_memory
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, int], PeerPool] = {}
+        self._open: dict[tuple[int, int], OpenedPool] = {}  # by owner and generation
         self._closed: set[tuple[int, int]] = set()
 
-    def open(self, handle: PoolHandle, device: int) -> PeerPool:
-        """The pool, mapped now if it is not yet. Raises ValueError for a handle of this process, a malformed one, one
-        that names another size than before or than the memory has, and one that was closed."""
+    def open(self, packed: bytes, num_bytes: int, device: int) -> OpenedPool:
+        """The pool of `DevicePool.handle` and its size, mapped now if it is not yet. Raises TransferError for a handle
+        of this process, a malformed one, one that names another size than before or than the memory has, and one that
+        was closed."""
+        if len(packed) != _PACKED.size or num_bytes <= 0:
+            raise TransferError(
+                f"a peer's memory came with a handle of {len(packed)} bytes, not {_PACKED.size}, for {num_bytes} bytes"
+            )
+        handle = PoolHandle(*_PACKED.unpack(packed))
         key = (handle.owner, handle.generation)
         if handle.owner == os.getpid():
-            raise ValueError("owner: the handle is of this process, which has the pool's memory already")
-        if len(handle.handle) != _HANDLE_BYTES or handle.nbytes <= 0:
-            raise ValueError(
-                f"handle: expected {_HANDLE_BYTES} bytes and a positive size, "
-                f"got {len(handle.handle)} bytes and {handle.nbytes}"
-            )
+            raise TransferError("a peer's memory cannot be mapped: the handle is of this process")
         with self._lock:
             if key in self._closed:
-                raise ValueError(f"generation: {handle.generation} of process {handle.owner} was closed")
-            known = self._open.get(key)
-            if known is None:
-                address = self._open_memory(handle.handle, handle.nbytes, device)
-                known = PeerPool(handle.nbytes, handle.owner, handle.generation, device, address)
-                self._open[key] = known
-        if (known.nbytes, known.device) != (handle.nbytes, device):
-            raise ValueError(
-                f"nbytes, device: the pool is open with {known.nbytes} bytes on device {known.device}, "
-                f"got {handle.nbytes} on {device}"
+                raise TransferError(f"a peer's memory cannot be mapped: {_named(*key)} was closed")
+            pool = self._open.get(key)
+            if pool is None:
+                try:
+                    address = self._open_memory(handle.data, num_bytes, device)
+                except (ValueError, RuntimeError) as error:
+                    raise TransferError(f"a peer's memory cannot be mapped: {error}") from error
+                pool = self._open[key] = OpenedPool(self, handle, num_bytes, device, address)
+        if (pool.num_bytes, pool.device) != (num_bytes, device):
+            raise TransferError(
+                f"a peer's memory cannot be mapped: {_named(*key)} is open with {pool.num_bytes} bytes on device "
+                f"{pool.device}, not {num_bytes} on {device}"
             )
-        return known
+        return pool
 
     def close(self, owner: int, generation: int) -> None:
-        """Unmaps a pool for good. Only once no work on it is in flight and no tensor of it is used again."""
+        """Unmaps a pool for good; a second call does nothing. Only once no work on it is in flight and no tensor of it
+        is used again."""
         with self._lock:
-            if (owner, generation) not in self._open:
-                raise ValueError(f"generation: {generation} of process {owner} is not open")
-            self._close(owner, generation)
+            pool = self._open.pop((owner, generation), None)
+            if pool is not None:
+                self._closed.add((owner, generation))
+                address, pool.address = pool.address, 0
+                self._close_memory(address, pool.device)
 
     def close_all(self) -> None:
-        with self._lock:
-            for key in list(self._open):
-                self._close(*key)
+        for key in list(self._open):
+            self.close(*key)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def _close(self, owner: int, generation: int) -> None:
-        pool = self._open.pop((owner, generation))
-        self._closed.add((owner, generation))
-        address, pool.address = pool.address, 0
-        self._close_memory(address, pool.device)
+
+def _named(owner: int, generation: int) -> str:
+    return f"generation {generation} of process {owner}"
 
 
 class _Memory:
@@ -185,55 +187,3 @@ def _tensor(owner: object, address: int, nbytes: int) -> Tensor:
 
 PEER_POOLS = PeerPools()
 atexit.register(PEER_POOLS.close_all)
-
-
-class DevicePool:
-    """`SharedMemory` of backend/device.py on a device, full of zeros."""
-
-    transport = TRANSPORT
-    descriptor = -1
-
-    def __init__(self, num_bytes: int, device: int) -> None:
-        """Raises RuntimeError as `Pool`."""
-        self._pool = Pool(num_bytes, device)
-        self.num_bytes = self._pool.nbytes
-        self.tensor().zero_()
-
-    @property
-    def handle(self) -> bytes:
-        return packed_handle(self._pool.export())
-
-    def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
-        return self._pool.tensor()
-
-    def close(self) -> None:
-        """Leaves the memory to its tensors, and once it was exported to the end of the process (see `Pool`)."""
-
-
-class OpenedPool:
-    """`PeerMemory` of backend/device.py: a peer's `DevicePool`, of which `handle` and `num_bytes` came."""
-
-    def __init__(self, handle: bytes, num_bytes: int, device: int, pools: PeerPools = PEER_POOLS) -> None:
-        """Raises TransferError."""
-        if len(handle) != _PACKED.size:
-            raise TransferError(f"a peer's memory came with a handle of {len(handle)} bytes, not {_PACKED.size}")
-        data, owner, generation = _PACKED.unpack(handle)
-        self._pools = pools
-        try:
-            self._pool = pools.open(PoolHandle(data, num_bytes, owner, generation), device)
-        except (ValueError, RuntimeError) as error:
-            raise TransferError(f"a peer's memory cannot be mapped: {error}") from error
-
-    def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
-        return self._pool.tensor()
-
-    def close(self) -> None:
-        """The pool cannot be opened again, since its owner is gone or sends another one when it comes back."""
-        if self._pool.address:
-            self._pools.close(self._pool.owner, self._pool.generation)
-
-
-def packed_handle(handle: PoolHandle) -> bytes:
-    return _PACKED.pack(handle.handle, handle.owner, handle.generation)

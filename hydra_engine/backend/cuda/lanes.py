@@ -24,7 +24,7 @@ PRIORITIES: dict[str, dict[str, int]] = {
 }
 
 
-class CudaLane:
+class CudaLane(ThreadLane):
     """`Lane` of backend/device.py."""
 
     def __init__(
@@ -35,18 +35,17 @@ class CudaLane:
         threads: int,
         set_threads: Callable[[int], None],
     ) -> None:
-        self.name = name
         self._device = device
         self._stream = stream
-        self._set_threads = set_threads
-        self._lane = ThreadLane(name, threads, set_threads=self._begin)
+        self._set_host_threads = set_threads
+        super().__init__(name, threads, set_threads=self._begin)
 
     def submit(self, job: Job) -> None:
-        self._lane.submit(self._behind_caller(job))
+        super().submit(self._behind_caller(job))
 
     def close(self) -> None:
         """Waits for what the jobs have launched too."""
-        self._lane.close()
+        super().close()
         try:
             self._stream.synchronize()
         except RuntimeError:
@@ -54,7 +53,7 @@ class CudaLane:
 
     def _begin(self, threads: int) -> None:
         """In the lane's thread: from here on it works on its device and stream."""
-        self._set_threads(threads)
+        self._set_host_threads(threads)
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)
 
