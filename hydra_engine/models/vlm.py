@@ -6,7 +6,7 @@ run on different lanes or in different processes. Callers run both under `torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.layers.decoder import Decoder
 from hydra_engine.models.layers.vision_packing import Packing, TowerInput, tower_input
-from hydra_engine.models.loading.parameters import Demands, Renames, Scope, Slot
+from hydra_engine.models.loading.parameters import Demands, Renames, Scope
 
 
 class Vision(Protocol):
@@ -27,24 +27,11 @@ class Vision(Protocol):
 
     weight_names: tuple[str, ...]  # how the canonical names of its weights begin
     renames: Renames  # of all weights of the model
+    num_slices: int  # pieces, not of one length, in which an encode with whole layers is computed between checkpoints
+    granule: int  # patches that every room is a multiple of
+    num_values: int  # bytes of a patch
 
     def __init__(self, scope: Scope, spec: Any) -> None: ...
-
-    @property
-    def num_slices(self) -> int:
-        """Pieces between checkpoints that an encode with whole layers is computed in, however many spans it has. They
-        are not of one length."""
-        ...
-
-    @property
-    def granule(self) -> int:
-        """Patches that every room is a multiple of."""
-        ...
-
-    @property
-    def num_values(self) -> int:
-        """Bytes of a patch."""
-        ...
 
     def reserve(self, room: int) -> None:
         """What calls for rooms up to this one read besides their inputs stays where it is."""
@@ -62,46 +49,21 @@ class Vision(Protocol):
 
 
 class VisionLanguageModel:
-    """Ready once every slot of `demands` was filled, which `build.load_model` does."""
+    """Ready once every slot is filled, which `build.load_model` does. `unneeded`: how names begin of tensors that may
+    be in the checkpoint and are not read."""
 
     deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
     can_be_captured = True  # as far as its ops can
 
-    def __init__(
-        self,
-        ops: Ops,
-        demands: Demands,
-        *,
-        vision: Vision | None,
-        decoder: Decoder | None,
-    ) -> None:
-        self._ops = ops
-        self._demands = demands
-        self._vision = vision
-        self._decoder = decoder
-
-    @property
-    def slots(self) -> Mapping[str, Slot]:
-        return self._demands.slots
-
-    @property
-    def unneeded(self) -> tuple[str, ...]:
-        """Prefixes of tensor names that may be in the checkpoint and are not read."""
-        return tuple(self._demands.unneeded)
+    def __init__(self, ops: Ops, demands: Demands, *, vision: Vision | None, decoder: Decoder | None) -> None:
+        self._ops, self._decoder, self._holders = ops, decoder, demands.holders
+        self.slots, self.unneeded = demands.slots, tuple(demands.unneeded)
+        self.tower = vision  # what `encode` runs
+        self.num_slices = 0 if vision is None else vision.num_slices
 
     @property
     def weights_bytes(self) -> int:
-        return sum(holder.nbytes for holder in self._demands.holders)
-
-    @property
-    def tower(self) -> Vision | None:
-        """What `encode` runs, for those who capture it."""
-        return self._vision
-
-    @property
-    def num_slices(self) -> int:
-        """As `Vision.num_slices`; 0 without a tower."""
-        return 0 if self._vision is None else self._vision.num_slices
+        return sum(holder.nbytes for holder in self._holders)
 
     def reserve_positions(self, end: int) -> None:
         """Forwards whose `position_end` is no more than this read what they need of positions at one address."""
@@ -110,12 +72,12 @@ class VisionLanguageModel:
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
         """Writes the features of all spans to `batch.slots`."""
-        if self._vision is None:
+        if self.tower is None:
             raise ValueError("encode: expected a model with a vision tower, got one without")
-        packing = self._vision.pack(batch)
+        packing = self.tower.pack(batch)
         assert packing is not None, "without a room everything fits"
-        inputs = tower_input(packing, batch, self._vision.cut)
-        for plane, features in enumerate(self._vision(inputs)):
+        inputs = tower_input(packing, batch, self.tower.cut)
+        for plane, features in enumerate(self.tower(inputs)):
             self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from hydra_engine.backend.cuda.sm_split import SplitLane
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.models.layers.rotary import RotaryTable
-from hydra_engine.models.qwen_vl.patches import PatchRotary
+from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.registry import load_spec
 from tests.emulated.conftest import Models, assert_clean
 from tests.emulated.graphs import CUDAGraph

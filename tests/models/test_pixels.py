@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from hydra_engine.models.layers.pixels import PixelNormaliser
+from hydra_engine.models.layers.vision import PixelNormaliser
 from hydra_engine.models.specs.base import PreprocessSpec
 from hydra_engine.models.specs.vision import CLIP_MEAN, CLIP_STD
 

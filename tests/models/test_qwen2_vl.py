@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,9 +16,8 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.models.build import build_model
-from hydra_engine.models.layers.vision_packing import Grid
-from hydra_engine.models.qwen_vl.patches import patch_places, sizes_of
-from hydra_engine.models.qwen_vl.qwen2_5_vl import cut_windows
+from hydra_engine.models.layers.vision_packing import Grid, sizes_of
+from hydra_engine.models.qwen_vl.model import cut_windows, patch_places
 from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
@@ -39,7 +39,8 @@ def test_patches_stand_block_by_block(merge: int) -> None:
         for inner_row in range(merge)
         for inner_column in range(merge)
     ]
-    assert [tuple(place) for place in patch_places(GRIDS, merge).T.tolist()] == expected
+    places = np.concatenate([patch_places(rows, columns, merge) for _, rows, columns in GRIDS], axis=1)
+    assert [tuple(place) for place in places.T.tolist()] == expected
     assert sizes_of(GRIDS) == [4, 60, 48, 144, 56]
 
 

@@ -7,7 +7,7 @@ from transformers import AutoProcessor
 
 from hydra_engine.config import EngineConfig, MediaConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.models.layers.pixels import PixelNormaliser
+from hydra_engine.models.layers.vision import PixelNormaliser
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.preprocessor import Intake
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer

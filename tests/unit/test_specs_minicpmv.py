@@ -162,7 +162,7 @@ def test_a_published_checkpoint(published: ModelDir) -> None:
         (0.5,) * 3,
         "bicubic",
     )
-    assert tower.hidden_act == "gelu_tanh" and tower.max_frames == 128
+    assert tower.tower.hidden_act == "gelu_tanh" and tower.max_frames == 128
     square = tower.plan_image(448, 448)
     assert [item.grid for item in square.items] == [(1, 32, 32)] and square.num_tokens == 64
     large = tower.plan_image(1344, 1344)

@@ -21,7 +21,7 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError, InvalidImage
 from hydra_engine.models.qwen_vl.frames_spec import FRAMES
 from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits
-from hydra_engine.models.qwen_vl.qwen2_vl_spec import Qwen2VisionSpec
+from hydra_engine.models.qwen_vl.spec import Qwen2VisionSpec
 from hydra_engine.models.specs.base import ModelSpec, VideoInfo
 from hydra_engine.models.specs.registry import load_spec
 

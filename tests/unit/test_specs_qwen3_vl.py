@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, InvalidImage
-from hydra_engine.models.qwen_vl.qwen3_vl_spec import Qwen3VlVisionSpec
+from hydra_engine.models.qwen_vl.spec import Qwen3VlVisionSpec
 from hydra_engine.models.specs.base import ItemPlan, VideoInfo
 from hydra_engine.models.specs.registry import load_spec
 
@@ -332,7 +332,7 @@ def test_a_directory_without_video_settings_takes_those_of_pictures(directory: D
 Change = Callable[[Json, Json, Json], object]
 REFUSED: dict[str, tuple[Change, str]] = {
     "text type": (lambda c, i, v: c["text_config"].update(model_type="qwen3"), "must be qwen3_vl_text"),
-    "heads": (lambda c, i, v: c["vision_config"].update(num_heads=3), "multiple of four times"),
+    "heads": (lambda c, i, v: c["vision_config"].update(num_heads=3), "multiple of 4 for each of its 3 heads"),
     "width": (lambda c, i, v: c["vision_config"].update(out_hidden_size=99), "decoder's hidden size"),
     "layers": (lambda c, i, v: c["vision_config"].update(deepstack_visual_indexes=[24]), "from 0 to 23"),
     "layers twice": (lambda c, i, v: c["vision_config"].update(deepstack_visual_indexes=[3, 3]), "repetition"),

@@ -24,9 +24,9 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.pixels import PixelNormaliser
+from hydra_engine.models.layers.vision import PixelNormaliser
 from hydra_engine.models.layers.vision_packing import bounds_of, filled, spans_in
-from hydra_engine.models.qwen_vl.patches import PatchRotary
+from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.models.specs.registry import load_spec
@@ -223,10 +223,10 @@ def test_rooms_are_filled_to_the_last_patch(merge: int) -> None:
 def test_a_table_that_was_reserved_stays_where_it_is() -> None:
     rotary, places = PatchRotary(16, 1e4, torch.device("cpu")), torch.tensor([100])
     rotary.reserve(200)
-    reserved = rotary._table.up_to(200)
+    reserved = rotary.up_to(200)
     before = rotary(places, places, 101)
     rotary(places, places, 1000)
-    assert rotary._table.up_to(200) is not reserved and any(kept is reserved for kept in rotary._table._reserved)
+    assert rotary.up_to(200) is not reserved and any(kept is reserved for kept in rotary._reserved)
     assert all(torch.equal(one, other) for one, other in zip(before, rotary(places, places, 2000), strict=True))
 
 

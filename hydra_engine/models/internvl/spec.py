@@ -12,62 +12,37 @@ from dataclasses import dataclass
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.llava.clip_spec import projector_parameters
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec
-from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View, VisionSpec
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation, build_language
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
 from hydra_engine.models.specs.geometry import check_picture, within_budget
 from hydra_engine.models.specs.vision import (
     SquareTowerSpec,
-    check_tower,
+    SquareVisionSpec,
+    TowerSpec,
+    check_patches,
     normalisation,
     processor_settings,
     tower_config,
+    tower_shape,
 )
 
 MAX_TILES = 1024
 Arrangement = tuple[int, int]  # columns, rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InternVitSpec(SquareTowerSpec):
-    """`final_norm` says that what is read goes through the norm behind the last layer."""
-
-    rms_norms: bool
-    qkv_bias: bool
-    qk_norm: bool
-    final_norm: bool
-
-    def num_parameters(self) -> int:
-        """Of what is held: the tower up to the layer that is read."""
-        c, f = self.hidden_size, self.intermediate_size
-        norm = c if self.rms_norms else 2 * c
-        attention = 4 * c * c + (4 * c if self.qkv_bias else c) + (2 * c if self.qk_norm else 0)
-        layer = attention + 2 * c * f + f + c + 2 * norm + 2 * c
-        embeddings = c * (3 * self.patch_size**2 + 1) + c + (self.num_patches + 1) * c
-        return embeddings + self.num_active_layers * layer + (2 * c if self.final_norm else 0)
+INTERN_VIT_DEFAULTS = TowerSpec(  # InternVLVisionConfig's
+    hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096, hidden_act="gelu", norm_eps=1e-6
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternVlVisionSpec(VisionSpec):
+class InternVlVisionSpec(SquareVisionSpec):
     """`merge` x `merge` patches become one token. `frame` is the text around the spans of a picture."""
 
-    tower: InternVitSpec
-    merge: int
-    projector_act: str
     arrangements: tuple[Arrangement, ...]
     frame: tuple[str, str]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of one tile."""
-        return self.tower.num_patches // self.merge**2
-
-    @property
-    def merged_size(self) -> int:
-        """What the projector takes."""
-        return self.tower.hidden_size * self.merge**2
 
     @property
     def max_patches_per_image(self) -> int:
@@ -99,12 +74,8 @@ class InternVlVisionSpec(VisionSpec):
         return MediaPlan(tuple(views), (self.frame[0], *spans, self.frame[1]))
 
     def num_parameters(self) -> int:
-        projector = projector_parameters(self.merged_size, self.feature_size, bias=True)
-        return self.tower.num_parameters() + 2 * self.merged_size + projector
-
-    def flops(self, num_patches: int) -> int:
-        projector = 2 * self.num_tokens * self.feature_size * (self.merged_size + self.feature_size)
-        return (self.tower.flops() + projector) * num_patches // self.tower.num_patches
+        """With the projector's norm."""
+        return SquareVisionSpec.num_parameters(self) + 2 * self.merged_size
 
 
 def arrangements_of(min_tiles: int, max_tiles: int) -> tuple[Arrangement, ...]:
@@ -168,13 +139,11 @@ def _vision(files: ModelFiles, feature_size: int) -> InternVlVisionSpec:
     )
 
 
-def _tower(config: Fields) -> InternVitSpec:
+def _tower(config: Fields) -> SquareTowerSpec:
     tower = tower_config(config, "internvl_vision")
-    # The defaults of InternVLVisionConfig: transformers leaves out what equals them.
-    hidden, num_heads = tower.integer("hidden_size", 1024), tower.integer("num_attention_heads", 16)
-    num_layers = tower.integer("num_hidden_layers", 24)
+    shape = tower_shape(tower, INTERN_VIT_DEFAULTS)
     image_size, patch_size = _square(tower, "image_size", 448), _square(tower, "patch_size", 14)
-    check_tower(tower, hidden, num_heads, image_size, patch_size)
+    check_patches(tower, image_size, patch_size)
     norm_type = tower.text("norm_type", "layer_norm")
     if norm_type not in ("layer_norm", "rms_norm"):
         raise tower.wrong("norm_type", '"layer_norm" or "rms_norm"')
@@ -182,23 +151,19 @@ def _tower(config: Fields) -> InternVitSpec:
         raise CheckpointError(f"use_absolute_position_embeddings false in {tower.where} is not supported")
     if config.text("vision_feature_select_strategy", "default") != "default":
         raise config.wrong("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
-    layer = config.get("vision_feature_layer")
+    num_layers, layer = shape["num_layers"], config.get("vision_feature_layer")
     layer = -1 if layer is None else layer
     if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
         raise config.wrong("vision_feature_layer", f"a layer of the tower's {num_layers}")
-    return InternVitSpec(
-        hidden_size=hidden,
-        num_layers=num_layers,
-        num_active_layers=layer % (num_layers + 1),
-        num_heads=num_heads,
-        intermediate_size=tower.integer("intermediate_size", 4096),
+    return SquareTowerSpec(
+        **shape,
         image_size=image_size,
         patch_size=patch_size,
-        hidden_act=activation(tower, "hidden_act", "gelu"),
-        norm_eps=tower.number("layer_norm_eps", 1e-6),
+        feature_layers=(layer % (num_layers + 1),),
         rms_norms=norm_type == "rms_norm",
         qkv_bias=tower.flag("attention_bias", False),
         qk_norm=tower.flag("use_qk_norm", False),
+        layer_scale=True,
         # -1 means the tower's result, any other number a layer's.
         final_norm=layer == -1 and not tower.flag("use_mean_pooling", True),
     )
@@ -213,7 +178,7 @@ def _square(tower: Fields, name: str, default: int) -> int:
     return sides[0]
 
 
-def _merge(config: Fields, tower: InternVitSpec) -> int:
+def _merge(config: Fields, tower: SquareTowerSpec) -> int:
     """How many patches in a row become one token."""
     ratio = config.number("downsample_ratio", 0.5)
     merge = round(1 / ratio)

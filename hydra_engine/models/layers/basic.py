@@ -20,8 +20,8 @@ class Linear:
     """act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs, stacked in order.
 
     `scale` names a vector of the checkpoint with a factor per output, for weights and biases alike (layer scale); it is
-    multiplied into them once, when they are loaded. `arrange` stacks the parts' weights, or
-    biases, in another order."""
+    multiplied into them once, when they are loaded. `arrange` makes one of the parts' weights, or biases, in another
+    order than one after another; where checkpoints have more dimensions than two, `num_in` names all but the first."""
 
     packed: PackedLinear
 
@@ -29,7 +29,7 @@ class Linear:
         self,
         scope: Scope,
         parts: Mapping[str, int],
-        num_in: int,
+        num_in: int | tuple[int, ...],
         *,
         bias: bool,
         scale: str | None = None,
@@ -41,8 +41,9 @@ class Linear:
         self._scale = scale
         self._arrange = arrange or _stacked
         self._arrived: dict[str, Tensor] = {}
+        shape_in = num_in if isinstance(num_in, tuple) else (num_in,)
         for name, num_out in parts.items():
-            scope.want(f"{name}.weight", (num_out, num_in), partial(self._fill, f"{name}.weight"))
+            scope.want(f"{name}.weight", (num_out, *shape_in), partial(self._fill, f"{name}.weight"))
             if bias:
                 scope.want(f"{name}.bias", (num_out,), partial(self._fill, f"{name}.bias"))
         if scale is not None:

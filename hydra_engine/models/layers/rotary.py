@@ -6,31 +6,33 @@ They lie in a table, because a row's bits must not depend on its batch. Does not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from hydra_engine.models.specs.base import LanguageSpec
 
-_PIECE = 4096
+_TABLE_ROWS = 4096
 
 
-class GrowingTable:
-    """Rows by position. `piece(begin)` makes those from there on, always as many: their bits must not depend on how the
-    table grew. For one lane."""
+class GrowingTable(ABC):
+    """Rows by position, for one lane. Subclasses call `__init__` when they can make rows."""
 
-    def __init__(self, piece: Callable[[int], Tensor]) -> None:
-        self._piece = piece
-        self._rows = piece(0)
+    def __init__(self) -> None:
+        self._rows = self._rows_from(0)
         # The first one stays: it was made outside of the lane that reads it, so a device could give its memory away
         # while the lane still does.
         self._reserved = [self._rows]
 
+    @abstractmethod
+    def _rows_from(self, begin: int) -> Tensor:
+        """The rows from there on, always as many: their bits must not depend on how the table grew."""
+
     def up_to(self, end: int) -> Tensor:
         """Rows 0 to at least `end` - 1."""
         while end > self._rows.shape[0]:
-            self._rows = torch.cat((self._rows, self._piece(self._rows.shape[0])))
+            self._rows = torch.cat((self._rows, self._rows_from(self._rows.shape[0])))
         return self._rows
 
     def reserve(self, end: int) -> None:
@@ -41,8 +43,8 @@ class GrowingTable:
             self._reserved.append(rows)
 
 
-class RotaryTable:
-    """One per decoder, used by one lane."""
+class RotaryTable(GrowingTable):
+    """[multiple of _TABLE_ROWS, D]: cosines, then sines. One per decoder."""
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec)
@@ -50,12 +52,12 @@ class RotaryTable:
         self._device = device
         self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
         self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that do not turn
-        self._table = GrowingTable(self._piece)  # [multiple of _PIECE, D]: cosines, then sines
+        super().__init__()
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos, sin, each [T, D/2] float32; positions [T], or [3, T] where pairs turn by different axes; `end` is more
         than the largest of them."""
-        table = self._table.up_to(end)
+        table = self.up_to(end)
         if self._axes is None:
             cos, sin = table.index_select(0, positions).chunk(2, dim=1)
             return cos, sin
@@ -63,14 +65,10 @@ class RotaryTable:
         cos_table, sin_table = table.chunk(2, dim=1)
         return cos_table.gather(0, places), sin_table.gather(0, places)
 
-    def reserve(self, end: int) -> None:
-        """As `GrowingTable.reserve`."""
-        self._table.reserve(end)
-
-    def _piece(self, begin: int) -> Tensor:
-        angles = torch.arange(begin, begin + _PIECE, dtype=torch.float32)[:, None] * self._frequencies
+    def _rows_from(self, begin: int) -> Tensor:
+        angles = torch.arange(begin, begin + _TABLE_ROWS, dtype=torch.float32)[:, None] * self._frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        still = cos.new_zeros(_PIECE, self._still)
+        still = cos.new_zeros(_TABLE_ROWS, self._still)
         return torch.cat((cos, still + 1, sin, still), dim=1).to(self._device)
 
 

@@ -1,5 +1,5 @@
-"""What vision towers are made of: patches with a class token and positions, pre-norm layers, mergers of patches; and
-whole towers for pictures of one size.
+"""What vision towers are made of: pixels as rows, patches with a class token and positions, pre-norm layers, mergers of
+patches; and whole towers for pictures of one size. One byte per colour comes to the device.
 
 Names of weights are parameters, because the towers differ in little else. Does not know how a user's picture became
 pictures of this size.
@@ -7,6 +7,7 @@ pictures of this size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,51 +18,86 @@ from torch import Tensor
 from hydra_engine.backend.base import Rotary, Segments
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.attention import PackedAttention
-from hydra_engine.models.layers.basic import GatedMlp, LayerNorm, Mlp, RmsNorm, Weight
-from hydra_engine.models.layers.pixels import PatchProjection
+from hydra_engine.models.layers.basic import GatedMlp, LayerNorm, Linear, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.vision_packing import Packing, TowerInput
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import PreprocessSpec
+from hydra_engine.models.specs.vision import SquareTowerSpec, SquareVisionSpec, TowerSpec
 
 
-class PatchShape(NamedTuple):
-    side: int  # patches in a row and in a column of a picture
-    patch_size: int  # pixels
-    num_channels: int
-    bias: bool
+class PixelNormaliser:
+    """(x * rescale - mean) / std in float32, the product rounded once, exactly as transformers' processors do."""
+
+    def __init__(self, spec: PreprocessSpec, device: torch.device) -> None:
+        self._rescale = spec.rescale
+        self._mean = torch.tensor(spec.mean, dtype=torch.float32, device=device)
+        self._std = torch.tensor(spec.std, dtype=torch.float32, device=device)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """uint8 [..., 3] -> float32"""
+        return pixels.to(torch.float64).mul_(self._rescale).to(torch.float32).sub_(self._mean).div_(self._std)
+
+    def rows(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8 [P, pixels * 3] -> [P, pixels * 3] of `dtype`"""
+        return self(patches.unflatten(1, (-1, 3))).to(dtype).flatten(1)
+
+
+class PatchProjection:
+    """Normalised patches through the matrix of a convolution whose steps are its kernel's size."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        name: str,
+        num_channels: int,
+        kernel: tuple[int, ...],
+        preprocess: PreprocessSpec,
+        *,
+        bias: bool = True,
+    ) -> None:
+        self._dtype = scope.dtype
+        self._normalise = PixelNormaliser(preprocess, scope.device)
+        self.num_values = 3 * math.prod(kernel)  # bytes of a patch
+        self._linear = Linear(scope, {name: num_channels}, (3, *kernel), bias=bias, arrange=_as_in_memory)
+
+    def __call__(self, patches: Tensor, residual: Tensor | None = None) -> Tensor:
+        """uint8 [P, num_values] -> [P, C]"""
+        return self._linear(self._normalise.rows(patches, self._dtype), residual=residual)
+
+
+def _as_in_memory(parts: list[Tensor]) -> Tensor:
+    """[C, 3, *kernel] -> [C, kernel * 3], the order of pixels; a bias [C] as it is."""
+    (tensor,) = parts
+    return tensor if tensor.dim() == 1 else tensor.movedim(1, -1).flatten(1)
 
 
 class PatchNames(NamedTuple):
     """`patch` is a convolution. `leading`: how many dimensions of 1 class token and positions begin with."""
 
-    patch: str = "patch_embedding"
-    class_token: str = "class_embedding"
-    positions: str = "position_embedding.weight"
+    patch: str
+    class_token: str
+    positions: str
     leading: tuple[int, int] = (0, 0)
 
 
 class PatchEmbeddings:
     """Normalised patches through one matrix, the class token before them, positions added."""
 
-    def __init__(
-        self, scope: Scope, shape: PatchShape, preprocess: PreprocessSpec, names: PatchNames | None = None
-    ) -> None:
-        names = names or PatchNames()
-        size, patch = shape.num_channels, shape.patch_size
-        self._shape = shape
-        self.num_patches = shape.side**2  # of a picture
+    def __init__(self, scope: Scope, spec: SquareTowerSpec, preprocess: PreprocessSpec, names: PatchNames) -> None:
+        size, patch = spec.hidden_size, spec.patch_size
+        self._spec = spec
         class_ones, position_ones = ((1,) * count for count in names.leading)
         self._class = Weight(scope, names.class_token, (*class_ones, size))
-        self._positions = Weight(scope, names.positions, (*position_ones, self.num_patches + 1, size))
-        self._project = PatchProjection(scope.at(names.patch), size, (patch, patch), preprocess, bias=shape.bias)
+        self._positions = Weight(scope, names.positions, (*position_ones, spec.num_patches + 1, size))
+        self._project = PatchProjection(scope, names.patch, size, (patch, patch), preprocess, bias=spec.patch_bias)
         self.num_values = self._project.num_values
 
     def __call__(self, patches: Tensor, slices: Slices) -> Tensor:
         """What `cut` gives -> [I * rows per picture, C]"""
-        size = self._shape.num_channels
+        size = self._spec.hidden_size
         positions = self._positions.tensor.view(-1, size)
-        projected = slices.rows(self._project, patches).view(-1, self.num_patches, size)
+        projected = slices.rows(self._project, patches).view(-1, self._spec.num_patches, size)
         rows = projected.new_empty((projected.shape[0], *positions.shape))  # [I, 1 + patches, C]
         rows[:, 0] = self._class.tensor.view(size) + positions[0]
         torch.add(projected, positions[1:], out=rows[:, 1:])
@@ -70,21 +106,9 @@ class PatchEmbeddings:
     def cut(self, pixels: Tensor) -> Tensor:
         """uint8 [I, height, width, 3] -> uint8 [I * patches, patch * patch * 3]; pixels beyond the last whole patch are
         dropped, as a convolution does."""
-        side, patch = self._shape.side, self._shape.patch_size
+        side, patch = self._spec.grid_side, self._spec.patch_size
         whole = pixels[:, : side * patch, : side * patch].unflatten(1, (side, patch)).unflatten(3, (side, patch))
         return whole.transpose(2, 3).reshape(-1, patch * patch * 3)
-
-
-class LayerShape(NamedTuple):
-    num_channels: int
-    num_heads: int
-    intermediate_size: int
-    act: str
-    eps: float
-    rms_norms: bool = False  # instead of layer norms
-    qkv_bias: bool = True
-    qk_norm: bool = False
-    gated: bool = False  # the MLP
 
 
 class LayerNames(NamedTuple):
@@ -99,30 +123,27 @@ class LayerNames(NamedTuple):
     scales: tuple[str, str] | None = None
 
 
-CLIP_NAMES = LayerNames()
-
-
 class VisionLayer:
     """x + attention(norm(x)), and then x + mlp(norm(x))."""
 
-    def __init__(self, scope: Scope, shape: LayerShape, names: LayerNames = CLIP_NAMES) -> None:
-        size, inner, act = shape.num_channels, shape.intermediate_size, shape.act
-        norm = RmsNorm if shape.rms_norms else LayerNorm
+    def __init__(self, scope: Scope, spec: TowerSpec, names: LayerNames) -> None:
+        size, inner, act = spec.hidden_size, spec.intermediate_size, spec.hidden_act
+        norm = RmsNorm if spec.rms_norms else LayerNorm
         attention_scale, mlp_scale = names.scales or (None, None)
-        self._norm1 = norm(scope.at(names.norms[0]), size, shape.eps)
+        self._norm1 = norm(scope.at(names.norms[0]), size, spec.norm_eps)
         self._attention = PackedAttention(
             scope,
             size,
-            shape.num_heads,
+            spec.num_heads,
             qkv=tuple(f"{names.attention}.{name}" for name in names.qkv),
             out=f"{names.attention}.{names.out}",
-            qkv_bias=shape.qkv_bias,
-            qk_norm=(f"{names.attention}.q_norm", f"{names.attention}.k_norm") if shape.qk_norm else None,
+            qkv_bias=spec.qkv_bias,
+            qk_norm=(f"{names.attention}.q_norm", f"{names.attention}.k_norm") if spec.qk_norm else None,
             out_scale=attention_scale,
         )
-        self._norm2 = norm(scope.at(names.norms[1]), size, shape.eps)
+        self._norm2 = norm(scope.at(names.norms[1]), size, spec.norm_eps)
         self._mlp: GatedMlp | Mlp
-        if shape.gated:
+        if spec.gated:
             self._mlp = GatedMlp(scope.at("mlp"), size, inner, act, bias=True)
         else:
             self._mlp = Mlp(scope, names.mlp, size, inner, size, act, scale=mlp_scale)
@@ -153,57 +174,35 @@ class PatchMerger:
         return self._mlp(self._norm(x).view(-1, self._width))
 
 
-class SquareTower:
-    """A tower for pictures of one size, each with a class token, up to the last hidden state that is read.
+class TowerNames(NamedTuple):
+    """Of a tower for pictures of one size. `unread`: how names begin of which it has no use."""
 
-    `feature_layers` are the states that are read, 0 being the embeddings; `norms` stand before the layers and behind
-    them.
-    """
-
-    def __init__(
-        self,
-        embed: PatchEmbeddings,
-        layers: Sequence[VisionLayer],
-        norms: tuple[LayerNorm | None, LayerNorm | None],
-        feature_layers: tuple[int, ...],
-        *,
-        keep_cls: bool = False,
-    ) -> None:
-        self.embed, self.keep_cls = embed, keep_cls
-        self._layers, self._feature_layers = layers, feature_layers
-        self._pre_norm, self._post_norm = norms
-        self.num_slices = len(layers) + 2  # what comes before the layers, the layers, what comes behind
-
-    def __call__(self, inputs: TowerInput) -> Tensor:
-        """Pictures, each a segment -> [I, rows per picture, C * feature layers]"""
-        slices, (cu_seqlens,) = inputs.slices, inputs.segments
-        state = self.embed(inputs.patches, slices)  # [I * rows, C]
-        if self._pre_norm is not None:
-            state = self._pre_norm(state)
-        states = {0: state} if 0 in self._feature_layers else {}
-        for index, layer in enumerate(slices.between(self._layers), start=1):
-            state = layer(state, cu_seqlens, slices)
-            if index in self._feature_layers:
-                states[index] = state
-        if len(self._feature_layers) > 1:
-            state = torch.cat([states[index] for index in self._feature_layers], dim=1)
-        if self._post_norm is not None:
-            state = self._post_norm(state)
-        features = state.view(-1, self.embed.num_patches + 1, state.shape[1])
-        return features if self.keep_cls else features[:, 1:]
+    patches: PatchNames
+    layers: str
+    layer: LayerNames
+    pre_norm: str
+    final_norm: str
+    unread: tuple[str, ...]
 
 
 class SquareVision:
-    """`Vision` of `vlm.py` but for the call, for towers that take pictures of one size."""
+    """`Vision` of `vlm.py` but for the call, for towers that take pictures of one size, each with a class token, up to
+    the last hidden state that is read. Layers behind it are neither loaded nor computed."""
 
-    def __init__(self, tower: SquareTower, num_features: int) -> None:
-        """`num_features` of one picture."""
-        self._tower, self._num_features = tower, num_features
-        self.granule, self.num_values, self.num_slices = (
-            tower.embed.num_patches,
-            tower.embed.num_values,
-            tower.num_slices,
+    def __init__(self, scope: Scope, vision: SquareVisionSpec, names: TowerNames) -> None:
+        self._spec, spec = vision, vision.tower
+        scope = scope.at("vision_tower")
+        self._embed = PatchEmbeddings(scope.at("embeddings"), spec, vision.preprocess, names.patches)
+        norms = [(names.pre_norm, spec.pre_norm), (names.final_norm, spec.final_norm)]
+        self._pre_norm, self._final_norm = (
+            LayerNorm(scope.at(name), spec.hidden_size, spec.norm_eps) if held else None for name, held in norms
         )
+        num_active = spec.num_active_layers
+        self._layers = [VisionLayer(scope.at(f"{names.layers}.{i}"), spec, names.layer) for i in range(num_active)]
+        scope.skip(*names.unread, *(f"{names.layers}.{i}." for i in range(num_active, spec.num_layers)))
+        scope.skip(*(f"{name}." for name, held in norms if name and not held))
+        self.granule, self.num_values = spec.num_patches, self._embed.num_values
+        self.num_slices = num_active + 2  # the layers, and what comes before and behind them
 
     def reserve(self, room: int) -> None:
         """Nothing that they read depends on a room."""
@@ -216,7 +215,25 @@ class SquareVision:
             count = room // self.granule
         num_rows = self.granule + 1
         bounds = np.arange(count + 1) * num_rows
-        return Packing(count * self.granule, count * self._num_features, (), (bounds,), (num_rows,))
+        return Packing(count * self.granule, count * self._spec.num_tokens, (), (bounds,), (num_rows,))
 
     def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        return [self._tower.embed.cut(pictures) for pictures in pixels]
+        return [self._embed.cut(pictures) for pictures in pixels]
+
+    def _states(self, inputs: TowerInput) -> Tensor:
+        """Pictures, each a segment -> [I, rows per picture, C * feature layers]"""
+        slices, (cu_seqlens,), spec = inputs.slices, inputs.segments, self._spec.tower
+        state = self._embed(inputs.patches, slices)  # [I * rows, C]
+        if self._pre_norm is not None:
+            state = self._pre_norm(state)
+        states = {0: state} if 0 in spec.feature_layers else {}
+        for index, layer in enumerate(slices.between(self._layers), start=1):
+            state = layer(state, cu_seqlens, slices)
+            if index in spec.feature_layers:
+                states[index] = state
+        if len(spec.feature_layers) > 1:
+            state = torch.cat([states[index] for index in spec.feature_layers], dim=1)
+        if self._final_norm is not None:
+            state = self._final_norm(state)
+        features = state.view(-1, spec.num_patches + 1, state.shape[1])
+        return features if spec.keep_cls else features[:, 1:]

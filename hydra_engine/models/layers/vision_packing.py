@@ -1,8 +1,8 @@
 """How the pictures of a batch stand in a tower: integers that the host works out, as many as the batch needs or as
 many as a given room has, so that a tower's launches can be captured for that room and replayed for other pictures.
 
-What fills a room up are pictures of padding behind the real ones: they attend to themselves alone, and nobody reads
-their features. Does not know layers, pixels' values or caches.
+What fills a room up are pictures of padding behind the real ones: they attend to themselves alone, and their features
+are not read. Does not know layers, pixels' values or caches.
 """
 
 from __future__ import annotations
@@ -92,3 +92,49 @@ def bounds_of(lengths: Sequence[int] | Ints, room: int = 0) -> Ints | None:
     np.cumsum(lengths, out=bounds[1 : count + 1])
     bounds[count + 1 :] = bounds[count]
     return bounds
+
+
+def packed(grids: Sequence[Grid], room: int, merge: int) -> tuple[list[Grid], Packing] | None:
+    """Pictures of any size, whose sides are multiples of `merge` patches and of which `merge` squared patches become a
+    feature, each a segment; with padding up to `room` patches, 0: without. Indices are still to come. None where they
+    do not fit."""
+    fitted = filled(grids, room, merge) if room else list(grids)
+    if fitted is None:
+        return None
+    sizes = sizes_of(fitted)
+    bounds = bounds_of(sizes, spans_in(room, merge**2) if room else 0)
+    if bounds is None:
+        return None
+    num_patches = sum(sizes)
+    longest = num_patches if room else max(sizes)
+    end = longest_side(room, merge) if room else max(max(grid) for grid in fitted)
+    return fitted, Packing(num_patches, num_patches // merge**2, (), (bounds,), (longest,), end)
+
+
+def sizes_of(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each picture."""
+    return [rows * columns for _, rows, columns in grids]
+
+
+def longest_side(room: int, merge: int) -> int:
+    """In patches: that of a picture of one row of tokens that fills the room."""
+    return room // merge
+
+
+def in_merge_order(grid: Tensor, merges: Sequence[int]) -> Tensor:
+    """[rows, columns, ...] -> [rows * columns, ...]: row by row of blocks that become one token, every block row by row
+    of the blocks of the merge before, down to single patches. `merges`: how many neighbours along a side each merge
+    takes, the last one first. So what will merge is neighbours on every level, and every merge is a view."""
+    count = len(merges)
+    levels = grid.unflatten(1, (-1, *merges)).unflatten(0, (-1, *merges))
+    pairs = [axis for level in range(count + 1) for axis in (level, count + 1 + level)]
+    rest = range(2 * (count + 1), levels.dim())
+    return levels.permute(*pairs, *rest).reshape(-1, *grid.shape[2:])
+
+
+def cut_in_merge_order(pictures: Tensor, patch_size: int, merges: Sequence[int], depth: int = 1) -> Tensor:
+    """uint8 [pictures, height, width, 3] of one span -> uint8 [P, depth * patch * patch * 3]; a single picture stands
+    in all `depth` slots of time."""
+    cut = pictures.unflatten(2, (-1, patch_size)).unflatten(1, (-1, patch_size))
+    patches = in_merge_order(cut.permute(1, 3, 0, 2, 4, 5), merges).flatten(2)  # [P, pictures, patch * patch * 3]
+    return patches.expand(-1, depth, -1).flatten(1)

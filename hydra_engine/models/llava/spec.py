@@ -11,17 +11,29 @@ from dataclasses import dataclass
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.llava.clip_spec import ClipVisionSpec, clip_tower, picture_sizes
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.geometry import check_picture, shortest_edge_size
-from hydra_engine.models.specs.vision import normalisation, processor_settings
+from hydra_engine.models.specs.vision import (
+    SquareTowerSpec,
+    SquareVisionSpec,
+    TowerSpec,
+    check_patches,
+    normalisation,
+    processor_settings,
+    tower_config,
+    tower_shape,
+)
+
+CLIP_DEFAULTS = TowerSpec(  # CLIPVisionConfig's
+    hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, hidden_act="quick_gelu", norm_eps=1e-5
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlavaVisionSpec(ClipVisionSpec):
+class LlavaVisionSpec(SquareVisionSpec):
     """`shortest_edge` 0: pictures are stretched to the tower's square; else their shorter side gets that many pixels
     and the middle is cut out."""
 
@@ -54,7 +66,7 @@ def build_llava(files: ModelFiles) -> ModelSpec:
 
 
 def build_clip_model(
-    files: ModelFiles, family: str, vision: Callable[[Fields, Fields, int], ClipVisionSpec]
+    files: ModelFiles, family: str, vision: Callable[[Fields, Fields, int], SquareVisionSpec]
 ) -> ModelSpec:
     """`vision` makes of config.json, the image processor's settings and the decoder's width what a family sees."""
     config = files.config
@@ -89,3 +101,61 @@ def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaVisionS
         shortest_edge=shortest_edge,
         preprocess=normalisation(settings, f"clip/{shortest_edge}/{width}x{height}"),
     )
+
+
+def clip_tower(config: Fields) -> SquareTowerSpec:
+    """From the config.json of a LLaVA model."""
+    tower = tower_config(config, "clip_vision_model")
+    shape = tower_shape(tower, CLIP_DEFAULTS)
+    image_size, patch_size = tower.integer("image_size", 224), tower.integer("patch_size", 32)
+    check_patches(tower, image_size, patch_size)
+    strategy = config.text("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise config.wrong("vision_feature_select_strategy", '"default" or "full"')
+    return SquareTowerSpec(
+        **shape,
+        image_size=image_size,
+        patch_size=patch_size,
+        feature_layers=_feature_layers(config, shape["num_layers"]),
+        keep_cls=strategy == "full",
+        patch_bias=False,
+        pre_norm=True,
+    )
+
+
+def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
+    value = config.get("vision_feature_layer")
+    layers = value if isinstance(value, list) else [-2 if value is None else value]
+    indices = []
+    for layer in layers:
+        index = layer + num_layers + 1 if isinstance(layer, int) and layer < 0 else layer
+        if isinstance(layer, bool) or not isinstance(index, int) or not 0 <= index <= num_layers:
+            raise config.wrong("vision_feature_layer", f"a layer of the tower's {num_layers} or a list of them")
+        indices.append(index)
+    if not indices:
+        raise config.wrong("vision_feature_layer", "at least one layer")
+    return tuple(indices)
+
+
+def picture_sizes(images: Fields, image_size: int) -> tuple[int, tuple[int, int]]:
+    """What a processor does to a picture: (shortest edge or 0 to stretch, (height, width) of the result)."""
+    crop = _size(images, "crop_size", image_size) if images.flag("do_center_crop", True) else None
+    size = images.get("size")
+    if isinstance(size, dict) and "shortest_edge" not in size:
+        exact = _size(images, "size", image_size)
+        if crop is not None and crop != exact:
+            raise images.wrong("crop_size", "equal to size where size gives height and width")
+        return 0, exact
+    shortest = images.section("size") if isinstance(size, dict) else images
+    edge = shortest.integer("shortest_edge" if isinstance(size, dict) else "size", image_size)
+    if crop is None:
+        raise CheckpointError(f"do_center_crop false needs a height and a width in size of {images.where}")
+    return edge, crop
+
+
+def _size(images: Fields, name: str, default: int) -> tuple[int, int]:
+    if not isinstance(images.get(name), dict):
+        side = images.integer(name, default)
+        return side, side
+    section = images.section(name)
+    return section.integer("height"), section.integer("width")

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.llava.clip_spec import ClipVisionSpec, clip_tower, picture_sizes
-from hydra_engine.models.llava.spec import build_clip_model
+from hydra_engine.models.llava.spec import build_clip_model, clip_tower, picture_sizes
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.geometry import check_picture, within_budget
-from hydra_engine.models.specs.vision import normalisation
+from hydra_engine.models.specs.vision import SquareVisionSpec, normalisation
 
 Size = tuple[int, int]  # width, height
 PINPOINTS: tuple[Size, ...] = ((672, 336), (336, 672), (672, 672), (336, 1008), (1008, 336))  # transformers' default
@@ -39,7 +38,7 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlavaNextVisionSpec(ClipVisionSpec):
+class LlavaNextVisionSpec(SquareVisionSpec):
     """`resolutions` are the canvases to choose from, multiples of the tower's picture size.
 
     A picture is one span: its square first, then the tiles of its canvas row by row. The span's grid is that of the
@@ -80,7 +79,7 @@ class LlavaNextVisionSpec(ClipVisionSpec):
 
     def num_parameters(self) -> int:
         """With the newline."""
-        return ClipVisionSpec.num_parameters(self) + self.feature_size
+        return SquareVisionSpec.num_parameters(self) + self.feature_size
 
     def _num_pictures(self, canvas: Size) -> int:
         side = self.tower.image_size

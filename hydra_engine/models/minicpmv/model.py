@@ -1,20 +1,35 @@
-"""MiniCPM-V 4.6: pictures of any size packed into one pass through the tower, a merger inside it and one behind it."""
+"""MiniCPM-V 4.6: pictures of any size packed into one pass through the tower, a merger of 2 x 2 neighbours inside it
+and more of them behind it. Does not know prompts, slices or caches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from hydra_engine.backend.base import PackedPlan, Segments
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.basic import LayerNorm
-from hydra_engine.models.layers.vision import LayerShape, VisionLayer
-from hydra_engine.models.layers.vision_packing import Packing, TowerInput, bounds_of, filled, spans_in
+from hydra_engine.models.layers.attention import PackedAttention
+from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer
+from hydra_engine.models.layers.vision_packing import (
+    Grid,
+    Ints,
+    Packing,
+    TowerInput,
+    cut_in_merge_order,
+    in_merge_order,
+    packed,
+)
+from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
-from hydra_engine.models.minicpmv.parts import Merger, PackedPatches, WindowMerger
 from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
+
+MERGER_EPS = 1e-6  # of the norms behind the tower, whatever the config says of the tower's
 
 
 class MiniCpmVision:
@@ -33,16 +48,14 @@ class MiniCpmVision:
         self._spec = spec
         tower = scope.at("vision_tower")
         self._embed = PackedPatches(tower.at("embeddings"), spec)
-        shape = LayerShape(
-            spec.hidden_size, spec.num_heads, spec.intermediate_size, spec.hidden_act, spec.layer_norm_eps
-        )
-        self._layers = tuple(VisionLayer(tower.at(f"encoder.layers.{i}"), shape) for i in range(spec.num_layers))
+        layers = range(spec.tower.num_layers)
+        self._layers = tuple(VisionLayer(tower.at(f"encoder.layers.{i}"), spec.tower, LayerNames()) for i in layers)
         self._inner: WindowMerger | None = None
         if spec.insert_layer is None:
             tower.skip("vit_merger.")
         else:
             self._inner = WindowMerger(tower.at("vit_merger"), spec)
-        self._norm = LayerNorm(tower.at("post_layernorm"), spec.hidden_size, spec.layer_norm_eps)
+        self._norm = LayerNorm(tower.at("post_layernorm"), spec.tower.hidden_size, spec.tower.norm_eps)
         self._merge = Merger(scope.at("merger"), spec)
         self._side = 2**spec.all_rounds  # patches that both sides of a picture are multiples of
         self.granule, self.num_values = self._side**2, self._embed.num_values
@@ -56,29 +69,20 @@ class MiniCpmVision:
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
         """Indices: positions of the patches. Segments: pictures, and where the merger inside comes what is left of them
         behind it, and its windows."""
-        grids = filled(batch.grids, room, self._side) if room else list(batch.grids)
-        if grids is None:
+        fitted = packed(batch.grids, room, self._side)
+        if fitted is None:
             return None
-        sizes = [rows * columns for _, rows, columns in grids]
-        bounds = bounds_of(sizes, spans_in(room, self.granule) if room else 0)
-        if bounds is None:
-            return None
-        num_patches = sum(sizes)
-        longest = num_patches if room else max(sizes)
-        packing = Packing(
-            num_patches,
-            num_patches // self.granule,
-            (self._embed.places(grids),),
-            (bounds,),
-            (longest,),
-        )
+        grids, packing = fitted
+        packing = packing._replace(indices=(self._embed.places(grids),))
         if self._inner is None:
             return packing
-        windows = np.arange(0, num_patches + 1, 4)
+        (bounds,), (longest,) = packing.bounds, packing.longest
+        windows = np.arange(0, packing.num_patches + 1, 4)
         return packing._replace(bounds=(bounds, bounds // 4, windows), longest=(longest, longest // 4, 4))
 
     def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        return [self._embed.cut(picture) for picture in pixels]
+        merges = (2,) * self._spec.all_rounds
+        return [cut_in_merge_order(picture, self._spec.patch_size, merges) for picture in pixels]
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         (places,), slices, cu_seqlens = inputs.indices, inputs.slices, inputs.segments[0]
@@ -90,3 +94,77 @@ class MiniCpmVision:
                 _, cu_seqlens, windows = inputs.segments
                 x = slices.rows(partial(self._inner, windows=windows), x, group=4)
         return (slices.rows(self._merge, self._norm(x), group=4**self._spec.num_rounds),)
+
+
+class PackedPatches:
+    """Projected patches, plus the learned positions nearest to their places."""
+
+    def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
+        size, patch = spec.tower.hidden_size, spec.patch_size
+        self._merges, self._side = (2,) * spec.all_rounds, spec.num_positions
+        self._positions = Weight(scope, "position_embedding.weight", (spec.num_positions**2, size))
+        self._project = PatchProjection(scope, "patch_embedding", size, (patch, patch), spec.preprocess)
+        self.num_values = self._project.num_values
+
+    def __call__(self, patches: Tensor, places: Tensor, slices: Slices) -> Tensor:
+        """uint8 [P, num_values], and `places` -> [P, C]"""
+        return slices.rows(self._project, patches, self._positions.tensor.index_select(0, places))
+
+    def places(self, grids: Sequence[Grid]) -> Ints:
+        """[P]: rows of the table of positions."""
+        return np.concatenate([self._places(rows, columns) for _, rows, columns in grids])
+
+    def _places(self, rows: int, columns: int) -> Ints:
+        row, column = nearest_positions(rows, self._side), nearest_positions(columns, self._side)
+        return in_merge_order(row[:, None] * self._side + column, self._merges).numpy()
+
+
+@lru_cache(maxsize=512)
+def nearest_positions(length: int, num_positions: int) -> Tensor:
+    """[length] int64: which of a side's positions each of `length` patches takes. Fractions of the side are compared
+    in float32 as transformers does, because at ties the last bit decides."""
+    bounds = torch.arange(1 / num_positions, 1.0, 1 / num_positions)
+    return torch.bucketize(torch.arange(length) / length, bounds, right=True)
+
+
+class WindowMerger:
+    """Attention within windows of 2 x 2 rows, then every window becomes one: its mean and what an MLP makes of it."""
+
+    def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
+        size, inner = spec.tower.hidden_size, 4 * spec.tower.intermediate_size
+        self._size = size
+        self._norm1 = LayerNorm(scope.at("layer_norm1"), size, spec.tower.norm_eps)
+        self._attention = PackedAttention(scope.at("self_attn"), size, spec.tower.num_heads)
+        self._norm2 = LayerNorm(scope.at("pre_norm"), 4 * size, spec.tower.norm_eps)
+        self._mlp = Mlp(scope, ("linear_1", "linear_2"), 4 * size, inner, size, "gelu_tanh")
+
+    def __call__(self, x: Tensor, windows: Segments) -> Tensor:
+        """[P, C] -> [P / 4, C]; there may be more windows than the rows have, unless they are planned."""
+        if not isinstance(windows, PackedPlan):
+            windows = windows[: x.shape[0] // 4 + 1]
+        x = self._attention(self._norm1(x), x, windows)
+        one, two, three, four = x.view(-1, 4, self._size).float().unbind(1)
+        mean = (((one + two) + three) + four).mul_(0.25).to(x.dtype)
+        return self._mlp(self._norm2(x.view(-1, 4 * self._size)), residual=mean)
+
+
+class Merger:
+    """Four rows become one, as often as the checkpoint has MLPs; the last leads to the decoder's width."""
+
+    def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
+        widths = [spec.tower.hidden_size] * (spec.num_rounds - 1) + [spec.feature_size]
+        self._steps = tuple(
+            _step(scope.at(f"mlp.{index}"), 4 * spec.tower.hidden_size, width) for index, width in enumerate(widths)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M * 4 ** rounds, C] -> [M, C of the decoder]"""
+        for step in self._steps:
+            x = step(x)
+        return x
+
+
+def _step(scope: Scope, width: int, num_out: int) -> PatchMerger:
+    norm = LayerNorm(scope.at("pre_norm"), width, MERGER_EPS)
+    mlp = Mlp(scope, ("linear_1", "linear_2"), width, width, num_out, "gelu")
+    return PatchMerger(norm, mlp, width, norm_merged=True)

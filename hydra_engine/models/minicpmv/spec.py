@@ -23,13 +23,24 @@ from hydra_engine.models.specs.base import (
     View,
     VisionSpec,
 )
-from hydra_engine.models.specs.decoder import activation, build_language
+from hydra_engine.models.specs.decoder import build_language
 from hydra_engine.models.specs.fields import Fields, read_json
 from hydra_engine.models.specs.geometry import check_picture, no_videos
-from hydra_engine.models.specs.vision import HALF, check_tower, normalisation, processor_settings, tower_config
+from hydra_engine.models.specs.vision import (
+    HALF,
+    TowerSpec,
+    check_patches,
+    normalisation,
+    processor_settings,
+    tower_config,
+    tower_shape,
+)
 
 HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and what transformers assumes where none is named
 MODES = {"4x": 1, "16x": 2}  # rounds of merging 2 x 2 neighbours, counted with the one inside the tower
+TOWER_DEFAULTS = TowerSpec(  # MiniCPMV4_6VisionConfig's
+    hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, hidden_act="gelu_pytorch_tanh", norm_eps=1e-6
+)
 
 Pair = tuple[str, str]
 
@@ -57,14 +68,9 @@ class MiniCpmVisionSpec(VisionSpec):
     """The tower merges 2 x 2 patches behind layer `insert_layer` (None: nowhere), then `num_rounds` more times behind
     its last layer; what is left are the tokens. `max_frames` is of a video."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
+    tower: TowerSpec
     patch_size: int
     num_positions: int  # along each side of the table of learned positions
-    hidden_act: str
-    layer_norm_eps: float
     insert_layer: int | None
     num_rounds: int
     marks: Marks
@@ -106,37 +112,36 @@ class MiniCpmVisionSpec(VisionSpec):
         return VideoPlan(frames, MediaPlan(views, self._marked(cut, len(frames)), number=self.marks.number))
 
     def num_parameters(self) -> int:
-        c, f = self.hidden_size, self.intermediate_size
-        layer = 4 * (c * c + c) + 2 * c * f + f + c + 4 * c
+        c, f = self.tower.hidden_size, self.tower.intermediate_size
         embeddings = c * (3 * self.patch_size**2 + 1 + self.num_positions**2)
         inner = 4 * (c * c + c) + 2 * c + 8 * c + 16 * c * f + 4 * f + 4 * f * c + c
         rounds = self.num_rounds * (8 * c + 16 * c * c + 4 * c)
         last = 4 * c * self.feature_size + self.feature_size
         between = (self.num_rounds - 1) * (4 * c * c + c)
-        tower = embeddings + self.num_layers * layer + 2 * c + (inner if self.insert_layer is not None else 0)
+        tower = (
+            embeddings
+            + self.tower.num_layers * self.tower.layer_parameters()
+            + 2 * c
+            + (inner if self.insert_layer is not None else 0)
+        )
         return tower + rounds + between + last
 
     def flops(self, num_patches: int) -> int:
         """Of slices of the usual size with that many patches together."""
-        c, f = self.hidden_size, self.intermediate_size
+        c, f, num_layers = self.tower.hidden_size, self.tower.intermediate_size, self.tower.num_layers
         segment = (self.images.scale // self.patch_size) ** 2
-        full = self.num_layers if self.insert_layer is None else self.insert_layer + 1
-        work = num_patches * (3 * self.patch_size**2 * c + full * self._layer_work(segment))
+        full = num_layers if self.insert_layer is None else self.insert_layer + 1
+        work = num_patches * 3 * self.patch_size**2 * c + full * self.tower.layer_work(num_patches, segment)
         rows = num_patches
         if self.insert_layer is not None:
             rows //= 4
             work += num_patches * (4 * c * c + 2 * 4 * c) + rows * (16 * c * f + 4 * f * c)
-            work += rows * (self.num_layers - full) * self._layer_work(segment // 4)
+            work += (num_layers - full) * self.tower.layer_work(rows, segment // 4)
         for index in range(self.num_rounds):
             rows //= 4
             width = self.feature_size if index == self.num_rounds - 1 else c
             work += rows * (16 * c * c + 4 * c * width)
         return 2 * work
-
-    def _layer_work(self, segment: int) -> int:
-        """Multiply-adds of one row of a segment."""
-        c = self.hidden_size
-        return 4 * c * c + 2 * c * self.intermediate_size + 2 * segment * c
 
     def _cut(self, slicing: Slicing, width: int, height: int) -> Cut:
         whole = slicing.fitted(width, height)
@@ -194,12 +199,10 @@ def build_minicpmv(files: ModelFiles) -> ModelSpec:
 def _vision(files: ModelFiles, feature_size: int, *, has_videos: bool) -> MiniCpmVisionSpec:
     config, settings = files.config, processor_settings(files.images)
     tower = tower_config(config, "minicpmv4_6_vision")
-    # The defaults of MiniCPMV4_6VisionConfig: transformers leaves out what equals them.
-    hidden, num_heads = tower.integer("hidden_size", 768), tower.integer("num_attention_heads", 12)
+    layers = TowerSpec(**tower_shape(tower, TOWER_DEFAULTS))
     image_size, patch_size = tower.integer("image_size", 224), tower.integer("patch_size", 16)
-    check_tower(tower, hidden, num_heads, image_size, patch_size)
-    num_layers = tower.integer("num_hidden_layers", 12)
-    insert_layer, num_rounds = _merging(config, tower, num_layers)
+    check_patches(tower, image_size, patch_size)
+    insert_layer, num_rounds = _merging(config, tower, layers.num_layers)
     rounds = num_rounds + (insert_layer is not None)
     images = _slicing(settings, patch_size, rounds)
     preprocess = normalisation(settings, "minicpmv4_6", mean=HALF, std=HALF)
@@ -208,14 +211,9 @@ def _vision(files: ModelFiles, feature_size: int, *, has_videos: bool) -> MiniCp
         frames = files.videos or settings  # older directories have one file for both
         videos, max_frames = _slicing(frames, patch_size, rounds), _frames(frames, preprocess)
     return MiniCpmVisionSpec(
-        hidden_size=hidden,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        intermediate_size=tower.integer("intermediate_size", 3072),
+        tower=layers,
         patch_size=patch_size,
         num_positions=image_size // patch_size,
-        hidden_act=activation(tower, "hidden_act", "gelu_pytorch_tanh"),
-        layer_norm_eps=tower.number("layer_norm_eps", 1e-6),
         insert_layer=insert_layer,
         num_rounds=num_rounds,
         feature_size=feature_size,

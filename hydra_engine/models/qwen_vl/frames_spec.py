@@ -1,29 +1,32 @@
-"""Which frames of a video Qwen2-VL and Qwen2.5-VL look at, and how many pixels each may have.
+"""Which frames of a video the Qwen-VL families look at, how large these become, and which time they stand for.
 
-Known are the numbers of their video processor, by which frames are chosen and sized. Does not know patches or tokens.
+The numbers are those of their video processors. Does not know towers or prompts.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.errors import CheckpointError
-from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, pixel_limits
+from hydra_engine.errors import CheckpointError, InvalidImage
+from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, most_tokens, pixel_limits, smart_resize
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.models.specs.fields import Fields
-from hydra_engine.models.specs.geometry import check_frames
+from hydra_engine.models.specs.geometry import check_frames, check_picture
 
-FRAMES = PixelLimits(128 * 28 * 28, 768 * 28 * 28)  # the processor class's, for patches of 14 pixels
+FRAMES = PixelLimits(128 * 28 * 28, 768 * 28 * 28)  # of each frame: the processor class's of Qwen2-VL
+ALL_FRAMES = PixelLimits(128 * 32 * 32, 768 * 32 * 32)  # of all frames together: the processor class's of Qwen3-VL
 DEFAULT_FPS = 2.0  # what the models' authors sample at; the processor's class itself names no rate
 
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """`num_frames`, or as many as `fps` gives between `min_frames` and `max_frames`, evenly spread, in multiples of
-    `depth`. Unless `always`, a video without more frames than that keeps all of them, their number odd or even.
+    """Of Qwen2-VL and Qwen2.5-VL: `num_frames`, or as many as `fps` gives between `min_frames` and `max_frames`, evenly
+    spread, in multiples of `depth`. Unless `always`, a video without more frames than that keeps all of them, their
+    number odd or even.
     """
 
     depth: int  # frames of one temporal patch
@@ -97,4 +100,76 @@ def frame_sampling(settings: Fields, depth: int, options: SpecOptions) -> FrameS
         always=settings.flag("do_sample_frames", False),
         limits=pixel_limits(settings, FRAMES, options),
         total_tokens=settings.integer("max_video_tokens", 128000) if capped else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TimedFrames:
+    """Of Qwen3-VL: as many frames as `fps` gives between `min_frames` and `max_frames`, evenly spread from the first to
+    the last. They share one budget of pixels, so that a longer video has smaller ones.
+
+    `limits` are pixels of all of them together. `frame_pixels` is what the processor lets one frame have at most, where
+    the limits leave it; `max_pixels` what the user does.
+    """
+
+    depth: int  # frames of one temporal patch
+    fps: float
+    min_frames: int
+    max_frames: int
+    limits: PixelLimits
+    frame_pixels: int | None
+    max_pixels: int | None
+
+    def choose(self, video: VideoInfo) -> tuple[int, ...]:
+        """Indices of frames, ascending; raises InvalidImage for a video that is too short."""
+        total = video.num_frames
+        if total < self.depth:
+            raise InvalidImage(f"the video has {total} frames; it needs at least {self.depth}")
+        if not 0 < video.fps < math.inf:
+            raise InvalidImage(f"the video has {video.fps:g} frames a second; give a rate above 0")
+        target = int(min(total / video.fps * self.fps, self.max_frames))
+        count = min(max(target, self.min_frames), total)
+        step = (total - 1) / (count - 1) if count > 1 else 0.0
+        return tuple(round(index * step) for index in range(count))
+
+    def size(self, width: int, height: int, num_frames: int, factor: int) -> tuple[int, int]:
+        """(width, height) of every frame, multiples of `factor`; the arithmetic is the processor's to the last bit."""
+        check_picture(width, height)
+        if min(width, height) < factor:
+            grow = max(factor / height, factor / width)
+            width, height = int(width * grow), int(height * grow)
+        return smart_resize(width, height, factor, self._limits(num_frames), num_frames, self.depth)
+
+    def seconds(self, frames: Sequence[int], fps: float) -> float:
+        """The time of one temporal patch of source frames: halfway between its first and its last."""
+        return (frames[0] / fps + frames[-1] / fps) / 2
+
+    def most_tokens(self, factor: int) -> int:
+        """No temporal patch has more: the fewer the frames, the larger they are."""
+        least, most = self._limits(self.depth)
+        return most_tokens(factor, PixelLimits(-(-least // self.depth), -(-most // self.depth)))
+
+    def _limits(self, num_frames: int) -> PixelLimits:
+        least, most = self.limits
+        if self.frame_pixels is not None:
+            most = max(min(self.frame_pixels, most // num_frames), int(least * 1.05)) * num_frames
+        if self.max_pixels is not None:
+            most = min(most, self.max_pixels * num_frames)
+        return PixelLimits(min(least, most), most)
+
+
+def timed_frames(settings: Fields, depth: int, factor: int, options: SpecOptions) -> TimedFrames:
+    """From the settings of the video processor, or of the image processor where the directory has no other."""
+    if "num_frames" in settings or not settings.flag("do_sample_frames", True):
+        raise CheckpointError(f"{settings.where} must sample frames by fps, neither by num_frames nor not at all")
+    min_frames, max_frames = frame_counts(settings, depth)
+    capped = settings.flag("cap_pixels_per_frame", False)
+    return TimedFrames(
+        depth=depth,
+        fps=settings.number("fps", 2.0),
+        min_frames=min_frames,
+        max_frames=max_frames,
+        limits=pixel_limits(settings, ALL_FRAMES, SpecOptions()),
+        frame_pixels=settings.integer("max_video_tokens", 768) * factor * factor if capped else None,
+        max_pixels=options.max_pixels,
     )

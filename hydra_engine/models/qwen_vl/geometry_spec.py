@@ -71,9 +71,12 @@ class PatchGeometry:
 PICTURES = PixelLimits(56 * 56, 1280 * 28 * 28)  # the picture processor class's
 
 
-def smart_resize(width: int, height: int, factor: int, limits: PixelLimits) -> tuple[int, int]:
+def smart_resize(
+    width: int, height: int, factor: int, limits: PixelLimits, num_frames: int = 1, depth: int = 1
+) -> tuple[int, int]:
     """(width, height): each side goes to the nearest multiple of `factor`, halves to the even one; where that leaves
-    the limits, both sides are scaled by one factor before they are rounded into them.
+    the limits, both sides are scaled by one factor before they are rounded into them. The limits are of `num_frames`
+    pictures of this size together, whose number counts in whole temporal patches of `depth` where they are compared.
 
     The arithmetic is that of the families' processors to the last bit: float64, in this order.
     """
@@ -84,10 +87,11 @@ def smart_resize(width: int, height: int, factor: int, limits: PixelLimits) -> t
             code="image_aspect_ratio",
         )
     wide, high = round(width / factor) * factor, round(height / factor) * factor
-    if wide * high > limits.max_pixels:
-        wide, high = _filling(width, height, factor, limits.max_pixels)
-    elif wide * high < limits.min_pixels:
-        grow = math.sqrt(limits.min_pixels / (height * width))
+    pixels = round(num_frames / depth) * depth * wide * high
+    if pixels > limits.max_pixels:
+        wide, high = _filling(width, height, factor, limits.max_pixels, num_frames)
+    elif pixels < limits.min_pixels:
+        grow = math.sqrt(limits.min_pixels / (num_frames * height * width))
         wide = math.ceil(width * grow / factor) * factor
         high = math.ceil(height * grow / factor) * factor
     return wide, high
@@ -106,9 +110,9 @@ def budgeted_size(width: int, height: int, factor: int, limits: PixelLimits, bud
     return wide, high
 
 
-def _filling(width: int, height: int, factor: int, pixels: int) -> tuple[int, int]:
-    """The picture's shape with so many pixels, both sides rounded down, at least one block each."""
-    shrink = math.sqrt((height * width) / pixels)
+def _filling(width: int, height: int, factor: int, pixels: int, num_frames: int = 1) -> tuple[int, int]:
+    """The picture's shape with so many pixels in all frames, both sides rounded down, at least one block each."""
+    shrink = math.sqrt(num_frames * height * width / pixels)
     wide = max(factor, math.floor(width / shrink / factor) * factor)
     return wide, max(factor, math.floor(height / shrink / factor) * factor)
 
@@ -129,15 +133,15 @@ def pixel_limits(settings: Fields, default: PixelLimits, options: SpecOptions) -
     """The user's, else `min_pixels` and `max_pixels`, else `shortest_edge` and `longest_edge` of `size` (pixel counts
     in spite of their names), else the default of the processor's class."""
     size = settings.section_if_present("size")
-    limits = PixelLimits(
-        _limit(settings, size, "min_pixels", "shortest_edge", default.min_pixels),
-        _limit(settings, size, "max_pixels", "longest_edge", default.max_pixels),
-    )
-    if limits.min_pixels > limits.max_pixels:
-        raise CheckpointError(
-            f"{settings.where} wants pictures of at least {limits.min_pixels} and at most {limits.max_pixels} pixels"
-        )
-    return _overridden(limits, options)
+    least = _limit(settings, size, "min_pixels", "shortest_edge", default.min_pixels)
+    most = _limit(settings, size, "max_pixels", "longest_edge", default.max_pixels)
+    if least > most:
+        raise CheckpointError(f"{settings.where} wants pictures of at least {least} and at most {most} pixels")
+    least = least if options.min_pixels is None else options.min_pixels
+    most = most if options.max_pixels is None else options.max_pixels
+    if not 1 <= least <= most:
+        raise ConfigError(f"min_pixels {least} and max_pixels {most} contradict each other: give 1 <= min <= max")
+    return PixelLimits(least, most)
 
 
 def _limit(settings: Fields, size: Fields | None, name: str, edge: str, default: int) -> int:
@@ -146,28 +150,15 @@ def _limit(settings: Fields, size: Fields | None, name: str, edge: str, default:
     return default if size is None else size.integer(edge)
 
 
-def _overridden(limits: PixelLimits, options: SpecOptions) -> PixelLimits:
-    least = limits.min_pixels if options.min_pixels is None else options.min_pixels
-    most = limits.max_pixels if options.max_pixels is None else options.max_pixels
-    if not 1 <= least <= most:
-        raise ConfigError(f"min_pixels {least} and max_pixels {most} contradict each other: give 1 <= min <= max")
-    return PixelLimits(least, most)
-
-
-def patch_geometry(tower: Fields, settings: Fields, *, patch_size: int, merge_size: int = 2) -> PatchGeometry:
-    """From the tower's config and the image processor's settings, which must agree; `patch_size` and `merge_size` are
-    the defaults of both classes."""
+def patch_geometry(tower: Fields, settings: Fields, patch_size: int) -> PatchGeometry:
+    """From the tower's config and a processor's settings, which must agree; `patch_size` is the default of both."""
     geometry = PatchGeometry(
         patch_size=tower.integer("patch_size", patch_size),
-        merge_size=tower.integer("spatial_merge_size", merge_size),
+        merge_size=tower.integer("spatial_merge_size", 2),
         temporal_patch_size=tower.integer("temporal_patch_size", 2),
     )
-    agreed = {
-        "patch_size": (geometry.patch_size, patch_size),
-        "merge_size": (geometry.merge_size, merge_size),
-        "temporal_patch_size": (geometry.temporal_patch_size, 2),
-    }
-    for name, (expected, default) in agreed.items():
+    for name, default in (("patch_size", patch_size), ("merge_size", 2), ("temporal_patch_size", 2)):
+        expected = getattr(geometry, name)
         if settings.integer(name, default) != expected:
             raise settings.wrong(name, f"{expected}, as the vision tower has it")
     if tower.integer("in_channels", 3) != 3:

@@ -63,16 +63,16 @@ def model_spec(
     video_token_id: int | None = None,
 ) -> ModelSpec:
     """`text` is the part of config.json that the decoder was built from."""
-    tokens = special_tokens(files.generation, files.config, text)
+    bos, pad, eos = special_tokens(files.generation, files.config, text)
     return ModelSpec(
         family=family,
         architecture=files.architecture,
         language=language,
         vision=vision,
         image_token_id=image_token_id,
-        bos_token_id=tokens.bos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_ids=tokens.eos_token_ids,
+        bos_token_id=bos,
+        pad_token_id=pad,
+        eos_token_ids=eos,
         dtype=stored_dtype(files.config, text),
         video_token_id=video_token_id,
     )

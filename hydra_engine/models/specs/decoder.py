@@ -200,30 +200,22 @@ def _window(config: Fields, defaults: DecoderDefaults, longest: int) -> int:
     return min(longest, config.integer("sliding_window", 4096))
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
-    bos_token_id: int | None
-    pad_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+def special_tokens(
+    generation: Fields | None, config: Fields, text: Fields
+) -> tuple[int | None, int | None, tuple[int, ...]]:
+    """(BOS, padding, all EOS). generation_config.json decides, then the top level of config.json, then its text part
+    with its defaults."""
 
-
-def special_tokens(generation: Fields | None, config: Fields, text: Fields) -> SpecialTokens:
-    """generation_config.json decides, then the top level of config.json, then its text part with its defaults."""
-    defaults = DECODERS[decoder_type(text)]
-    fallback = {"bos_token_id": defaults.bos_token_id, "eos_token_id": defaults.eos_token_id, "pad_token_id": None}
-    found: dict[str, tuple[int, ...]] = {}
-    for name, default in fallback.items():
-        ids: tuple[int, ...] = ()
+    def token_ids(name: str, default: int | None) -> tuple[int, ...]:
         for source in (generation, config, text):
-            ids = ids or (source.token_ids(name) if source is not None else ())
-        if not ids and default is not None and name not in text.values:
-            ids = (default,)
-        found[name] = ids
-    return SpecialTokens(
-        bos_token_id=next(iter(found["bos_token_id"]), None),
-        pad_token_id=next(iter(found["pad_token_id"]), None),
-        eos_token_ids=found["eos_token_id"],
-    )
+            if source is not None and (ids := source.token_ids(name)):
+                return ids
+        return () if default is None or name in text.values else (default,)
+
+    defaults = DECODERS[decoder_type(text)]
+    bos = next(iter(token_ids("bos_token_id", defaults.bos_token_id)), None)
+    pad = next(iter(token_ids("pad_token_id", None)), None)
+    return bos, pad, token_ids("eos_token_id", defaults.eos_token_id)
 
 
 def stored_dtype(config: Fields, text: Fields) -> str:

@@ -1,36 +1,72 @@
-"""What all families read of a vision tower's config and of an image processor's settings.
-
-Does not know how a picture is cut.
+"""What the vision towers of several families have in common: shape and cost of their layers, towers for pictures of one
+size, and what is read of a tower's config and of an image processor's settings. Does not know how a picture is cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.base import PreprocessSpec
+from hydra_engine.models.specs.base import PreprocessSpec, VisionSpec
+from hydra_engine.models.specs.decoder import activation
 from hydra_engine.models.specs.fields import Fields
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
 HALF = (0.5, 0.5, 0.5)
+Colour = tuple[float, float, float]  # red, green, blue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SquareTowerSpec:
-    """A tower for pictures of one size, with a class token. Hidden state n is the output of n layers, 0 the embeddings:
-    layers behind the last state that is read are never computed."""
+class TowerSpec:
+    """The pre-norm layers of a vision tower."""
 
     hidden_size: int
     num_layers: int  # in the checkpoint
-    num_active_layers: int
     num_heads: int
     intermediate_size: int
-    image_size: int
-    patch_size: int
     hidden_act: str
     norm_eps: float
+    rms_norms: bool = False  # instead of layer norms
+    qkv_bias: bool = True
+    qk_norm: bool = False  # RMS norms of whole queries and keys
+    gated: bool = False  # the MLP
+    layer_scale: bool = False  # a factor for each output of attention and MLP (CaiT, section 2.1)
+
+    @property
+    def norm_parameters(self) -> int:
+        return self.hidden_size if self.rms_norms else 2 * self.hidden_size
+
+    def layer_parameters(self) -> int:
+        c, f = self.hidden_size, self.intermediate_size
+        mlp = 3 * c * f + 2 * f + c if self.gated else 2 * c * f + f + c
+        attention = 4 * c * c + c * (1 + 3 * self.qkv_bias)
+        return attention + mlp + 2 * self.norm_parameters + 2 * c * (self.qk_norm + self.layer_scale)
+
+    def layer_work(self, num_rows: int, num_keys: int) -> int:
+        """Multiply-adds of so many rows that see so many rows each."""
+        c, f = self.hidden_size, self.intermediate_size
+        return num_rows * (4 * c * c + (3 if self.gated else 2) * c * f + 2 * num_keys * c)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquareTowerSpec(TowerSpec):
+    """A tower for pictures of one size, with a class token. `feature_layers` are the hidden states that are read: n is
+    the output of n layers, 0 the embeddings. Layers behind the last of them are never computed."""
+
+    image_size: int
+    patch_size: int
+    feature_layers: tuple[int, ...]
+    keep_cls: bool = False  # the class token's feature is one too
+    patch_bias: bool = True  # of the projection of patches
+    pre_norm: bool = False  # a norm before the layers
+    final_norm: bool = False  # what is read goes through the norm behind the last layer
+
+    @property
+    def num_active_layers(self) -> int:
+        return max(self.feature_layers)
 
     @property
     def grid_side(self) -> int:
@@ -41,11 +77,55 @@ class SquareTowerSpec:
         """Of one picture."""
         return self.grid_side**2
 
+    @property
+    def num_rows(self) -> int:
+        """Features of one picture."""
+        return self.num_patches + int(self.keep_cls)
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.feature_layers) * self.hidden_size
+
+    def num_parameters(self) -> int:
+        """Of what is held: the tower up to its last active layer."""
+        c = self.hidden_size
+        embeddings = c * (3 * self.patch_size**2 + self.patch_bias + 1 + self.num_patches + 1)
+        norms = 2 * c * (self.pre_norm + self.final_norm)
+        return embeddings + norms + self.num_active_layers * self.layer_parameters()
+
     def flops(self) -> int:
         """Of one picture."""
-        c, rows = self.hidden_size, self.num_patches + 1
-        layer = rows * (4 * c * c + 2 * c * self.intermediate_size) + 2 * rows * rows * c
-        return 2 * (self.num_patches * 3 * self.patch_size**2 * c + self.num_active_layers * layer)
+        rows = self.num_patches + 1
+        patches = self.num_patches * 3 * self.patch_size**2 * self.hidden_size
+        return 2 * (patches + self.num_active_layers * self.layer_work(rows, rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquareVisionSpec(VisionSpec):
+    """Such a tower, and two linear layers over `merge` x `merge` of its features side by side."""
+
+    tower: SquareTowerSpec
+    merge: int = 1
+    projector_act: str
+    projector_bias: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one picture of the tower."""
+        return self.tower.num_rows // self.merge**2
+
+    @property
+    def merged_size(self) -> int:
+        """What the projector takes."""
+        return self.tower.feature_size * self.merge**2
+
+    def num_parameters(self) -> int:
+        width = self.feature_size
+        return self.tower.num_parameters() + width * (self.merged_size + width) + 2 * width * self.projector_bias
+
+    def flops(self, num_patches: int) -> int:
+        projector = 2 * self.num_tokens * self.feature_size * (self.merged_size + self.feature_size)
+        return (self.tower.flops() + projector) * num_patches // self.tower.num_patches
 
 
 def tower_config(config: Fields, model_type: str) -> Fields:
@@ -57,11 +137,25 @@ def tower_config(config: Fields, model_type: str) -> Fields:
     return tower
 
 
-def check_tower(tower: Fields, hidden_size: int, num_heads: int, image_size: int, patch_size: int) -> None:
+def tower_shape(tower: Fields, defaults: TowerSpec) -> dict[str, Any]:
+    """The first six fields of a TowerSpec; transformers leaves out what equals the defaults of its config class."""
+    hidden_size = tower.integer("hidden_size", defaults.hidden_size)
+    num_heads = tower.integer("num_attention_heads", defaults.num_heads)
     if hidden_size % num_heads:
         raise CheckpointError(
             f"the vision tower's hidden size {hidden_size} is not a multiple of its {num_heads} heads"
         )
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": tower.integer("num_hidden_layers", defaults.num_layers),
+        "num_heads": num_heads,
+        "intermediate_size": tower.integer("intermediate_size", defaults.intermediate_size),
+        "hidden_act": activation(tower, "hidden_act", defaults.hidden_act),
+        "norm_eps": tower.number("layer_norm_eps", defaults.norm_eps),
+    }
+
+
+def check_patches(tower: Fields, image_size: int, patch_size: int) -> None:
     if patch_size > image_size or tower.integer("num_channels", 3) != 3:
         raise CheckpointError("the vision tower must take RGB pictures of at least one patch")
 
@@ -78,8 +172,8 @@ def normalisation(
     images: Fields,
     identity: str,
     *,
-    mean: tuple[float, float, float] = CLIP_MEAN,
-    std: tuple[float, float, float] = CLIP_STD,
+    mean: Colour = CLIP_MEAN,
+    std: Colour = CLIP_STD,
     resample: int = 3,
 ) -> PreprocessSpec:
     """resample, rescale, mean and std of an image processor's settings; the defaults are those of its class."""
@@ -99,6 +193,6 @@ def normalisation(
     )
 
 
-def _colours(images: Fields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+def _colours(images: Fields, name: str, default: Colour) -> Colour:
     red, green, blue = images.numbers(name, default)
     return red, green, blue

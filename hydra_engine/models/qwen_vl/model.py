@@ -1,0 +1,274 @@
+"""The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures of any size as rows of patches in merge order, with rows
+and columns as rotary positions, and mergers behind the layers.
+
+Most layers of Qwen2.5-VL attend within square windows of a picture: rows are put in the order of windows before the
+first layer, token by token, and back behind the merger. Qwen3-VL adds learned positions, stretched over each picture's
+grid, and gives features of several layers (DeepStack), whose planes the decoder adds; see `decoder.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Rotary
+from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
+from hydra_engine.models.layers.rotary import GrowingTable
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer
+from hydra_engine.models.layers.vision_packing import (
+    Grid,
+    Ints,
+    Packing,
+    TowerInput,
+    bounds_of,
+    cut_in_merge_order,
+    in_merge_order,
+    longest_side,
+    packed,
+    sizes_of,
+)
+from hydra_engine.models.loading.parameters import Renames, Scope
+from hydra_engine.models.qwen_vl.spec import GridVisionSpec, Qwen2VisionSpec, Qwen3VlVisionSpec
+
+_TABLE_ROWS = 128
+LAYER = LayerNames(norms=("norm1", "norm2"), attention="attn", qkv=("qkv",), out="proj")
+
+
+class PatchRotary(GrowingTable):
+    """Two-dimensional rotary positions: the first half of the pairs turns by the row, the second by the column."""
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
+        half = head_dim // 2
+        self._frequencies = 1.0 / (theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))  # [D/4]
+        self._device = device
+        super().__init__()  # [multiple of _TABLE_ROWS, D/2]: cosines, then sines
+
+    def __call__(self, rows: Tensor, columns: Tensor, end: int) -> Rotary:
+        """cos, sin, each [P, D/2] float32; `rows` and `columns` [P], `end` is more than the largest of them."""
+        cos, sin = self.up_to(end).chunk(2, dim=1)
+        return torch.cat((cos[rows], cos[columns]), dim=1), torch.cat((sin[rows], sin[columns]), dim=1)
+
+    def _rows_from(self, begin: int) -> Tensor:
+        angles = torch.arange(begin, begin + _TABLE_ROWS, dtype=torch.float32)[:, None] * self._frequencies
+        return torch.cat((angles.cos(), angles.sin()), dim=1).to(self._device)
+
+
+@lru_cache(maxsize=64)
+def patch_places(rows: int, columns: int, merge: int) -> Ints:
+    """[2, P]: row and column of every patch of a picture, in merge order."""
+    places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=2)
+    return in_merge_order(places, (merge,)).T.numpy()
+
+
+class GridVision:
+    """`Vision` of `vlm.py`. Every span is a picture or a temporal patch of a video; it attends to nothing but itself.
+
+    A family adds its mergers: `_merger`, and `_deep_mergers` of the layers whose output becomes a plane of its own.
+    """
+
+    weight_names = ("visual.",)
+    _merger: PatchMerger
+    _deep_mergers: Mapping[int, PatchMerger] = {}
+
+    def __init__(self, scope: Scope, spec: GridVisionSpec, *, names: LayerNames = LAYER, bias: bool = False) -> None:
+        """`bias`: of the projection of patches."""
+        tower, geometry, size = spec.tower, spec.geometry, spec.tower.hidden_size
+        kernel = (geometry.temporal_patch_size, geometry.patch_size, geometry.patch_size)
+        self._embed = PatchProjection(scope, "patch_embed.proj", size, kernel, spec.preprocess, bias=bias)
+        self._geometry, self._merge, self._full_layers = geometry, geometry.merge_size, tower.full_layers
+        self._rotary = PatchRotary(size // tower.num_heads, tower.rope_theta, scope.device)
+        self.granule, self.num_values = self._merge**2, self._embed.num_values
+        self._blocks = tuple(VisionLayer(scope.at(f"blocks.{i}"), tower, names) for i in range(tower.num_layers))
+        self.num_slices = len(self._blocks) + 2  # what comes before the layers, the layers, the merger
+
+    def reserve(self, room: int) -> None:
+        self._rotary.reserve(longest_side(room, self._merge))
+
+    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
+        packing = packed(batch.grids, room, self._merge)
+        return None if packing is None else self._with_indices(*packing, room)
+
+    def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        patch, depth = self._geometry.patch_size, self._geometry.temporal_patch_size
+        return [cut_in_merge_order(pictures, patch, (self._merge,), depth) for pictures in pixels]
+
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        """Segments are pictures, and where a tower has some, windows, in which all but its full layers attend."""
+        slices, planes = inputs.slices, []
+        rotary = self._rotary(inputs.indices[0], inputs.indices[1], inputs.end)
+        x = self._embedded(inputs)  # [P, C]
+        for index, block in enumerate(slices.between(self._blocks)):
+            x = block(x, inputs.segments[0 if index in self._full_layers else -1], slices, rotary)
+            if index in self._deep_mergers:
+                slices.checkpoint()
+                planes.append(slices.rows(self._deep_mergers[index], x, group=self.granule))
+        return (slices.rows(self._merger, x, group=self.granule), *planes)
+
+    def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
+        """Row and column of every patch in its picture."""
+        places = [patch_places(rows, columns, self._merge) for _, rows, columns in grids]
+        return packing._replace(indices=tuple(np.concatenate(places, axis=1)))
+
+    def _embedded(self, inputs: TowerInput) -> Tensor:
+        return inputs.slices.rows(self._embed, inputs.patches)
+
+
+# Names as published and as of transformers 4 -> canonical ones; first those of transformers 5.
+QWEN_RENAMES: Renames = (
+    ("model.visual.", "visual."),
+    ("model.language_model.", "language_model.model."),
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+
+
+class Qwen2Vision(GridVision):
+    renames = QWEN_RENAMES
+
+    def __init__(self, scope: Scope, spec: Qwen2VisionSpec) -> None:
+        scope = scope.at("visual")
+        super().__init__(scope, spec)
+        merger, width = scope.at("merger"), spec.merged_size
+        norm = (RmsNorm if spec.tower.rms_norms else LayerNorm)(
+            merger.at("ln_q"), spec.tower.hidden_size, spec.tower.norm_eps
+        )
+        mlp = Mlp(merger, ("mlp.0", "mlp.2"), width, width, spec.feature_size, "gelu")
+        self._merger = PatchMerger(norm, mlp, width, norm_merged=False)
+
+
+_EDGES = 64  # windows at the edges of the pictures in a room
+
+
+class Windows(NamedTuple):
+    order: Ints  # [tokens]: which token comes at each place, windows one after another
+    sizes: Ints  # of the windows, in patches
+
+
+class Qwen25Vision(Qwen2Vision):
+    def __init__(self, scope: Scope, spec: Qwen2VisionSpec) -> None:
+        super().__init__(scope, spec)
+        self._tower = spec.tower
+        self._window = self._tower.window_tokens**2 * self.granule  # patches of a whole one
+
+    def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
+        """Rows and columns in the order of windows, and that order."""
+        places = super()._with_indices(grids, packing, room)
+        windows = cut_windows(grids, self._merge, self._tower.window_tokens)
+        bounds = bounds_of(windows.sizes, self._most_windows(room) if room else 0)
+        if places is None or bounds is None:
+            return None
+        indices = (x.reshape(-1, self.granule)[windows.order].reshape(-1) for x in places.indices)
+        return packing._replace(
+            indices=(*indices, windows.order),
+            bounds=(*packing.bounds, bounds),
+            longest=(*packing.longest, min(self._window, packing.num_patches)),
+        )
+
+    def _most_windows(self, room: int) -> int:
+        """Twice as many as large pictures are cut into, and some more for the edges of small ones; not more than
+        tokens."""
+        return min(room // self.granule, 2 * room // self._window + _EDGES)
+
+    def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
+        (features,) = super().__call__(inputs)
+        return (torch.empty_like(features).index_copy_(0, inputs.indices[2], features),)
+
+    def _embedded(self, inputs: TowerInput) -> Tensor:
+        rows = super()._embedded(inputs)
+        return rows.view(-1, self.granule, rows.shape[1]).index_select(0, inputs.indices[2]).view(rows.shape)
+
+
+def cut_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
+    """Windows of `side` by `side` tokens from the upper left corner of every picture; those at its right and lower
+    edges are smaller."""
+    orders, sizes, begin = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+    for _, rows, columns in grids:
+        order, own = _windows_of(rows // merge, columns // merge, side)
+        orders.append(order + begin)
+        sizes.append(own)
+        begin += len(order)
+    return Windows(np.concatenate(orders), np.concatenate(sizes) * merge**2)
+
+
+@lru_cache(maxsize=64)
+def _windows_of(rows: int, columns: int, side: int) -> tuple[Ints, Ints]:
+    """Of one picture of so many tokens: its tokens in the order of windows, and the tokens of each window."""
+    number = np.arange(rows)[:, None] // side * -(-columns // side) + np.arange(columns) // side
+    return np.argsort(number.reshape(-1), kind="stable"), np.bincount(number.reshape(-1))
+
+
+QWEN3_LAYER = LAYER._replace(mlp=("mlp.linear_fc1", "mlp.linear_fc2"))
+
+
+class Qwen3VlVision(GridVision):
+    renames = (
+        ("model.visual.", "visual."),
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    )
+
+    def __init__(self, scope: Scope, spec: Qwen3VlVisionSpec) -> None:
+        scope = scope.at("visual")
+        super().__init__(scope, spec, names=QWEN3_LAYER, bias=True)
+        self._positions = StretchedPositions(scope, spec)
+        self._merger = _qwen3_merger(scope.at("merger"), spec, norm_merged=False)
+        self._deep_mergers = {
+            layer: _qwen3_merger(scope.at(f"deepstack_merger_list.{index}"), spec, norm_merged=True)
+            for layer, index in zip(spec.deepstack_layers, spec.deepstack_mergers, strict=True)
+        }
+        self.num_slices += len(self._deep_mergers)
+
+    def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
+        """Row and column of every patch, rows and columns of its picture."""
+        places = super()._with_indices(grids, packing, room)
+        sides = np.array(grids, dtype=np.int64)[:, 1:].repeat(sizes_of(grids), axis=0)
+        return None if places is None else places._replace(indices=(*places.indices, *sides.T))
+
+    def _embedded(self, inputs: TowerInput) -> Tensor:
+        rows = super()._embedded(inputs)
+        return rows.add_(self._positions(*inputs.indices))
+
+
+class StretchedPositions:
+    """A square table of positions, its corners laid on a grid's corners and read between its rows and columns.
+
+    The arithmetic is float32, rounded once. Element by element, so that a patch's bits follow from its grid alone.
+    """
+
+    def __init__(self, scope: Scope, spec: Qwen3VlVisionSpec) -> None:
+        self._table = Weight(scope, "pos_embed.weight", (spec.num_positions, spec.tower.hidden_size))
+        self._side = spec.position_side
+
+    def __call__(self, rows: Tensor, columns: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
+        """[P, C]; each [P]: the place of a patch in its picture, and how many rows and columns that has."""
+        above, below, down = self._taps(rows, heights)
+        left, right, across = self._taps(columns, widths)
+        above, below = above * self._side, below * self._side
+        at_left = self._between(above + left, below + left, down)
+        at_right = self._between(above + right, below + right, down)
+        return at_left.mul_(1 - across).add_(at_right.mul_(across)).to(self._table.tensor.dtype)
+
+    def _between(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+        """[P, C] float32: of two entries of the table each, given the share of the second."""
+        table = self._table.tensor
+        return table[first].float().mul_(1 - share).add_(table[second].float().mul_(share))
+
+    def _taps(self, places: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For places on an axis of so many: the two neighbours in the table and, [P, 1], the share of the second."""
+        spots = places.to(torch.float32) * (self._side - 1) / (counts - 1).clamp(min=1)
+        first = spots.floor()
+        index = first.to(torch.int64)
+        return index, (index + 1).clamp(max=self._side - 1), (spots - first)[:, None]
+
+
+def _qwen3_merger(scope: Scope, spec: Qwen3VlVisionSpec, *, norm_merged: bool) -> PatchMerger:
+    width = spec.merged_size
+    norm = LayerNorm(scope.at("norm"), width if norm_merged else spec.tower.hidden_size, spec.tower.norm_eps)
+    mlp = Mlp(scope, ("linear_fc1", "linear_fc2"), width, width, spec.feature_size, "gelu")
+    return PatchMerger(norm, mlp, width, norm_merged=norm_merged)

@@ -1,0 +1,386 @@
+"""The specs of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (dense): towers for pictures of any size and for videos.
+
+Qwen2-VL and Qwen2.5-VL cut pictures and videos alike and differ in the tower's layers and in how time counts; Qwen3-VL
+reads features of several of the tower's layers and writes the times of frames into the prompt. Knows config.json, in
+its flat old and its nested new layout, and the settings of the picture and video processors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.errors import CheckpointError, InvalidImage
+from hydra_engine.models.qwen_vl.frames_spec import FrameSampling, TimedFrames, as_float32, frame_sampling, timed_frames
+from hydra_engine.models.qwen_vl.geometry_spec import (
+    PICTURES,
+    PatchGeometry,
+    PixelLimits,
+    budgeted_size,
+    most_tokens,
+    patch_geometry,
+    pixel_limits,
+    smart_resize,
+)
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language
+from hydra_engine.models.specs.base import (
+    ItemPlan,
+    LanguageSpec,
+    MediaPlan,
+    ModelSpec,
+    PreprocessSpec,
+    VideoInfo,
+    VideoPlan,
+    View,
+    VisionSpec,
+)
+from hydra_engine.models.specs.decoder import activation, build_language, decoder_type
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.vision import (
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    Colour,
+    TowerSpec,
+    normalisation,
+    processor_settings,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenTower(TowerSpec):
+    """Qwen2.5-VL: `window_tokens` is the side of a window, in which all layers but `full_layers` attend. The others:
+    0."""
+
+    norm_eps: float = 1e-6  # whatever a config says
+    rope_theta: float
+    window_tokens: int = 0
+    full_layers: frozenset[int] = frozenset()
+
+    @property
+    def windowed(self) -> bool:
+        return self.window_tokens > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridVisionSpec(VisionSpec):
+    """A tower for pictures of any size: a picture is one span."""
+
+    tower: QwenTower
+    geometry: PatchGeometry
+    limits: PixelLimits
+
+    @property
+    def merged_size(self) -> int:
+        """Channels of the patches of one token side by side."""
+        return self.tower.hidden_size * self.geometry.patches_per_token
+
+    def num_parameters(self) -> int:
+        """With one merger per plane of features and the norm of the first."""
+        tower = self.tower
+        embeddings = self.geometry.patch_values * tower.hidden_size
+        merger = (self.merged_size + 1) * (self.merged_size + self.feature_size)
+        layers = tower.num_layers * tower.layer_parameters()
+        return embeddings + layers + tower.norm_parameters + self.num_planes * merger
+
+    def flops(self, num_patches: int) -> int:
+        """Of one picture with that many patches, its windows taken as full."""
+        tower, merged = self.tower, self.geometry.patches_per_token
+        seen = min(num_patches, tower.window_tokens**2 * merged) if tower.windowed else num_patches
+        num_full = len(tower.full_layers) if tower.windowed else tower.num_layers
+        layers = num_full * tower.layer_work(num_patches, num_patches)
+        layers += (tower.num_layers - num_full) * tower.layer_work(num_patches, seen)
+        embeddings = num_patches * self.geometry.patch_values * tower.hidden_size
+        merger = num_patches // merged * self.merged_size * (self.merged_size + self.feature_size) * self.num_planes
+        return 2 * (layers + embeddings + merger)
+
+    @property
+    def max_tokens_per_image(self) -> int:
+        return most_tokens(self.geometry.factor, self.limits)
+
+    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
+        size = budgeted_size(width, height, self.geometry.factor, self.limits, budget)
+        return MediaPlan((View.whole(*size),), (self.geometry.item(size),))
+
+
+def _rope_theta(tower: Fields) -> float:
+    rope = tower.section_if_present("rope_parameters")
+    if rope is None:
+        return 10000.0
+    kind = rope.text("rope_type", "axial")
+    if kind not in ("axial", "default"):
+        raise rope.wrong("rope_type", '"axial"')
+    return rope.number("rope_theta", 10000.0)
+
+
+class GridSettings(NamedTuple):
+    """What the tower's config and the settings of both processors say together."""
+
+    geometry: PatchGeometry
+    limits: PixelLimits  # of a picture
+    preprocess: PreprocessSpec
+    videos: Fields  # those of pictures where the directory has no others
+
+
+def grid_settings(
+    files: ModelFiles, family: str, patch_size: int, *, video_mean: Colour = CLIP_MEAN, video_std: Colour = CLIP_STD
+) -> GridSettings:
+    """`patch_size`, `video_mean` and `video_std` are the defaults of the processors' classes."""
+    tower, images = files.config.section("vision_config"), processor_settings(files.images)
+    videos = images if files.videos is None else processor_settings(files.videos)
+    geometry = patch_geometry(tower, images, patch_size)
+    patch_geometry(tower, videos, patch_size)
+    identity = f"{family}/{geometry.patch_size}/{geometry.merge_size}/{geometry.temporal_patch_size}"
+    preprocess = normalisation(images, identity)
+    if videos is not images and normalisation(videos, identity, mean=video_mean, std=video_std) != preprocess:
+        raise CheckpointError(f"{videos.where} and {images.where} normalise pixels in different ways")
+    return GridSettings(geometry, pixel_limits(images, PICTURES, files.options), preprocess, videos)
+
+
+def build_grid_model(
+    files: ModelFiles,
+    family: str,
+    text: Fields,
+    language: LanguageSpec,
+    vision: GridVisionSpec,
+    width_field: str = "out_hidden_size",
+) -> ModelSpec:
+    """`width_field` of the tower's config says how wide its features are."""
+    tower, config = vision.tower, files.config.section("vision_config")
+    if config.integer(width_field, 3584) != language.hidden_size:
+        raise config.wrong(width_field, f"{language.hidden_size}, the decoder's hidden size")
+    if tower.hidden_size % (4 * tower.num_heads):
+        raise CheckpointError(
+            f"the vision tower's hidden size {tower.hidden_size} must be a multiple of 4 for each of its "
+            f"{tower.num_heads} heads"
+        )
+    return model_spec(
+        files,
+        family,
+        text,
+        language,
+        vision=vision,
+        image_token_id=files.config.integer("image_token_id", 151655, at_least=0),
+        video_token_id=files.config.integer("video_token_id", 151656, at_least=0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2VisionSpec(GridVisionSpec):
+    """`tokens_per_second` 0: temporal patches of a video count 0, 1, 2, ... (Qwen2-VL); else by their time."""
+
+    sampling: FrameSampling
+    tokens_per_second: int
+    max_time: int  # no temporal position of a video reaches this
+
+    @property
+    def max_tokens_per_item(self) -> int:
+        """A temporal patch of a video may have more than any picture."""
+        limits = self.sampling.limits
+        most = max(limits.max_pixels, int(limits.min_pixels * 1.05))
+        return max(self.max_tokens_per_image, most_tokens(self.geometry.factor, PixelLimits(limits.min_pixels, most)))
+
+    @property
+    def max_patches_per_image(self) -> int:
+        return self.max_tokens_per_item * self.geometry.patches_per_token
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        """One span per temporal patch; the last frame fills up the last of them."""
+        frames = self.sampling.choose(video)
+        depth, factor = self.geometry.temporal_patch_size, self.geometry.factor
+        size = smart_resize(video.width, video.height, factor, self.sampling.frame_limits(len(frames), factor))
+        times = self._times(video, len(frames))
+        sources = (min(index, len(frames) - 1) for index in range(len(times) * depth))
+        views = tuple(View.whole(*size, source=source) for source in sources)
+        items = [self.geometry.item(size, depth, time=time, continues=index > 0) for index, time in enumerate(times)]
+        return VideoPlan(frames, MediaPlan(views, tuple(items)))
+
+    def _times(self, video: VideoInfo, num_frames: int) -> list[int]:
+        """Temporal positions of the video's temporal patches, relative to its first.
+
+        With `tokens_per_second` their distance is rounded to float32 before it is multiplied, and the product is
+        rounded before it is cut off: that is what the families' processor and model do.
+        """
+        depth = self.geometry.temporal_patch_size
+        count = math.ceil(num_frames / depth)
+        if not self.tokens_per_second:
+            return list(range(count))
+        seconds = depth / (num_frames / video.num_frames * video.fps)
+        if seconds * count * self.tokens_per_second >= self.max_time:
+            raise InvalidImage(
+                f"the video lasts {seconds * count:.0f} seconds, this model takes less than "
+                f"{self.max_time // self.tokens_per_second}; cut it or give its frames at a higher rate"
+            )
+        distance = as_float32(self.tokens_per_second * as_float32(seconds))
+        return [int(as_float32(index * distance)) for index in range(count)]
+
+
+def build_qwen2_vl(files: ModelFiles) -> ModelSpec:
+    vision = files.config.section("vision_config")
+    hidden = vision.integer("embed_dim", 1280)
+    tower = QwenTower(
+        hidden_size=hidden,
+        num_layers=vision.integer("depth", 32),
+        num_heads=vision.integer("num_heads", 16),
+        intermediate_size=int(hidden * vision.number("mlp_ratio", 4)),
+        hidden_act=activation(vision, "hidden_act", "quick_gelu"),
+        rope_theta=_rope_theta(vision),
+    )
+    return _build_qwen2(files, "qwen2_vl", tower, width_field="hidden_size", tokens_per_second=0)
+
+
+def build_qwen2_5_vl(files: ModelFiles) -> ModelSpec:
+    vision = files.config.section("vision_config")
+    side = vision.integer("spatial_merge_size", 2) * vision.integer("patch_size", 14)
+    window = vision.integer("window_size", 112)
+    if window < side:
+        raise vision.wrong("window_size", f"at least {side} pixels, the width of one token")
+    tower = QwenTower(
+        hidden_size=vision.integer("hidden_size", 3584),
+        num_layers=vision.integer("depth", 32),
+        num_heads=vision.integer("num_heads", 16),
+        intermediate_size=vision.integer("intermediate_size", 3420),
+        hidden_act=activation(vision, "hidden_act", "silu"),
+        rope_theta=_rope_theta(vision),
+        rms_norms=True,
+        gated=True,
+        window_tokens=window // side,
+        full_layers=_full_layers(vision),
+    )
+    rate = vision.integer("tokens_per_second", 4)
+    return _build_qwen2(files, "qwen2_5_vl", tower, width_field="out_hidden_size", tokens_per_second=rate)
+
+
+def _build_qwen2(
+    files: ModelFiles, family: str, tower: QwenTower, *, width_field: str, tokens_per_second: int
+) -> ModelSpec:
+    config = files.config
+    nested = config.section_if_present("text_config")
+    text = config if nested is None else nested
+    tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
+    language = build_language(text, tie_embeddings=tie, nested=nested is not None)
+    geometry, limits, preprocess, videos = grid_settings(files, family, 14)
+    vision = Qwen2VisionSpec(
+        tower=tower,
+        geometry=geometry,
+        limits=limits,
+        sampling=frame_sampling(videos, geometry.temporal_patch_size, files.options),
+        tokens_per_second=tokens_per_second,
+        max_time=language.max_position,
+        feature_size=language.hidden_size,
+        preprocess=preprocess,
+    )
+    return build_grid_model(files, family, text, language, vision, width_field)
+
+
+def _full_layers(vision: Fields) -> frozenset[int]:
+    """Indices beyond the tower's layers say nothing: towers cut short keep the list of the whole one."""
+    depth = vision.integer("depth", 32)
+    value = vision.get("fullatt_block_indexes")
+    layers = [7, 15, 23, 31] if value is None else value
+    if not isinstance(layers, list) or any(type(index) is not int or index < 0 for index in layers):
+        raise vision.wrong("fullatt_block_indexes", "a list of layers, counted from 0")
+    return frozenset(index for index in layers if index < depth)
+
+
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3VlVisionSpec(GridVisionSpec):
+    """`deepstack_layers` are the layers, ascending, whose output becomes a plane of features of its own, behind that of
+    the tower's last output; `deepstack_mergers` says which of the checkpoint's mergers each of them goes through."""
+
+    num_positions: int  # rows of the table of learned positions
+    position_side: int  # of the square that they cover
+    deepstack_layers: tuple[int, ...]
+    deepstack_mergers: tuple[int, ...]
+    frames: TimedFrames
+
+    @property
+    def max_tokens_per_item(self) -> int:
+        return max(self.max_tokens_per_image, self.frames.most_tokens(self.geometry.factor))
+
+    @property
+    def num_planes(self) -> int:
+        return 1 + len(self.deepstack_layers)
+
+    @property
+    def max_patches_per_image(self) -> int:
+        return self.max_tokens_per_image * self.geometry.patches_per_token
+
+    def plan_video(self, video: VideoInfo) -> VideoPlan:
+        """Every temporal patch is a span of its own, between marks and behind its time."""
+        frames = self.frames.choose(video)
+        size = self.frames.size(video.width, video.height, len(frames), self.geometry.factor)
+        views: list[View] = []
+        parts: list[str | ItemPlan] = []
+        for begin in range(0, len(frames), self.frames.depth):
+            pair = [min(begin + i, len(frames) - 1) for i in range(self.frames.depth)]  # the last one is repeated
+            seconds = self.frames.seconds([frames[index] for index in pair], video.fps)
+            sources = pair[:1] if pair[0] == pair[-1] else pair
+            views += [View.whole(*size, source=index) for index in sources]
+            parts += [
+                f"{VISION_END if parts else ''}<{seconds:.1f} seconds>{VISION_START}",
+                self.geometry.item(size, len(sources)),
+            ]
+        return VideoPlan(frames, MediaPlan(tuple(views), (*parts, VISION_END)))
+
+    def num_parameters(self) -> int:
+        """With learned positions, the bias of the patches, and the norms of the other mergers."""
+        c, norms = self.tower.hidden_size, 2 * self.merged_size * len(self.deepstack_layers)
+        return GridVisionSpec.num_parameters(self) + c * (1 + self.num_positions) + norms
+
+
+def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
+    config = files.config
+    text = config.section("text_config")
+    if decoder_type(text) != "qwen3_vl_text":
+        raise text.wrong("model_type", "qwen3_vl_text")
+    text, language = nested_language(files)
+    vision = _qwen3_vision(files, language.hidden_size)
+    if len(vision.deepstack_layers) >= language.num_layers:
+        raise CheckpointError(
+            f"features of {len(vision.deepstack_layers)} tower layers need a decoder of more than {language.num_layers}"
+        )
+    return build_grid_model(files, "qwen3_vl", text, language, vision)
+
+
+def _qwen3_vision(files: ModelFiles, feature_size: int) -> Qwen3VlVisionSpec:
+    tower = files.config.section("vision_config")
+    # The other means and deviations are those of the video processor's class.
+    geometry, limits, preprocess, videos = grid_settings(files, "qwen3_vl", 16, video_mean=HALF, video_std=HALF)
+    num_layers, num_positions = tower.integer("depth", 27), tower.integer("num_position_embeddings", 2304)
+    deepstack = _deepstack(tower, num_layers)
+    return Qwen3VlVisionSpec(
+        tower=QwenTower(
+            hidden_size=tower.integer("hidden_size", 1152),
+            num_layers=num_layers,
+            num_heads=tower.integer("num_heads", 16),
+            intermediate_size=tower.integer("intermediate_size", 4304),
+            hidden_act=activation(tower, "hidden_act", "gelu_pytorch_tanh"),
+            rope_theta=_rope_theta(tower),
+        ),
+        num_positions=num_positions,
+        position_side=int(num_positions**0.5),
+        deepstack_layers=tuple(sorted(deepstack)),
+        deepstack_mergers=tuple(deepstack.index(layer) for layer in sorted(deepstack)),
+        feature_size=feature_size,
+        geometry=geometry,
+        limits=limits,
+        frames=timed_frames(videos, geometry.temporal_patch_size, geometry.factor, files.options),
+        preprocess=preprocess,
+    )
+
+
+def _deepstack(tower: Fields, num_layers: int) -> list[int]:
+    """In the checkpoint's order of mergers."""
+    indices = tower.get("deepstack_visual_indexes")
+    layers = [8, 16, 24] if indices is None else indices
+    if not isinstance(layers, list) or any(type(n) is not int or not 0 <= n < num_layers for n in layers):
+        raise tower.wrong("deepstack_visual_indexes", f"a list of layers from 0 to {num_layers - 1}")
+    if len(set(layers)) < len(layers):
+        raise tower.wrong("deepstack_visual_indexes", "a list without repetition")
+    return layers
