@@ -41,7 +41,7 @@ from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.loop_thread import LoopThread
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.models.specs.generation import default_sampling
-from hydra_engine.telemetry.live import Activity
+from hydra_engine.telemetry.trace import Activity
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from bench.serve.curve import first_goodput
 from bench.serve.harness import Harness, say
 from bench.serve.records import Record, quantile
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.telemetry.phases import phases
+from hydra_engine.telemetry.timeline import phases
 
 UNEXPLAINED = "other"
 

@@ -14,7 +14,7 @@ from bench.serve.harness import summary
 from bench.serve.records import Record, quantile
 from bench.serve.slo import Limits
 from hydra_engine.core.outputs import Result, StageSpan
-from hydra_engine.telemetry.phases import PHASES, intake_s, phases
+from hydra_engine.telemetry.timeline import PHASES, intake_s, phases
 
 _PULLS = frozenset({"pull_features", "pull_kv"})
 _MOVES = _PULLS | {"offered"}

@@ -28,7 +28,7 @@ from bench.topology.simulate import mean_work_s
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
-from hydra_engine.telemetry.phases import PHASES
+from hydra_engine.telemetry.timeline import PHASES
 
 TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D"
 COMPARED = ("ttft_ms", "tpot_ms", "latency_ms", "tokens_per_s")

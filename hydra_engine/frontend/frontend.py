@@ -56,8 +56,7 @@ from hydra_engine.preprocess.media.media import MediaLoader
 from hydra_engine.preprocess.preprocessor import Intake
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
-from hydra_engine.telemetry.live import Activity, LiveRequest
-from hydra_engine.telemetry.trace import TraceRing
+from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 
 logger = logging.getLogger(__name__)
 

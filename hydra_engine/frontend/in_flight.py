@@ -20,7 +20,7 @@ from hydra_engine.core.request import Request, Resumed
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.routing.instances import InstanceLoad
 from hydra_engine.frontend.routing.router import Route
-from hydra_engine.telemetry.live import LiveRequest
+from hydra_engine.telemetry.trace import LiveRequest
 
 # What an instance said last about one of its ids, if it has since that time.
 Reported = Callable[[str, RequestId, float], StageReport | None]

@@ -44,7 +44,7 @@ def run_instance(
     scheduler_class: type[StageScheduler] = StageScheduler,
     worker_class: type[Worker] = Worker,
 ) -> int:
-    """Builds, announces readiness, serves until told to stop. Returns the exit code; start-up errors are reported to
+    """Builds, announces readiness, serves until Shutdown. Returns the exit code; start-up errors are reported to
     the front as data, anything else is a bug and propagates. The classes are for baselines to compare with."""
     with torch.inference_mode():
         try:

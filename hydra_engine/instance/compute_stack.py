@@ -2,8 +2,8 @@
 
 Turns "auto" into values, each decision with its reason in the notes. Loads in this order, so that a wrong setting is
 found before gigabytes are read: spec, dtype and backend, cache sizes, weights, on a device that can tell what its steps
-take the largest of them and cache sizes again, caches, warm-up. Does not know the scheduler, nor who the instance talks
-to.
+take the largest of them and cache sizes again, caches, warm-up. Does not know the scheduler or other
+instances.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The loop waits for one event (a message or a lane's result), then takes a turn: 
 plan what idle lanes can do, send what happened. The lanes are fed separately; nothing waits for all. With look-ahead
 the next language step is planned shortly before the running one is expected to end, so that the lane goes on at once
 and requests that arrive meanwhile are in it; if the step ends sooner, planning follows its result. Does not import
-torch, does not know where its worker computes or who is at the other end of a channel.
+torch, does not know where its worker computes or what is at the other end of a channel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Joins one instance's scheduler with other instances: offers what it has computed, pulls what they offer.
 
-Carries out, in the instance's own thread and on the time that it is told: events of the scheduler become offers, offers
-of others become pulls, results of pulls become acknowledgements. The protocol itself is in `transfer/`, who may hold
-which block is the scheduler's business, bytes are the worker's. That thread never computes, so leases end on time
-however long a step takes.
+In the instance's own thread, events of the scheduler become offers, offers of others become pulls, and results of pulls
+become acknowledgements. The protocol itself is in `transfer/`; which request holds which block is the scheduler's
+business, bytes are the worker's. The thread never computes, so leases end on time however long a step takes.
 """
 
 from __future__ import annotations

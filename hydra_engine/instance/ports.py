@@ -172,8 +172,8 @@ class NoPeers:
         return []
 
     def take_events(self, now: float) -> Iterable[Finished | NeedImages]:
-        """Carries out what the scheduler's latest decisions mean for other instances, and yields what the front is to
-        be told, each in its turn."""
+        """Carries out what the scheduler's latest decisions mean for other instances, and yields messages for the
+        front, each in its turn."""
         return ()
 
     def plan_pulls(self, now: float) -> list[PullPlan]:

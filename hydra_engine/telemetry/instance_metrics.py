@@ -1,18 +1,119 @@
-"""What every instance of a topology does and exchanges, as Prometheus families with the labels `engine_instance` and
-`role`; Prometheus itself calls the server that a page comes from `instance`.
+"""What the instances report about themselves, as Prometheus families: summed (requests, caches, steps, lanes, budgets),
+and of every instance of a topology what it does and exchanges.
 
-There are as many series as the topology has instances: names and roles come from it, never from a client. Of an
-instance that is not up, only counters are shown. Does not know what is summed over instances (`metrics.py`).
+Families of single instances have the labels `engine_instance` and `role`; Prometheus itself calls the server that a
+page comes from `instance`. There are as many series as the topology has instances: names and roles come from it, never
+from a client. Of an instance that is not up, only counters are shown. Does not know requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hydra_engine.core.instances import Condition, InstanceState
-from hydra_engine.core.messages import Status
+from hydra_engine.core.messages import BudgetReport, Status
+from hydra_engine.telemetry.families import Families
+
+_SHORTEST_S = 1.0  # over which a busy share is taken
+
+
+class BusyShares:
+    """The share of time that each lane computes, since the last page that was at least a second ago."""
+
+    def __init__(self) -> None:
+        self._before: Status | None = None
+        self.shares = {"vision": 0.0, "language": 0.0}
+
+    def put(self, status: Status) -> None:
+        before = self._before
+        if before is None or status.time_s < before.time_s:
+            self._before = status
+        elif (span_s := status.time_s - before.time_s) >= _SHORTEST_S:
+            self.shares["vision"] = min((status.vision_busy_s - before.vision_busy_s) / span_s, 1.0)
+            self.shares["language"] = min((status.language_busy_s - before.language_busy_s) / span_s, 1.0)
+            self._before = status
+
+
+def status_families(make: Families, status: Status, busy: BusyShares, cached_tokens: int) -> Iterator[Metric]:
+    """`cached_tokens`: prompt tokens of finished requests that needed no step."""
+    yield from _gauges(make, status, busy)
+    yield from _tokens(make, status, cached_tokens)
+    yield from _steps(make, status)
+    yield from _budget(make, status.budget)
+
+
+def _gauges(make: Families, status: Status, busy: BusyShares) -> Iterator[Metric]:
+    for name, help, value in (
+        ("vllm:num_requests_running", "Requests that hold KV blocks.", status.num_running),
+        ("vllm:num_requests_waiting", "Requests that wait for KV blocks.", status.num_waiting),
+        ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", status.kv_used),
+        ("hydra:num_requests_encoding", "Requests whose images are not encoded yet.", status.num_encoding),
+        ("hydra:num_requests_decoding", "Requests that have their whole prompt.", status.num_decoding),
+        ("hydra:image_cache_usage_perc", "Share of the image cache in use, 0 to 1.", status.image_cache_used),
+        ("hydra:encoder_cache_entries", "Image-cache blocks in use.", status.image_blocks_used),
+    ):
+        yield make.gauge(name, help, value)
+    yield make.gauge_by("hydra:stream_busy_ratio", "Share of time that a lane computes, 0 to 1.", "stream", busy.shares)
+    sizes = {"num_gpu_blocks": str(status.kv_blocks_total), "num_image_blocks": str(status.image_blocks_total)}
+    yield make.info("vllm:cache_config_info", "Sizes of the caches.", sizes)
+
+
+def _tokens(make: Families, status: Status, cached_tokens: int) -> Iterator[Metric]:
+    """Token counters as vLLM has them: prompts whole, whether steps or a cache gave their KV. What steps computed again
+    after a preemption is in it."""
+    help = "Prompt tokens: those computed when they are, those found in the cache when their request ends."
+    yield make.counter("vllm:prompt_tokens", help, status.prompt_tokens + cached_tokens)
+    yield make.table(
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens by what gave their KV.",
+        ("source",),
+        {("local_compute",): status.prompt_tokens, ("local_cache_hit",): cached_tokens},
+    )
+    yield make.counter("vllm:generation_tokens", "Tokens generated.", status.generation_tokens)
+
+
+def _steps(make: Families, status: Status) -> Iterator[Metric]:
+    preempted = "Requests that had to give up their KV blocks."
+    yield make.counter("vllm:num_preemptions", preempted, status.num_preemptions)
+    yield make.counter("hydra:images_encoded", "Images that went through the encoder.", status.images_encoded)
+    yield make.table(
+        "hydra:stream_busy_seconds",
+        "Seconds that a lane has computed.",
+        ("stream",),
+        {("vision",): status.vision_busy_s, ("language",): status.language_busy_s},
+    )
+    tokens = status.prompt_tokens + status.generation_tokens
+    yield make.mean("vllm:iteration_tokens_total", "Tokens per language step.", status.language_steps, tokens)
+    images = "Images per encoder step."
+    yield make.mean("hydra:encoder_items_per_batch", images, status.vision_steps, status.images_encoded)
+
+
+def _budget(make: Families, budget: BudgetReport) -> Iterator[Metric]:
+    allowance = budget.vision_s if budget.vision_s >= 0 else inf
+    for name, help, value in (
+        ("hydra:tpot_limit_seconds", "Limit for the time between two tokens; 0: none.", budget.tpot_limit_s),
+        ("hydra:token_budget", "Prefill-token budget of the latest language step.", budget.token_budget),
+        ("hydra:image_budget_patches", "Patches that a vision step may hold.", budget.image_budget),
+        ("hydra:vision_allowance_seconds", "Vision beside the latest language step; +Inf: no bound.", allowance),
+        ("hydra:budget_correction_ratio", "Measured over predicted time of steps.", budget.correction),
+        ("hydra:limit_used_ratio", "Share of the TPOT limit that the latest full steps took.", budget.limit_used),
+    ):
+        yield make.gauge(name, help, value)
+    for name, help, count in (
+        ("hydra:decode_steps", "Language steps with decodes.", budget.decode_steps),
+        ("hydra:late_steps", "Steps with decodes that took longer than the TPOT limit.", budget.late_steps),
+        (
+            "hydra:stretched_steps",
+            "Steps made longer than the limit for a first token that was nearly due.",
+            budget.stretched_steps,
+        ),
+        ("hydra:full_steps", "Steps with decodes that were filled up to their budget.", budget.full_steps),
+    ):
+        yield make.counter(name, help, count)
+
 
 _UP = (Condition.READY, Condition.DRAINING)
 _Reading = tuple[str, str, Callable[[Status], float]]

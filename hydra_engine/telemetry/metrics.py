@@ -19,9 +19,8 @@ from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import Status
 from hydra_engine.telemetry.families import LABELS, Families
 from hydra_engine.telemetry.http_metrics import HttpTraffic
-from hydra_engine.telemetry.instance_metrics import instance_families
+from hydra_engine.telemetry.instance_metrics import BusyShares, instance_families, status_families
 from hydra_engine.telemetry.request_metrics import FinishedRequests
-from hydra_engine.telemetry.status_metrics import BusyShares, status_families
 
 _ENGINE = "0"
 _OPENMETRICS = "application/openmetrics-text"

@@ -2,7 +2,7 @@
 
 Names and attributes are OpenTelemetry's, those of generative AI included, as far as they exist; `gen_ai.latency.*` are
 vLLM's; `hydra.*` are ours. Spans are made when a request has ended and leave on a thread of the library's, through a
-queue that drops what does not fit: a collector that is slow or away holds nobody up. Neither prompts nor answers. The
+queue that drops what does not fit: a collector that is slow or away delays no request. Neither prompts nor answers. The
 library is loaded only where traces are asked for, and reads the OTEL_* variables itself. Does not know HTTP.
 """
 
@@ -101,8 +101,8 @@ class Tracer:
     def _parent(self, headers: Mapping[str, str]) -> Context:
         from opentelemetry.context import Context
 
-        known = {name: headers[name] for name in _PARENTS if name in headers}
-        return self._propagator.extract(known, context=Context())
+        parent = {name: headers[name] for name in _PARENTS if name in headers}
+        return self._propagator.extract(parent, context=Context())
 
     def _add_stages(self, timeline: Sequence[StageSpan], arrival_ns: int, below: Context) -> int:
         for stage in timeline[:MAX_STAGE_SPANS]:

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from hydra_engine.core.outputs import BLAMES, FinishReason, Result, SloReport, StageSpan
 from hydra_engine.telemetry.families import Families, Histogram
-from hydra_engine.telemetry.phases import MOVES, PHASE_OF, phases
+from hydra_engine.telemetry.timeline import MOVES, PHASE_OF, phases
 
 # vLLM's bounds where the name is vLLM's, so that its dashboards read well.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -1,7 +1,5 @@
-"""A ring of finished requests' spans, written as Chrome trace JSON for a standard viewer (ui.perfetto.dev).
-
-One process per instance, with rows per lane for the steps and the requests in each, and one process for the requests,
-with a row for each and one below it for its images. Late tokens carry their blame. Prompts never appear in it.
+"""What viewers are shown of requests: what runs now, and a ring of finished requests' spans, which can be
+written as Chrome trace JSON for a standard viewer (ui.perfetto.dev). Prompts and answers never appear in it.
 """
 
 from __future__ import annotations
@@ -13,11 +11,58 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra_engine.core.outputs import StageSpan, Usage
-from hydra_engine.telemetry.live import EndedRequest
-from hydra_engine.telemetry.phases import MOVES, PHASE_OF
+from hydra_engine.telemetry.timeline import MOVES, PHASE_OF
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """A request that runs, and what it waits for now. `stage` is one of
+
+        preprocess  its pictures are fetched and decoded, its prompt is made
+        queue       nothing of it is computed: it waits for room, or for its turn
+        encode      its pictures are encoded
+        prefill     its prompt is computed
+        transfer    features or KV move to the instance that goes on with it
+        decode      tokens come
+        lost        its instance was lost; it begins again where one can serve it
+
+    `instance` is where that happens, "" where no instance has it. `done` of `of` are behind it: while pictures (or
+    videos) lack features, those that have them; in prefill, tokens of the prompt (and of the answer so far, if that has
+    to be computed again) that are computed; None where that is not known. Instances tell it four times a second. Times
+    on the monotonic clock.
+    """
+
+    id: str
+    arrival_s: float
+    first_token_s: float | None
+    num_tokens: int
+    stage: str
+    instance: str
+    done: int | None = None
+    of: int | None = None
+
+
+class EndedRequest(NamedTuple):
+    """`spans` are relative to `arrival_s`, which is on the monotonic clock. No usage: it failed before it had any."""
+
+    id: str
+    arrival_s: float
+    spans: Sequence[StageSpan]
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """`number` counts the requests that have ended so far; ask with it for those that end later. `finished` are the
+    latest of them, oldest first."""
+
+    number: int
+    finished: Sequence[EndedRequest]
+    running: Sequence[LiveRequest]
+
 
 _RING = 2_000
 _REQUESTS = "requests"

@@ -1,7 +1,7 @@
 """What two instances say to each other. The source offers blocks, the target pulls them and says so.
 
-Every offer is named by its source's incarnation and a sequence number that is never used again; nobody ever names the
-blocks of the other side when it lets something go. Encoded like all frames (`cluster/wire.py`).
+Every offer is named by its source's incarnation and a sequence number that is never used again; neither side ever names
+blocks of the other when it lets something go. Encoded like all frames (`cluster/wire.py`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
     """Target to source: not wanted (found in a cache, or its request is gone). As good as an acknowledgement, unless
-    `failed`: then it is wanted, but could not be copied or is not what was offered, and somebody has to begin again."""
+    `failed`: then it is wanted, but could not be copied or is not what was offered; the request has to begin again."""
 
     incarnation: int
     sequence: int

@@ -2,10 +2,10 @@
 
 An offer is live from `offer` until exactly one of: acknowledged or refused by its target, withdrawn by its owner, its
 lease over, its target lost. Whatever ends it, the control word says so before the caller hears of it, and only then may
-the caller let anything else write to the blocks. The source asks nobody before it takes its blocks back: a target that
+the caller let anything else write to the blocks. The source takes its blocks back without asking: a target that
 reads too late finds that out from the word.
 
-Does not know what is in the blocks or who else holds them, and sends nothing itself.
+Does not know what is in the blocks or which requests hold them, and sends nothing itself.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Source:
     def on_ack(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
         """The owner whose blocks are free now; None if the message is about nothing that is live."""
         live = self._find(peer, incarnation, sequence)
-        # Nobody can have copied everything before it was offered: such a message is not about what is here.
+        # Not everything can have been copied before it was offered: such a message is not about what is here.
         if live is None or not live.complete:
             self.ignored += 1
             return None

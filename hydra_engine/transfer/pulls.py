@@ -1,6 +1,6 @@
 """What other instances offer to this one, and how far it has been copied.
 
-An offer goes through these states; each one that the owner was told of (`Offered`) ends for it exactly once:
+An offer goes through these states; each one that was reported to the owner (`Offered`) ends for it exactly once:
 
     unclaimed   its request is not known here (yet): recorded, not renewed
     wanted      `Offered` was given out, no copy of it is in flight; ends by `Gone`, `refuse` or `forget`
@@ -8,7 +8,7 @@ An offer goes through these states; each one that the owner was told of (`Offere
     cancelled   copying, but withdrawn, refused, invalid, or its source lost; ends by `Lost` with its last copy
 
 A copy in flight is never cut and its target blocks stay what they are until it has ended. Whether a copy was in time is
-not decided here: whoever copies reads the source's control word afterwards and tells `end`.
+not decided here: the lane that copies reads the source's control word afterwards, and `end` gets the answer.
 
 Messages may be lost, doubled, late and out of order: what does not fit is counted and ignored, and the source's lease
 ends what cannot go on. Sends nothing itself, does not know why a request wants what it wants.
@@ -34,7 +34,7 @@ RENEWALS_UNCLAIMED = 10  # an unclaimed offer is forgotten after so many periods
 @dataclass(frozen=True, slots=True)
 class Offered:
     """Blocks for a request of this instance can be pulled, `num_blocks` in all. KV (`image_index` None) may grow until
-    `end` is known: it is told again, under the same handle."""
+    `end` is known: it is reported again, under the same handle."""
 
     handle: int
     request_id: RequestId
@@ -77,7 +77,7 @@ class Lost:
 
 class Destination:
     """Offers of others, each under a handle of ours that is never used again. Times in seconds. `renew_s`: how often
-    sources are told that their offers are still wanted."""
+    offers that are still wanted are renewed at their sources."""
 
     def __init__(self, renew_s: float) -> None:
         self.pulled = 0  # offers

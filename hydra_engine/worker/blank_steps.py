@@ -1,8 +1,8 @@
-"""Dummy steps without requests, for warm-ups and measurements: pictures of zeros, tokens of zeros.
+"""Dummy steps without requests: for measurements, and for warm-ups, which pay first-call costs (thread pools, kernel
+set-up, lazy pages of weights) before requests come.
 
-Every slot is -1 and every block the first, so nothing is written to a cache and caches of one block suffice; what is
-left in recurrent states is never read, because a request begins without one. Does not know why a step is run, nor
-lanes.
+Pictures and tokens are zeros. Every slot is -1 and every block the first, so nothing is written to a cache and caches
+of one block suffice; what is left in recurrent states is never read, because a request begins without one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 
 from hydra_engine.backend.base import Ops, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
-from hydra_engine.models.specs.base import ItemPlan, LanguageSpec
+from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
+from hydra_engine.worker.language.sampler import best_tokens
+from hydra_engine.worker.ports import ServedModel
 
 
 def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:
@@ -75,3 +77,42 @@ def _state_rows(cu_q: torch.Tensor) -> StateRows:
     """Each row in a state slot of its own; no row has a state before."""
     state_slots = torch.arange(cu_q.shape[0] - 1, dtype=torch.int64)
     return StateRows(cu_q.to(torch.int64), torch.zeros_like(state_slots), state_slots, state_slots)
+
+
+_SIDE = 224  # pixels; the family's rule makes of it what its tower takes
+_MAX_TOKENS = 16  # of the prefill, and before the decode
+
+
+def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device) -> None:
+    if vision.processor is not None:
+        return  # its pictures are made elsewhere, and loading has run the tower on one
+    item = vision.plan_image(_SIDE, _SIDE).items[0]
+    with torch.inference_mode():
+        model.encode(blank_pictures(item, (_SIDE, _SIDE), 1, device), cache)
+
+
+def warm_language(
+    model: ServedModel,
+    ops: Ops,
+    language: LanguageSpec,
+    kv_cache: PagedCache,
+    image_cache: PagedCache | None,
+    states: StateCache | None,
+    device: torch.device,
+    *,
+    max_model_len: int,
+    decode: bool,
+    samples: bool = False,
+) -> None:
+    """One prefill, with an image row where there is an image cache, or two decodes. `samples`: tokens are sampled where
+    the logits are."""
+    length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
+    counts, start = ((1, 1), length) if decode else ((length,), 0)
+    contexts = [start + count for count in counts]
+    merged = 1 if image_cache is not None and not decode else 0
+    with torch.inference_mode():
+        inputs = blank_rows(ops, language, kv_cache, states, counts, contexts, device, merged=merged)
+        logits = model.forward(inputs, kv_cache, image_cache)
+        if samples:
+            ops.sample(logits, blank_sampling(logits.shape[0], device))
+    best_tokens(logits.cpu().numpy())

@@ -36,7 +36,7 @@ def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
         logger.warning("%s: %s", what, error)
         return error.info()
     except torch.OutOfMemoryError as error:
-        logger.warning("%s: out of memory: %s", what, str(error))  # who keeps the error keeps the memory
+        logger.warning("%s: out of memory: %s", what, str(error))  # a reference to the error would keep the memory
         return OUT_OF_MEMORY
     except Exception:  # broad on purpose: whatever one request provokes must not end the lane that serves all others
         logger.exception("%s failed", what)
@@ -46,7 +46,7 @@ def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
 def attempt_step(device: Device, what: str, run: Callable[[], T]) -> T | ErrorInfo:
     """As `attempt`, for what the calling lane launches on a device; memory that is free again goes back to it. Waits
     for the device if `run` raised, and raises BackendError where it is the device that failed: whatever is launched
-    after that raises too, so that otherwise request after request would be told that it was the one."""
+    after that raises too, so that otherwise request after request would be blamed."""
     outcome = attempt(what, run)
     if isinstance(outcome, ErrorInfo):
         device.finish()

@@ -40,7 +40,7 @@ ACTIONS = {
 }
 KILLED_EXIT_CODE = 86
 
-_NOBODY: frozenset[RequestId] = frozenset()
+_NO_REQUESTS: frozenset[RequestId] = frozenset()
 
 
 class InjectedFault(RuntimeError):
@@ -104,16 +104,14 @@ class FaultPoints:
     def hit(self, point: str, requests: Iterable[Request]) -> frozenset[RequestId]:
         """Does what is armed at `point` if any of `requests` matches; returns whose numbers are to become NaN."""
         if not self._armed:
-            return _NOBODY
+            return _NO_REQUESTS
         with self._lock:
             armed = self._armed.get(point)
-            if armed is None:
-                return _NOBODY
-            victims = armed.victims(requests)
-            if not victims:
-                return _NOBODY
+            victims = _NO_REQUESTS if armed is None else armed.victims(requests)
+            if armed is None or not victims:
+                return _NO_REQUESTS
             self._count(point, armed)
-        return victims if _act(point, armed) else _NOBODY
+        return victims if _act(point, armed) else _NO_REQUESTS
 
     def is_armed(self, point: str) -> bool:
         return point in self._armed
@@ -138,7 +136,7 @@ class FaultPoints:
 
 
 def _act(point: str, armed: _Armed) -> bool:
-    """Whether it is the caller who has to do something: to make numbers or bytes wrong."""
+    """Whether the caller has to make numbers or bytes wrong."""
     if armed.action == "kill":
         os._exit(KILLED_EXIT_CODE)
     if armed.action == "raise":
@@ -152,23 +150,17 @@ def _act(point: str, armed: _Armed) -> bool:
 
 
 def _parse(action: str, argument: str) -> _Armed:
-    values: dict[str, float] = {}
+    numbers: dict[str, int] = {}
+    seconds = 1.0
     for word in argument.split():
         name, _, value = word.partition("=")
         if name not in ("token", "request", "times", "seconds"):
             raise ConfigError(f"fault argument {word[:40]!r} is not token=, request=, times= or seconds=")
         try:
-            values[name] = float(value) if name == "seconds" else int(value)
+            if name == "seconds":
+                seconds = float(value)
+            else:
+                numbers[name] = int(value)
         except ValueError:
             raise ConfigError(f"fault argument {word[:40]!r} needs a number") from None
-    return _Armed(
-        action,
-        token=_integer(values.get("token")),
-        request=_integer(values.get("request")),
-        seconds=values.get("seconds", 1.0),
-        remaining=_integer(values.get("times")),
-    )
-
-
-def _integer(value: float | None) -> int | None:
-    return None if value is None else int(value)
+    return _Armed(action, numbers.get("token"), numbers.get("request"), seconds, remaining=numbers.get("times"))

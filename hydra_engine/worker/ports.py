@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
@@ -18,7 +20,6 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.vlm import Vision
-from hydra_engine.worker.language.positions import PromptPositions
 from hydra_engine.worker.language.sampler import SamplingState
 
 Job = Callable[[], None]
@@ -57,7 +58,7 @@ class ServedModel(Protocol):
 
 
 class Gate:
-    """Where the vision lane waits for language steps on the same device, for instances without one: nobody waits.
+    """Where the vision lane waits for language steps on the same device. This one lets everything pass.
 
     The other one is `vision/gate.py`. The language lane calls `begin` and `end`, the vision lane all else.
     """
@@ -103,3 +104,37 @@ class WorkerRequest:
     pixels: Mapping[ImageDigest, PixelPayload]
     pixel_bytes: int
     rope: PromptPositions | None = None
+
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPositions:
+    """`prompt` is [3, num_prompt]; behind the prompt a token sits at its place plus `delta`."""
+
+    prompt: Int64s
+    delta: int
+
+    @classmethod
+    def of_request(cls, request: Request) -> PromptPositions:
+        places = np.arange(request.num_prompt, dtype=np.int64)
+        prompt = np.broadcast_to(places, (3, request.num_prompt)).copy()
+        for image in request.images:
+            rope = image.rope
+            assert rope is not None, "an image span without positions"
+            rows, columns = np.divmod(np.arange(image.num_tokens), rope.columns)
+            prompt[0, image.start : image.end] = rope.time
+            prompt[1, image.start : image.end] = rope.row + rows
+            prompt[2, image.start : image.end] = rope.column + columns
+            prompt[:, image.end :] = places[image.end :] + rope.text_delta
+        return cls(prompt, request.rope_delta)
+
+    def of(self, start: int, count: int) -> Int64s:
+        """[3, count]"""
+        num_prompt, end = self.prompt.shape[1], start + count
+        if end <= num_prompt:
+            return self.prompt[:, start:end]
+        begin = max(start, num_prompt)
+        behind = np.arange(begin, end, dtype=np.int64) + self.delta
+        return np.concatenate((self.prompt[:, start:num_prompt], np.broadcast_to(behind, (3, end - begin))), axis=1)

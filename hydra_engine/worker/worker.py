@@ -7,8 +7,8 @@ samples. Results cross back through a deque (atomic append and popleft). Nothing
 behind the call, one more thread waits for the language lane's results, in their order, while the lane launches what
 comes next. Does not decide what to run, when a request ends, or which block holds what.
 
-The core knows neither of its two wings: who waits at the gate between the lanes (`vision/gate.py`), and the lane that
-copies blocks of other instances into our caches (`transfer/`), which runs its jobs and delivers its results through us.
+Two wings are put in from outside: the gate at which encodes wait for language steps (`vision/gate.py`), and the lane
+that copies blocks of other instances into our caches (`transfer/`), with `run_job` and `deliver` of the worker.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.constraints import Constraints
-from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.language.lane import LanguageTrack
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.language.track import LanguageTrack
-from hydra_engine.worker.ports import NO_GATE, Gate, Job, ServedModel, WorkerRequest
-from hydra_engine.worker.vision.track import VisionTrack
+from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, ServedModel, WorkerRequest
+from hydra_engine.worker.vision.lane import VisionTrack
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +142,15 @@ class Worker:
         the lane, and the worker with the next `poll`, for what is in flight never comes back."""
         try:
             job()
-        except Exception as error:  # broad on purpose: whatever ends a lane, nobody is to wait for it in vain
+        except Exception as error:  # broad on purpose: what ends a lane must end the wait for it
             if self._broken is None:  # what follows from the first failure says less
                 self._broken = error
             self._wake()
             raise
 
     def poll(self) -> list[Result]:
-        """Raises what ended a lane, BackendError if the device failed: what is in flight never comes back, and nobody
-        can tell which request it was."""
+        """Raises what ended a lane, BackendError if the device failed: what is in flight never comes back, and which
+        request it was is not known."""
         if self._broken is not None:
             raise self._broken
         results: list[Result] = []
@@ -183,7 +182,7 @@ class Worker:
             if track.graphs is not None:
                 lane, names = track.lane, (track.captures, track.size_option)
                 _capture(lane, track.graphs.prepare, *names)
-                jobs += [(lane, partial(track.graphs.capture, *wanted), *names) for wanted in track.graphs.wanted]
+                jobs += [(lane, partial(track.graphs.capture, *graph), *names) for graph in track.graphs.wanted]
         for done, job in enumerate(jobs, start=1):
             _capture(*job)
             progress(done, len(jobs))

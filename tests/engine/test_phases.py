@@ -6,7 +6,7 @@ import pytest
 
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
-from hydra_engine.telemetry.phases import phases
+from hydra_engine.telemetry.timeline import phases
 from tools.demo_training.scenes import held_out_questions
 
 

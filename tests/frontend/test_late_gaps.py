@@ -30,8 +30,8 @@ from hydra_engine.core.roles import Role
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.instance.ports import PeerDown
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.telemetry.phases import phases
 from hydra_engine.telemetry.request_metrics import FinishedRequests
+from hydra_engine.telemetry.timeline import phases
 from tests.examples import examples
 
 TOPOLOGIES = ["EPD", "EP+D", "ED+P", "E+PD", "E+P+D", "2EPD", "2E+P+2D", "2ED+2P", "2EP+2D", "2E+2P+2D"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable
-from hydra_engine.telemetry.live import LiveRequest
+from hydra_engine.telemetry.trace import LiveRequest
 from tests.calls import plain
 from tests.page.conftest import PICTURES, OpenTab, Scripted, Tab
 

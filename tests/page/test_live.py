@@ -14,7 +14,7 @@ from hydra_engine.core.messages import BudgetReport, InstanceSummary, LimitSumma
 from hydra_engine.core.outputs import StageSpan, Usage
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.server.page import events as page_module
-from hydra_engine.telemetry.live import LiveRequest
+from hydra_engine.telemetry.trace import LiveRequest
 from tests.page.conftest import OpenTab, Scripted
 from tests.server.stub import example_status, instances_of
 

@@ -29,8 +29,7 @@ from hydra_engine.core.outputs import (
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
-from hydra_engine.telemetry.live import Activity, LiveRequest
-from hydra_engine.telemetry.trace import TraceRing
+from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 
 IMAGE_TOKENS = 16
 VOCABULARY = 1000

@@ -22,8 +22,7 @@ from hydra_engine.server.http.listening import listen
 from hydra_engine.server.page import events as page
 from hydra_engine.server.page.events import MAX_VIEWERS
 from hydra_engine.server.state import STATE
-from hydra_engine.telemetry.live import LiveRequest
-from hydra_engine.telemetry.trace import TraceRing
+from hydra_engine.telemetry.trace import LiveRequest, TraceRing
 from tests.server.conftest import Serve, Served, until
 from tests.server.stub import StubEngine, example_status, instances_of
 

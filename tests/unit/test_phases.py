@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.telemetry.phases import PHASES, intake_s, phases
+from hydra_engine.telemetry.timeline import PHASES, intake_s, phases
 
 
 def language(stage: str, start: float, end: float, cause: str | None = None) -> StageSpan:

@@ -13,7 +13,7 @@ from hydra_engine.core.media import ImageItem, RopeSpan
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.models.specs.base import ItemPlan
 from hydra_engine.models.specs.positions import place_spans
-from hydra_engine.worker.language.positions import PromptPositions
+from hydra_engine.worker.ports import PromptPositions
 
 
 def span(rows: int, columns: int, time: int = 0, *, continues: bool = False) -> ItemPlan:

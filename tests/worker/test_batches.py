@@ -14,11 +14,9 @@ from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import feature_slots, sent_input, step_rows, vision_input, vision_slots
-from hydra_engine.worker.language.positions import PromptPositions
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.language.slot_table import SlotTable
-from hydra_engine.worker.language.states import StateTable
-from hydra_engine.worker.ports import WorkerRequest
+from hydra_engine.worker.language.slot_table import SlotTable, StateTable
+from hydra_engine.worker.ports import PromptPositions, WorkerRequest
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
 CPU = CpuDevice(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.request import SamplingParams
-from hydra_engine.worker.language.device_sampling import SlotSampling, draw_numbers
+from hydra_engine.worker.language.device_slot_table import SlotSampling, draw_numbers
 from hydra_engine.worker.language.sampler import MAX_NUMBER, NO_FAST_PATH, SamplingState, draw_number, seed_state
 from tests.worker.fakes import make_request
 

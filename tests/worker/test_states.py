@@ -9,7 +9,7 @@ import torch
 from hydra_engine.backend.base import StateCache
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, LanguagePlan
-from hydra_engine.worker.language.states import StateTable
+from hydra_engine.worker.language.slot_table import StateTable
 from tests.worker.fakes import Decode, Row, plan_of
 
 BLOCKS = np.zeros(8, dtype=np.int32)

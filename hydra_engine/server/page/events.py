@@ -28,8 +28,8 @@ from hydra_engine.server.http.encoding import event
 from hydra_engine.server.http.errors import STREAM
 from hydra_engine.server.http.sse import EventStream
 from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE
-from hydra_engine.telemetry.live import EndedRequest, LiveRequest
 from hydra_engine.telemetry.request_metrics import Outcomes
+from hydra_engine.telemetry.trace import EndedRequest, LiveRequest
 
 PERIOD_S = 0.25
 MAX_VIEWERS = 8  # of the events

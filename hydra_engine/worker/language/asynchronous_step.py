@@ -61,9 +61,9 @@ class AsynchronousStep(StepForm):
     def _replay(self, graphs: DecodeGraphs, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows) -> Unread:
         arrays = self._slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
         states = None if self._parts.states is None else self._parts.states.rows(plan)
-        found = graphs.replay(rows, sampling.seq_slots, arrays, states)
+        sampled_rows = graphs.replay(rows, sampling.seq_slots, arrays, states)
         self._slot_table.written(sampling.seq_slots)
-        return Unread(len(sampling.rows), sampling.rows, self._parts.device.fetch(found))
+        return Unread(len(sampling.rows), sampling.rows, self._parts.device.fetch(sampled_rows))
 
     # ---- op by op
 
@@ -95,14 +95,14 @@ class AsynchronousStep(StepForm):
         return outcome
 
     def _resolved(self, inputs: LanguageInput, decodes: DecodeRows, seq_slots: Tensor) -> LanguageInput:
-        """With the tokens of decodes that nobody has read. `seq_slots` begin with those of the decodes."""
+        """With the tokens of decodes that are on the device only. `seq_slots` begin with those of the decodes."""
         count = len(decodes)
         if not (decodes.token_ids < 0).any():
             return inputs
         head, rest = inputs.token_ids[:count], inputs.token_ids[count:]
         # What was sent may be the plan's own memory: nothing is written there.
-        known = self._slot_table.resolve(head, seq_slots[:count])
-        return replace(inputs, token_ids=torch.cat((known, rest)) if rest.shape[0] else known)
+        token_ids = self._slot_table.resolve(head, seq_slots[:count])
+        return replace(inputs, token_ids=torch.cat((token_ids, rest)) if rest.shape[0] else token_ids)
 
     def _poison(self, logits: Tensor, rows: Ints) -> None:
         if rows.size:

@@ -22,9 +22,8 @@ from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
 from hydra_engine.worker.language.plan_rows import counts_of, starts_of
-from hydra_engine.worker.language.positions import PromptPositions
-from hydra_engine.worker.language.slot_table import SlotTable
-from hydra_engine.worker.language.states import StateTable
+from hydra_engine.worker.language.slot_table import SlotTable, StateTable
+from hydra_engine.worker.ports import PromptPositions
 
 
 def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Ints:
@@ -51,7 +50,7 @@ def step_rows(
 ) -> StepRows:
     """Of a plan with at least one row, whose chunks have at least one token each.
 
-    `slot_table` knows the tokens that nobody has read yet (-1) and the rotary deltas of decodes, whose requests own
+    `slot_table` knows the tokens that a plan made ahead lacks (-1) and the rotary deltas of decodes, whose requests own
     their slots (`SlotTable.take`; a benchmark may set `slot_table.owners[decodes.seq_slots] = decodes.request_ids`
     instead). `rope` has the multimodal rotary positions of each chunk, `()` for a plan of decodes, and is None where
     positions are 1-D.
@@ -117,7 +116,7 @@ def _decode_rows(decodes: DecodeRows, slot_table: SlotTable, block_size: int, *,
 
 @lru_cache(maxsize=256)
 def _one_each(num_rows: int) -> tuple[Ints, BlockIds]:
-    """(rows [B], where each begins [B + 1]) of a step of one token a row. Nobody changes them."""
+    """(rows [B], where each begins [B + 1]) of a step of one token a row. Shared: not to be written to."""
     bounds = np.arange(num_rows + 1)
     return bounds[:-1], bounds.astype(np.int32)
 
@@ -136,7 +135,7 @@ def _mixed_rows(
     places = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
     positions = places
     if rope is not None:
-        pieces = [known.of(chunk.start, len(chunk.token_ids)) for chunk, known in zip(plan.chunks, rope, strict=True)]
+        pieces = [prompt.of(chunk.start, len(chunk.token_ids)) for chunk, prompt in zip(plan.chunks, rope, strict=True)]
         positions = np.concatenate([_decode_positions(plan.decodes, slot_table, multimodal=True), *pieces], axis=1)
     token_ids = np.empty(num_tokens, dtype=np.int64)
     token_ids[:num_decodes] = slot_table.tokens(plan.decodes)
@@ -211,7 +210,7 @@ def vision_input(
     values = iter(sent)
     arrays = tuple({name: next(values) for name in arrays} for arrays in given)
     return VisionInput(
-        pixels=tuple(one["pixels"] for one in arrays) if plain else (),
+        pixels=tuple(named["pixels"] for named in arrays) if plain else (),
         sources=tuple((image.width, image.height) for image in images),
         grids=tuple(image.grid for image in images),
         slots=sent_slots,

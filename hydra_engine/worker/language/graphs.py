@@ -23,8 +23,7 @@ from hydra_engine.backend.device import Graph
 from hydra_engine.core.plans import BlockIds, Ints
 from hydra_engine.models.inputs import LanguageInput, States
 from hydra_engine.worker.language.batches import StepRows
-from hydra_engine.worker.language.device_sampling import SamplingArrays
-from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
+from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
 from hydra_engine.worker.language.step import StepParts
 
 logger = logging.getLogger(__name__)

@@ -1,34 +1,156 @@
-"""Language plans -> language results, in the language lane's thread.
+"""The language lane: plans -> results, the steps in flight between them, and the lane's threads.
 
 A row that makes the model raise, or whose logits are not finite, fails alone: a step that raised is run again row by
 row, and rows of a request that failed are barred, also those that were planned ahead. Where the device works behind the
-call, `launch` returns while a step still runs, and the next one is launched before it was read. Does not decide when a
-request ends.
+call, `LanguageLane.launch` returns while a step still runs, and the next one is launched before it was read; one more
+thread waits for the results, in order. Does not decide when a request ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
-from hydra_engine.backend.device import Device
+from hydra_engine.backend.base import Backend, PagedCache, StateCache
+from hydra_engine.backend.cpu.lanes import ThreadLane
+from hydra_engine.backend.device import Device, Fetch, Lane
 from hydra_engine.clock import Clock
-from hydra_engine.core.plans import Ints, LanguagePlan
-from hydra_engine.errors import ErrorInfo
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.plans import Ints, LanguagePlan, LanguageResult
+from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.worker.blank_steps import warm_language
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
-from hydra_engine.worker.language.in_flight import FAILED_EARLIER, Pending, StepOrder
-from hydra_engine.worker.language.plan_rows import part_of
-from hydra_engine.worker.language.slot_table import SlotTable
-from hydra_engine.worker.language.step import Step
-from hydra_engine.worker.ports import NO_GATE, Gate, WorkerRequest
+from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.language.asynchronous_step import AsynchronousStep
+from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
+from hydra_engine.worker.language.graphs import DecodeGraphs, default_sizes
+from hydra_engine.worker.language.plan_rows import Samples, part_of
+from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable
+from hydra_engine.worker.language.step import Step, StepParts, SynchronousStep, Unread
+from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
+
+FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
+
+
+class Pending:
+    """A step of the lane. Its launch fills it; then only `result` may be used."""
+
+    def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float) -> None:
+        self._order = order
+        self._unread: list[tuple[Ints, Unread]] = []
+        self._fences: list[Fetch] = []
+        self.plan = plan
+        self.launched_s = launched_s
+        self.vision_s = 0.0  # of the vision lane, beside this step
+        self.samples = Samples.none(plan.num_rows)  # as far as they are known
+        self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
+        self.settled: LanguageResult | None = None
+
+    def add(self, rows: Ints, outcome: Samples | Unread) -> None:
+        """What became of these rows of the plan."""
+        if isinstance(outcome, Unread):
+            self._unread.append((rows, outcome))
+        elif len(rows) == self.plan.num_rows:
+            self.samples = outcome
+        else:
+            self.samples.put(rows, outcome)
+
+    def fail(self, rows: Sequence[int] | Ints, error: ErrorInfo) -> None:
+        self.samples.failures += [(int(row), error) for row in rows]
+
+    def wait_for(self, fence: Fetch) -> None:
+        """The result comes after what this has started: a launch that raised may have left work behind."""
+        self._fences.append(fence)
+
+    def result(self) -> LanguageResult:
+        """Waits. Raises BackendError where the device failed."""
+        return self._order.settle(self)
+
+    def read(self, slot_table: SlotTable) -> None:
+        """Waits; then `samples` are what the plan's rows got. All steps before it have been read."""
+        for rows, unread in self._unread:
+            self.samples.put(rows, unread.read())
+        for fence in self._fences:
+            fence.result()
+        if self.slot_owners is None:
+            return
+        barred = slot_table.failed(self.slot_owners)
+        if barred:
+            self.samples.drop(barred)
+            self.fail(barred, FAILED_EARLIER)
+        if self.samples.failures:
+            slot_table.fail(self.slot_owners, [row for row, _ in self.samples.failures])
+
+
+class StepOrder:
+    """The steps in flight, in their order. The gate opens and closes with each of them: on
+    the device a step begins when it is launched or, if that is later, when the one before it ends."""
+
+    def __init__(self, slot_table: SlotTable, clock: Clock, gate: Gate = NO_GATE) -> None:
+        self._slot_table = slot_table
+        self._clock = clock
+        self._gate = gate
+        self._reading = threading.Lock()  # held while the device is waited for; no thread that holds it launches
+        self._changing = threading.Lock()  # of what follows; never held for long
+        self._steps: deque[Pending] = deque()
+        self._ended_s = float("-inf")  # the step that was read last
+        self._error: BackendError | None = None
+
+    def add(self, pending: Pending) -> None:
+        """Before anything of the step is launched."""
+        with self._changing:
+            self._steps.append(pending)
+            if len(self._steps) == 1:
+                self._gate.begin(pending.plan.vision_s)
+
+    def settle(self, pending: Pending) -> LanguageResult:
+        with self._reading:
+            while pending.settled is None:
+                if self._error is not None:
+                    raise self._error
+                self._settle_next()
+            return pending.settled
+
+    def _settle_next(self) -> None:
+        step = self._steps[0]
+        try:
+            step.read(self._slot_table)
+        except BackendError as error:
+            self._error = error
+            raise
+        finally:
+            self._end(step)
+        started_s, self._ended_s = max(step.launched_s, self._ended_s), self._clock.now()
+        samples = step.samples
+        step.settled = LanguageResult(
+            step.plan.step_id,
+            started_s,
+            self._ended_s,
+            samples.token_ids,
+            tuple(samples.logprobs),
+            tuple(samples.failures),
+            step.vision_s,
+            tuple(samples.scores),
+        )
+
+    def _end(self, step: Pending) -> None:
+        with self._changing:
+            self._steps.popleft()
+            step.vision_s += self._gate.end()
+            if self._steps:
+                self._gate.begin(self._steps[0].plan.vision_s)
 
 
 class LanguageLane:
-    """`ahead`: steps are launched before the ones before them have been read. `gate` is told of whole steps; a step may
-    tell another one of its forwards itself."""
+    """`ahead`: steps are launched before the ones before them have been read. `gate` is that of whole steps; a step may
+    have one of its own for its forwards."""
 
     def __init__(
         self,
@@ -93,5 +215,88 @@ class LanguageLane:
             pending.fail(rows, outcome)
             return
         for index in range(len(rows)):
-            one = np.array([index], dtype=np.int64)
-            self._attempt(pending, rows[one], *part_of(plan, records, one), alone=True)
+            row = np.array([index], dtype=np.int64)
+            self._attempt(pending, rows[row], *part_of(plan, records, row), alone=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageTrack:
+    """`asynchronous`: steps are launched before the one before was read, and decodes may be replayed."""
+
+    captures, size_option = "decode steps", "cuda_graph_sizes"
+
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: Backend,
+        spec: ModelSpec,
+        kv_cache: PagedCache,
+        image_cache: PagedCache | None,
+        states: StateCache | None,
+        config: EngineConfig,
+        clock: Clock,
+        faults: FaultPoints,
+        gate: Gate,
+        run: Guard,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        self.graphs: DecodeGraphs | None = None
+        self._readers: Lane | None = None  # where results are waited for
+        self._run = run
+        ops, device = backend.ops, backend.device
+        num_seq_slots, max_model_len = config.scheduler.max_num_seqs, config.max_model_len or spec.max_model_len
+        step = partial(warm_language, model, ops, spec.language, kv_cache, image_cache, states, device.torch_device)
+        self._warm_up = partial(step, max_model_len=max_model_len, samples=asynchronous)
+        state_table = None if states is None else StateTable(states)
+        multimodal = spec.language.rope_sections is not None
+        parts = StepParts(model, ops, device, kv_cache, image_cache, faults, state_table, multimodal)
+        if asynchronous:
+            slots = DeviceSlotTable(num_seq_slots, device.torch_device)
+            if model.can_be_captured and not config.enforce_eager:
+                self.graphs = DecodeGraphs(parts, slots, _graph_sizes(config), max_model_len)
+            launched = AsynchronousStep(parts, slots, self.graphs)
+            self._runner = LanguageLane(launched, slots, device, clock, ahead=True, gate=gate)
+            self._readers = ThreadLane("results", 1)
+        else:
+            table = SlotTable(num_seq_slots)
+            self._runner = LanguageLane(SynchronousStep(parts, table, gate), table, device, clock, ahead=False)
+        self.lane = device.lane("language")
+
+    def submit(
+        self, plan: LanguagePlan, records: Sequence[WorkerRequest], deliver: Callable[[LanguageResult], None]
+    ) -> None:
+        """`records[i]` belongs to `plan.chunks[i]`."""
+        self.lane.submit(partial(self._run, partial(self._step, plan, records, deliver)))
+
+    def _step(
+        self, plan: LanguagePlan, records: Sequence[WorkerRequest], deliver: Callable[[LanguageResult], None]
+    ) -> None:
+        pending = self._runner.launch(plan, records)
+        if self._readers is None:
+            deliver(pending.result())
+        else:
+            self._readers.submit(partial(self._run, lambda: deliver(pending.result())))
+
+    @property
+    def warm_up_jobs(self) -> list[Job]:
+        return [partial(self._warm_up, decode=decode) for decode in (False, True)]
+
+    def close(self) -> None:
+        """Waits for the steps that were submitted, and for their results."""
+        self.lane.close()
+        if self._readers is not None:
+            self._readers.close()
+
+
+def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Of graphs; none is larger than a step can be."""
+    most = config.scheduler.max_num_seqs
+    if not config.cuda_graph_sizes:
+        return default_sizes(most)
+    fitting = tuple(size for size in config.cuda_graph_sizes if size <= most)
+    if len(fitting) < len(config.cuda_graph_sizes):
+        logger.warning("cuda_graph_sizes above max_num_seqs (%d) are left out: no step is as large", most)
+    return fitting or (most,)

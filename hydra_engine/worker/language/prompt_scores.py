@@ -1,7 +1,7 @@
 """Log probabilities of prompt tokens: which rows of a step score which tokens, and their scores.
 
 The row at a position scores the next token. Logits come in slices while the model runs, and only the requested entries
-of them are kept. Does not know models, nor who asked.
+of them are kept. Does not know models.
 """
 
 from __future__ import annotations

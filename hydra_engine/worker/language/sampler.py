@@ -179,16 +179,16 @@ def _in_grammar(state: SamplingState, constraint: Constraint, num_generated: int
     complete and has nothing else to go on with."""
     params, history = state.params, state.history
     assert history is not None and len(history.output_ids) == num_generated, "a row is sampled without its tokens"
-    known = constraint.allowed(history.output_ids)
+    allowed = constraint.allowed(history.output_ids)
     mask = np.zeros(size, dtype=np.bool_)
-    mask[: known.size] = known[:size]
+    mask[: allowed.size] = allowed[:size]
     ending = mask & _only(state.eos_ids, size)
     if state.allowed_ids is not None:
         mask &= _only(state.allowed_ids, size)
     unwanted = state.ending_ids if num_generated < params.min_tokens else state.eos_ids if params.ignore_eos else ()
-    for found in (mask & _any_but(unwanted, size), mask, ending):
-        if found.any():
-            return found
+    for candidates in (mask & _any_but(unwanted, size), mask, ending):
+        if candidates.any():
+            return candidates
     if state.allowed_ids is not None:
         raise InvalidRequest("allowed_token_ids leaves no token that the grammar allows", param="allowed_token_ids")
     name = None if params.grammar is None else params.grammar.param

@@ -1,7 +1,7 @@
 """The language lane's state of running requests by sequence slot, so that a decode in a plan carries no data.
 
 A request takes its slot with its first chunk there and has it until a chunk of another request comes. The lane's thread
-alone uses this, in the order of the plans; whoever planned a token ahead (-1) therefore finds it here. Only `fail` and
+alone uses this, in the order of the plans; a plan made ahead (token -1) therefore finds its token here. Only `fail` and
 `failed` are for the thread that reads results too. Does not decide which slot a request gets, nor when it ends:
 what a slot holds of an ended request is overwritten by its next one.
 """
@@ -14,14 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from hydra_engine.backend.base import StateCache, StateRows
 from hydra_engine.core.plans import DecodeRows, Ints, LanguagePlan
 from hydra_engine.core.request import Request
-from hydra_engine.worker.language.plan_rows import request_ids_of, seq_slots_of
+from hydra_engine.worker.language.plan_rows import counts_of, request_ids_of, seq_slots_of, starts_of
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState
 from hydra_engine.worker.ports import WorkerRequest
 
-_NOBODY = -1
+_NO_OWNER = -1
 _NEVER = -1
 
 
@@ -50,7 +52,7 @@ class SlotTable:
 
     def __init__(self, num_seq_slots: int) -> None:
         self.step = 0  # the number of the step in hand
-        self.owners: Ints = np.full(num_seq_slots, _NOBODY, dtype=np.int64)  # request ids
+        self.owners: Ints = np.full(num_seq_slots, _NO_OWNER, dtype=np.int64)  # request ids
         self.rope_deltas: Ints = np.zeros(num_seq_slots, dtype=np.int64)
         self.fast_path_from: Ints = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # see SamplingState
         self.since: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # the step that the request owns it from
@@ -163,3 +165,32 @@ class SlotTable:
             seq_slots = np.concatenate((seq_slots, more[:, 1]))
             num_generated = np.concatenate((num_generated, more[:, 2]))
         return SamplingRows(rows, seq_slots, num_generated, num_generated >= self.fast_path_from[seq_slots])
+
+
+class StateTable:
+    """Sequence slot s has the cache's state slots 2 s and 2 s + 1."""
+
+    def __init__(self, cache: StateCache) -> None:
+        self.cache = cache
+        num_seq_slots = cache.conv.shape[0] // 2
+        self._current: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # 0 or 1: which state slot holds the state
+        self._num_tokens: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # that the state has seen
+
+    def rows(self, plan: LanguagePlan) -> StateRows:
+        """Where each row reads and writes. A row that begins at 0 reads nothing, whatever its slot was used for."""
+        seq_slots, starts = seq_slots_of(plan), starts_of(plan)
+        seen = np.where(starts > 0, self._num_tokens[seq_slots], 0)
+        wrong = np.flatnonzero(seen != starts)
+        assert not wrong.size, f"state of {seen[wrong[0]]} tokens where a row begins at {starts[wrong[0]]}"
+        current = self._current[seq_slots]
+        cu_q = np.zeros(len(seq_slots) + 1, dtype=np.int64)
+        np.cumsum(counts_of(plan), out=cu_q[1:])
+        reads = 2 * seq_slots + current
+        writes = 2 * seq_slots + 1 - current
+        return StateRows(*(torch.from_numpy(values) for values in (cu_q, starts, reads, writes)))
+
+    def advance(self, plan: LanguagePlan) -> None:
+        """The step of this plan has come back whole."""
+        seq_slots = seq_slots_of(plan)
+        self._current[seq_slots] = 1 - self._current[seq_slots]
+        self._num_tokens[seq_slots] = starts_of(plan) + counts_of(plan)

@@ -27,12 +27,10 @@ from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
 from hydra_engine.worker.language.batches import StepRows, sent_input, step_rows
 from hydra_engine.worker.language.plan_rows import Samples
-from hydra_engine.worker.language.positions import PromptPositions
 from hydra_engine.worker.language.prompt_scores import PromptScoring
 from hydra_engine.worker.language.sampler import Logits, best_tokens, finite_rows, sample_row
-from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable
-from hydra_engine.worker.language.states import StateTable
-from hydra_engine.worker.ports import NO_GATE, Gate, ServedModel, WorkerRequest
+from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable, StateTable
+from hydra_engine.worker.ports import NO_GATE, Gate, PromptPositions, ServedModel, WorkerRequest
 
 
 class Unread(NamedTuple):

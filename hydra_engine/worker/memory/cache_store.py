@@ -1,7 +1,7 @@
 """Allocates the tensors behind the two paged caches and the recurrent states, and says what peers may map of them.
 
-Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know who uses which block,
-nor which peers there are.
+Host memory comes zero-filled and lazily: a page costs nothing until it is written. Does not know which request uses
+which block.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def measure(
 
 def _peak(backend: Backend, job: partial[None]) -> int:
     peak = backend.device.peak_bytes(job)
-    assert peak is not None, "the device has told peaks before"
+    assert peak is not None, "the device can tell peaks"
     return peak
 
 

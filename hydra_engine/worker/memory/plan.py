@@ -1,6 +1,6 @@
 """How many blocks each cache gets, how many slots recurrent states, and the longest request: once, at start.
 
-Works from the spec's byte formulas and the free memory it is told. Host memory is shared with everything else on the
+Works from the spec's byte formulas and the free memory that is given. Host memory is shared with everything else on the
 machine: caches get what requests are likely to need, bounded by a part of what is free. A GPU's memory is filled: what
 weights, the measured working memory of steps and a margin leave of the instance's share goes to the caches. Allocates
 nothing, asks no device.
@@ -65,7 +65,7 @@ class Needs:
 
     @property
     def wanted_images(self) -> int:
-        """Largest pictures that an image cache has room for unless told otherwise."""
+        """Largest pictures that an image cache has room for by default."""
         return max(TYPICAL_IMAGES, self.config.media.max_images)
 
     def flag(self, kind: str) -> str:

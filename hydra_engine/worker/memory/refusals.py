@@ -104,7 +104,7 @@ def caches_too_small(
 ) -> ResourceError:
     """`lower_to`: with a --max-model-len of that many tokens the KV cache would do."""
     short = [cache for cache in caches if cache.too_small]
-    told = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.least_bytes)} ({c.least_is})" for c in short)
+    sizes = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.least_bytes)} ({c.least_is})" for c in short)
     ways = [cache.least_flag for cache in short if cache.given]
     least_bytes = sum(max(c.least_bytes, c.num_bytes if c.given else 0) for c in caches)
     if not all(cache.given for cache in short):
@@ -117,7 +117,7 @@ def caches_too_small(
         change += f", or lower --max-model-len to {lower_to}"
     left = f", {size(max(left_bytes, 0))} are left beside the weights" if not ways and not part.filled else ""
     return ResourceError(
-        f"{told} for instance role {part.role.letters}{left}; {change}",
+        f"{sizes} for instance role {part.role.letters}{left}; {change}",
         param=f"{short[0].kind}_cache_gib",
     )
 

@@ -71,7 +71,7 @@ def image_budget(config: EngineConfig, vision: VisionSpec) -> int:
 
 def largest_encode(vision: VisionSpec, budget: int) -> LargestEncode:
     spans = [(size, item) for size in _PICTURES for item in vision.plan_image(*size).items]
-    picture, span = max(spans, key=lambda found: found[1].num_patches)
+    picture, span = max(spans, key=lambda pair: pair[1].num_patches)
     return LargestEncode(picture, span, max(1, -(-budget // span.num_patches)))
 
 

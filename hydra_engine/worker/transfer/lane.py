@@ -2,7 +2,7 @@
 
 Runs in the transfer lane's thread. The peer's blocks are read without its knowledge: it may take them back at any time,
 and says so in a control word before it does. So a copy counts only if the word, read after it, is still the one that
-the offer named. Does not know requests, offers or who has to be told.
+the offer named. Does not know requests or offers.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Peer:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Unmaps everything, since nobody else keeps the tensors. A second call does nothing."""
+        """Unmaps everything: no other reference to the tensors is left. A second call does nothing."""
         self.pools.clear()
         self._opened.close()
 

@@ -39,7 +39,7 @@ class LaneGate(Gate):
         self._allowance_s = inf
         self._used_s = 0.0  # in this step, up to `_since_s`
         self._since_s: float | None = None  # the vision lane computes since then; None: it waits or has nothing to do
-        self._waiting = False  # the vision lane stands at the gate; whoever releases it says so here
+        self._waiting = False  # the vision lane stands at the gate and has not been released
 
     # ---- the language lane
 

@@ -117,7 +117,7 @@ class EncodeGraphs:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
     def _launch(self, packing: Packing, features: list[Tensor]) -> None:
-        lengths = [len(one) for one in chain(packing.indices, packing.bounds)]
+        lengths = [len(integers) for integers in chain(packing.indices, packing.bounds)]
         *integers, slots = self._integers[: sum(lengths) + packing.num_features].split([*lengths, packing.num_features])
         split = len(packing.indices)
         planned = zip(integers[split:], packing.longest, strict=True)

@@ -1,13 +1,13 @@
-"""A vision plan -> features in the image cache -> a vision result.
+"""The vision lane: a plan -> features in the image cache -> a result, and the lane's thread with its graphs.
 
-Runs in the vision lane's thread. A picture that makes the tower raise, or whose features are not finite, fails alone.
-With a gate the tower waits between its pieces when a language step has no more room for it; where it never has to, an
-encode is replayed if a graph fits. Does not know where pixels come from, nor who else runs.
+A picture that makes the tower raise, or whose features are not finite, fails alone. With a gate the tower waits between
+its pieces when a language step has no more room for it; where it never has to, an encode is replayed if a graph fits.
+Does not know where pixels come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,13 +17,17 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.clock import Clock
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import EncodeItem, VisionPlan, VisionResult
 from hydra_engine.errors import ErrorInfo
+from hydra_engine.models.specs.base import VisionSpec
+from hydra_engine.worker.blank_steps import warm_vision
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
 from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
 from hydra_engine.worker.language.batches import vision_input, vision_slots
-from hydra_engine.worker.ports import NO_GATE, Gate, ServedModel, WorkerRequest
-from hydra_engine.worker.vision.graphs import EncodeGraphs
+from hydra_engine.worker.memory.working import image_budget, largest_encode
+from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
+from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
 class VisionLane:
@@ -95,14 +99,66 @@ class VisionLane:
 
     def _finite(self, items: Sequence[EncodeItem]) -> list[bool]:
         """Of each picture, whether what the tower wrote is made of numbers. Waits once for all of them."""
-        places = self._device.send([item.block_ids.astype(np.int64) for item in items])
-        flags = [self._is_finite(item, blocks) for item, blocks in zip(items, places, strict=True)]
-        (found,) = self._device.fetch((torch.stack(flags),)).result()
-        finite: list[bool] = found.tolist()
-        return finite
+        block_ids = self._device.send([item.block_ids.astype(np.int64) for item in items])
+        flags = [self._is_finite(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
+        (finite,) = self._device.fetch((torch.stack(flags),)).result()
+        return [bool(flag) for flag in finite]
 
     def _is_finite(self, item: EncodeItem, blocks: Tensor) -> Tensor:
         features = self._cache.data[blocks]  # [n, planes, 1, S, 1, C]
         num_blocks, planes, _, block_size, _, width = features.shape
         rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
         return torch.isfinite(rows).all()
+
+
+class VisionTrack:
+    """`piece_rows`: rows of a layer after which an encode can pause, where tokens have a limit; 0: whole layers.
+    `note`: what a user should know of how encodes are run. `num_slices`: about how many pieces the largest encode
+    is computed in, between which it can wait; 0: it cannot wait."""
+
+    captures, size_option = "encodes", "encoder_cuda_graph_sizes"
+
+    def __init__(
+        self,
+        model: ServedModel,
+        backend: Backend,
+        vision: VisionSpec,
+        cache: PagedCache,
+        config: EngineConfig,
+        clock: Clock,
+        faults: FaultPoints,
+        gate: Gate,
+        run: Guard,
+        *,
+        piece_rows: int,
+        asynchronous: bool,
+    ) -> None:
+        self.graphs: EncodeGraphs | None = None
+        self.note = ""
+        self.num_slices = 0
+        self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device)
+        self._run = run
+        if not (gate.can_hold and config.scheduler.slices_layers):
+            piece_rows = 0
+        if gate.can_hold:
+            pieces = vision.max_patches_per_image // piece_rows if piece_rows else 1
+            self.num_slices = model.num_slices * max(1, pieces)
+        if asynchronous:
+            largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
+            self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=piece_rows > 0)
+        self._runner = VisionLane(model, backend, cache, clock, faults, gate, piece_rows, self.graphs)
+        self.lane = backend.device.lane("vision")
+
+    def submit(
+        self, plan: VisionPlan, records: Sequence[WorkerRequest], deliver: Callable[[VisionResult], None]
+    ) -> None:
+        """`records[i]` belongs to `plan.items[i]`."""
+        self.lane.submit(partial(self._run, lambda: deliver(self._runner.run(plan, records))))
+
+    @property
+    def warm_up_jobs(self) -> list[Job]:
+        return [self._warm_up]
+
+    def close(self) -> None:
+        """Waits for the steps that were submitted."""
+        self.lane.close()
