@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -26,13 +25,6 @@ logger = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    instance: Instance
-    worker: Worker
-    summary: InstanceSummary
-
-
 def run_instance(
     config: EngineConfig,
     name: str,
@@ -44,64 +36,47 @@ def run_instance(
     scheduler_class: type[StageScheduler] = StageScheduler,
     worker_class: type[Worker] = Worker,
 ) -> int:
-    """Builds, announces readiness, serves until Shutdown. Returns the exit code; start-up errors are reported to
-    the front as data, anything else is a bug and propagates. The classes are for baselines to compare with."""
+    """Builds, announces readiness, serves until Shutdown. Returns the exit code; start-up errors are reported to the
+    front as data, anything else is a bug and propagates. The classes are for baselines to compare with."""
+    began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():
         try:
-            classes = scheduler_class, worker_class
-            assembled = assemble(config, name, inbox, outbox, wake, context, connect, *classes)
+            stack = build_worker(config, wake, progress, context, worker_class, make_gate())
+            hooks = make_hooks(stack, wake, progress, connect)
+            resolved, plan = stack.config, stack.plan
+            scheduler = scheduler_class(
+                context.role,
+                CacheManager(plan.num_kv_blocks, resolved.cache.block_size),
+                CacheManager(plan.num_image_blocks, resolved.cache.image_block_size),
+                resolved.scheduler,
+                instance=name,
+                reuse=resolved.cache.prefix_caching,
+                has_states=plan.num_state_slots > 0,
+                budgets=hooks.budgets,
+                observer=hooks.observer,
+                connector=hooks.connector,
+            )
+            instance = Instance(
+                scheduler=scheduler,
+                worker=stack.worker,
+                inbox=inbox,
+                outbox=outbox,
+                wake=wake,
+                clock=stack.clock,
+                look_ahead=bool(resolved.scheduler.look_ahead),
+                peers=hooks.peers,
+                arm_fault=stack.faults.arm if stack.faults.enabled else None,
+            )
+            summary = _summary(name, context, stack, hooks, time.monotonic() - began)
         except HydraError as error:
             outbox.send([Failed(error.info(), error.exit_code)])
             return error.exit_code
-        outbox.send([Ready(WIRE_VERSION, assembled.summary)])
+        outbox.send([Ready(WIRE_VERSION, summary)])
         try:
-            assembled.instance.run()
+            instance.run()
         finally:
-            assembled.worker.close()
+            stack.worker.close()
     return 0
-
-
-def assemble(
-    config: EngineConfig,
-    name: str,
-    inbox: Inbox,
-    outbox: Outbox,
-    wake: threading.Event,
-    context: InstanceContext,
-    connect: Connect | None,
-    scheduler_class: type[StageScheduler],
-    worker_class: type[Worker],
-) -> Assembled:
-    began = time.monotonic()
-    progress = _Progress(outbox).report
-    stack = build_worker(config, wake, progress, context, worker_class, make_gate())
-    hooks = make_hooks(stack, wake, progress, connect)
-    resolved, plan = stack.config, stack.plan
-    scheduler = scheduler_class(
-        context.role,
-        CacheManager(plan.num_kv_blocks, resolved.cache.block_size),
-        CacheManager(plan.num_image_blocks, resolved.cache.image_block_size),
-        resolved.scheduler,
-        instance=name,
-        reuse=resolved.cache.prefix_caching,
-        has_states=plan.num_state_slots > 0,
-        budgets=hooks.budgets,
-        observer=hooks.observer,
-        connector=hooks.connector,
-    )
-    instance = Instance(
-        scheduler=scheduler,
-        worker=stack.worker,
-        inbox=inbox,
-        outbox=outbox,
-        wake=wake,
-        clock=stack.clock,
-        look_ahead=bool(resolved.scheduler.look_ahead),
-        peers=hooks.peers,
-        arm_fault=stack.faults.arm if stack.faults.enabled else None,
-    )
-    summary = _summary(name, context, stack, hooks, time.monotonic() - began)
-    return Assembled(instance, stack.worker, summary)
 
 
 def _summary(

@@ -45,7 +45,7 @@ PHASE_OF = {
 MOVES = {"ep_migration": "features", "pd_migration": "kv"}  # phases in which a request moves, and what moves
 _PHASE_OF_WAIT: dict[str | None, str] = {"images": "encode_queue", "transfer": "pd_migration"}
 _BEFORE = {"encode": "encode_queue", "prefill": "prefill_queue", "decode": "decode_queue"}
-_WAITS = frozenset(_BEFORE.values())
+_QUEUE_PHASES = frozenset(_BEFORE.values())
 
 
 def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None = None) -> dict[str, float]:
@@ -73,7 +73,7 @@ def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None 
             if name is None:
                 name = _gap(spans, starts, at_s, started_s)
             handed_over = name == "other" and at_s - clock_s <= HAND_OVER_S
-            if clock_s >= first_token_s and (name in _WAITS or handed_over):
+            if clock_s >= first_token_s and (name in _QUEUE_PHASES or handed_over):
                 name = "decode_queue"
             durations[name] += at_s - clock_s
             clock_s = at_s

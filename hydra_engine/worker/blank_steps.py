@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hydra_engine.backend.base import Ops, PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
 from hydra_engine.worker.language.sampler import best_tokens
@@ -93,19 +93,19 @@ def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, devic
 
 def warm_language(
     model: ServedModel,
-    ops: Ops,
+    backend: Backend,
     language: LanguageSpec,
     kv_cache: PagedCache,
     image_cache: PagedCache | None,
     states: StateCache | None,
-    device: torch.device,
-    *,
     max_model_len: int,
+    samples: bool,
+    *,
     decode: bool,
-    samples: bool = False,
 ) -> None:
     """One prefill, with an image row where there is an image cache, or two decodes. `samples`: tokens are sampled where
     the logits are."""
+    ops, device = backend.ops, backend.device.torch_device
     length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
     counts, start = ((1, 1), length) if decode else ((length,), 0)
     contexts = [start + count for count in counts]

@@ -33,10 +33,10 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.constraints import Constraints
-from hydra_engine.worker.language.lane import LanguageTrack
+from hydra_engine.worker.language.lane import LanguageLane
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, ServedModel, WorkerRequest
-from hydra_engine.worker.vision.lane import VisionTrack
+from hydra_engine.worker.vision.lane import VisionLane
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +77,18 @@ class Worker:
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
         self.faults = faults if faults is not None else FaultPoints()
         self._closing: list[Callable[[], None]] = []
-        self._vision: VisionTrack | None = None
-        self._language: LanguageTrack | None = None
+        self._vision: VisionLane | None = None
+        self._language: LanguageLane | None = None
         vision = spec.vision if role.needs_vision else None
         self._gate = gate if vision is not None and image_cache is not None and role.needs_language else NO_GATE
         asynchronous = backend.device.asynchronous if asynchronous is None else asynchronous
         lane = config, clock, self.faults, self._gate, self.run_job
         if vision is not None and image_cache is not None:
-            self._vision = VisionTrack(
+            self._vision = VisionLane(
                 model, backend, vision, image_cache, *lane, piece_rows=self.PIECE_ROWS, asynchronous=asynchronous
             )
         if role.needs_language and kv_cache is not None:
-            self._language = LanguageTrack(
+            self._language = LanguageLane(
                 model, backend, spec, kv_cache, image_cache, states, *lane, asynchronous=asynchronous
             )
 
@@ -167,10 +167,10 @@ class Worker:
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Runs tiny steps in the lanes' own threads and waits for them. Raises BackendError if one fails."""
-        jobs = [(track.lane, job) for track in self._tracks for job in track.warm_up_jobs]
+        jobs = [(lane.thread, job) for lane in self._lanes for job in lane.warm_up_jobs]
         progress(0, len(jobs))
-        for done, (lane, job) in enumerate(jobs, start=1):
-            if _failed(lane, "warm-up", job):
+        for done, (thread, job) in enumerate(jobs, start=1):
+            if _failed(thread, "warm-up", job):
                 raise BackendError("the model cannot run its warm-up steps on this backend; the log says why")
             progress(done, len(jobs))
 
@@ -178,18 +178,18 @@ class Worker:
         """After the warm-up, where steps are to be replayed: progress is not called where they are not. Raises
         BackendError."""
         jobs: list[tuple[Lane, Job, str, str]] = []
-        for track in reversed(self._tracks):
-            if track.graphs is not None:
-                lane, names = track.lane, (track.captures, track.size_option)
-                _capture(lane, track.graphs.prepare, *names)
-                jobs += [(lane, partial(track.graphs.capture, *graph), *names) for graph in track.graphs.wanted]
+        for lane in reversed(self._lanes):
+            if lane.graphs is not None:
+                names = lane.captures, lane.size_option
+                _capture(lane.thread, lane.graphs.prepare, *names)
+                jobs += [(lane.thread, partial(lane.graphs.capture, *graph), *names) for graph in lane.graphs.wanted]
         for done, job in enumerate(jobs, start=1):
             _capture(*job)
             progress(done, len(jobs))
 
     @property
-    def _tracks(self) -> list[VisionTrack | LanguageTrack]:
-        return [track for track in (self._vision, self._language) if track is not None]
+    def _lanes(self) -> list[VisionLane | LanguageLane]:
+        return [lane for lane in (self._vision, self._language) if lane is not None]
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class Worker:
     @property
     def graph_bytes(self) -> int:
         """What captured steps took of the device's memory."""
-        return sum(track.graphs.num_bytes for track in self._tracks if track.graphs is not None)
+        return sum(lane.graphs.num_bytes for lane in self._lanes if lane.graphs is not None)
 
     @property
     def captured_patches(self) -> int:
@@ -215,22 +215,22 @@ class Worker:
     def close(self) -> None:
         """Waits for the steps that were submitted; their results can still be polled."""
         self._gate.close()
-        for track in self._tracks:
-            track.close()
+        for lane in self._lanes:
+            lane.close()
         for close in self._closing:
             close()
         self._constraints.close()
 
 
-def _capture(lane: Lane, job: Job, what: str, option: str) -> None:
-    if _failed(lane, "graph capture", job):
+def _capture(thread: Lane, job: Job, what: str, option: str) -> None:
+    if _failed(thread, "graph capture", job):
         raise BackendError(
             f"{what} cannot be captured on this backend; the log says why, enforce_eager does without, and where "
             f"memory is missing fewer {option} take less of it"
         )
 
 
-def _failed(lane: Lane, what: str, job: Job) -> bool:
+def _failed(thread: Lane, what: str, job: Job) -> bool:
     """Runs the job in the lane and waits for it."""
     answers: SimpleQueue[bool] = SimpleQueue()
 
@@ -241,5 +241,5 @@ def _failed(lane: Lane, what: str, job: Job) -> bool:
             logger.error("%s: %s", what, error)
             answers.put(True)
 
-    lane.submit(run)
+    thread.submit(run)
     return answers.get()

@@ -153,7 +153,7 @@ def test_a_lane_that_moves_between_partitions_keeps_its_order(
     """The language lane has its own part of the device while the other one has work."""
     rig = on_device("llava", sm_split=(4,))
     assert rig.worker._vision is not None
-    vision = rig.worker._vision.lane
+    vision = rig.worker._vision.thread
     assert isinstance(vision, SplitLane)
     made, found = requests(rig, 10), list[tuple[int, ...]]()
     replays.clear()
@@ -215,7 +215,7 @@ def test_streams_of_lanes_are_told_apart(on_device: Rigs, streams: Streams) -> N
     """The test's own teeth: lanes work on streams of their own."""
     rig = on_device("llava")
     seen: set[Stream] = set()
-    for lane in (rig.worker._language.lane, rig.worker._vision.lane):  # type: ignore[misc]
+    for lane in (rig.worker._language.thread, rig.worker._vision.thread):  # type: ignore[misc]
         lane.submit(lambda: seen.add(streams.current))
     rig.worker.close()
     assert len(seen) == 2 and streams.default not in seen

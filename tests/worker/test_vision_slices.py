@@ -11,6 +11,7 @@ import pytest
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.clock import MonotonicClock
+from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.plans import VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import VisionInput
@@ -19,7 +20,7 @@ from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.ports import NO_GATE, WorkerRequest
 from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.vision.lane import VisionLane
-from tests.worker.fakes import BAD_PIXEL, IMAGE_TOKENS, FakeModel, Rig, make_picture, make_request
+from tests.worker.fakes import BAD_PIXEL, FAKE_VISION, IMAGE_TOKENS, FakeModel, Rig, make_picture, make_request
 
 NUM_LAYERS = 4
 
@@ -47,8 +48,9 @@ class Setup:
         self.rig = Rig(self.model)
         self.gate = LaneGate(MonotonicClock())
         gate = self.gate if gated else NO_GATE
-        parts = self.rig.backend, self.rig.image_cache, MonotonicClock(), FaultPoints()
-        self.lane = VisionLane(self.model, *parts, gate, piece_rows)
+        config = EngineConfig(scheduler=SchedulerConfig(tpot_slo=1.0 if piece_rows else None))
+        parts = self.rig.backend, FAKE_VISION, self.rig.image_cache, config, MonotonicClock(), FaultPoints(), gate
+        self.lane = VisionLane(self.model, *parts, lambda job: job(), piece_rows=piece_rows, asynchronous=False)
         pictures = [make_picture(f"{i}", fill, 3 + i * IMAGE_TOKENS) for i, fill in enumerate(fills)]
         prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]
         self.request: Request = make_request(1, prompt, images=tuple(image for image, _ in pictures))
@@ -61,6 +63,7 @@ class Setup:
         self.results.append(self.lane.run(VisionPlan(self.rig.next_step(), items), [self.record] * len(items)))
 
     def close(self) -> None:
+        self.lane.close()
         self.rig.worker.close()
 
 

@@ -19,7 +19,7 @@ import torch
 
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.cpu.lanes import ThreadLane
-from hydra_engine.backend.device import Device, Fetch, Lane
+from hydra_engine.backend.device import Fetch, Lane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import Ints, LanguagePlan, LanguageResult
@@ -33,7 +33,7 @@ from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.graphs import DecodeGraphs, default_sizes
 from hydra_engine.worker.language.plan_rows import Samples, part_of
 from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable
-from hydra_engine.worker.language.step import Step, StepParts, SynchronousStep, Unread
+from hydra_engine.worker.language.step import StepParts, SynchronousStep, Unread
 from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
 
 FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
@@ -149,29 +149,82 @@ class StepOrder:
 
 
 class LanguageLane:
-    """`ahead`: steps are launched before the ones before them have been read. `gate` is that of whole steps; a step may
-    have one of its own for its forwards."""
+    """`asynchronous`: steps are launched before the ones before them have been read, and decodes may be replayed; then
+    the gate is that of whole steps, and else of their forwards. `run` is called in the lane's threads."""
+
+    captures, size_option = "decode steps", "cuda_graph_sizes"
 
     def __init__(
         self,
-        step: Step,
-        slot_table: SlotTable,
-        device: Device,
+        model: ServedModel,
+        backend: Backend,
+        spec: ModelSpec,
+        kv_cache: PagedCache,
+        image_cache: PagedCache | None,
+        states: StateCache | None,
+        config: EngineConfig,
         clock: Clock,
+        faults: FaultPoints,
+        gate: Gate,
+        run: Guard,
         *,
-        ahead: bool,
-        gate: Gate = NO_GATE,
+        asynchronous: bool,
     ) -> None:
-        self._step = step
-        self._slot_table = slot_table
-        self._device = device
+        self.graphs: DecodeGraphs | None = None
+        self._readers: Lane | None = None  # where results are waited for
+        self._run = run
         self._clock = clock
-        self._ahead = ahead
-        self._order = StepOrder(slot_table, clock, gate)
+        self._ahead = asynchronous
+        self._device = device = backend.device
+        num_seq_slots, max_model_len = config.scheduler.max_num_seqs, config.max_model_len or spec.max_model_len
+        self._warm_up = partial(
+            warm_language, model, backend, spec.language, kv_cache, image_cache, states, max_model_len, asynchronous
+        )
+        state_table = None if states is None else StateTable(states)
+        multimodal = spec.language.rope_sections is not None
+        parts = StepParts(model, backend.ops, device, kv_cache, image_cache, faults, state_table, multimodal)
+        self._slot_table: SlotTable
+        self._step: AsynchronousStep | SynchronousStep
+        if asynchronous:
+            self._slot_table = slot_table = DeviceSlotTable(num_seq_slots, device.torch_device)
+            if model.can_be_captured and not config.enforce_eager:
+                self.graphs = DecodeGraphs(parts, slot_table, _graph_sizes(config), max_model_len)
+            self._step = AsynchronousStep(parts, slot_table, self.graphs)
+            self._order = StepOrder(slot_table, clock, gate)
+            self._readers = ThreadLane("results", 1)
+        else:
+            self._slot_table = SlotTable(num_seq_slots)
+            self._step = SynchronousStep(parts, self._slot_table, gate)
+            self._order = StepOrder(self._slot_table, clock)
+        self.thread = device.lane("language")
+
+    def submit(
+        self, plan: LanguagePlan, records: Sequence[WorkerRequest], deliver: Callable[[LanguageResult], None]
+    ) -> None:
+        """`records[i]` belongs to `plan.chunks[i]`."""
+
+        def step() -> None:
+            pending = self.launch(plan, records)
+            if self._readers is None:
+                deliver(pending.result())
+            else:
+                self._readers.submit(partial(self._run, lambda: deliver(pending.result())))
+
+        self.thread.submit(partial(self._run, step))
+
+    @property
+    def warm_up_jobs(self) -> list[Job]:
+        return [partial(self._warm_up, decode=decode) for decode in (False, True)]
+
+    def close(self) -> None:
+        """Waits for the steps that were submitted, and for their results."""
+        self.thread.close()
+        if self._readers is not None:
+            self._readers.close()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
-        """`records[i]` belongs to `plan.chunks[i]`. Never raises because of a request's content; BackendError where the
-        device failed. With `ahead` the result may not be there yet."""
+        """In the lane's thread. Never raises because of a request's content; BackendError where the
+        device failed. The result may not be there yet."""
         pending = Pending(self._order, plan, self._clock.now())
         self._order.add(pending)
         self._step.vision_s = 0.0
@@ -220,75 +273,6 @@ class LanguageLane:
 
 
 logger = logging.getLogger(__name__)
-
-
-class LanguageTrack:
-    """`asynchronous`: steps are launched before the one before was read, and decodes may be replayed."""
-
-    captures, size_option = "decode steps", "cuda_graph_sizes"
-
-    def __init__(
-        self,
-        model: ServedModel,
-        backend: Backend,
-        spec: ModelSpec,
-        kv_cache: PagedCache,
-        image_cache: PagedCache | None,
-        states: StateCache | None,
-        config: EngineConfig,
-        clock: Clock,
-        faults: FaultPoints,
-        gate: Gate,
-        run: Guard,
-        *,
-        asynchronous: bool,
-    ) -> None:
-        self.graphs: DecodeGraphs | None = None
-        self._readers: Lane | None = None  # where results are waited for
-        self._run = run
-        ops, device = backend.ops, backend.device
-        num_seq_slots, max_model_len = config.scheduler.max_num_seqs, config.max_model_len or spec.max_model_len
-        step = partial(warm_language, model, ops, spec.language, kv_cache, image_cache, states, device.torch_device)
-        self._warm_up = partial(step, max_model_len=max_model_len, samples=asynchronous)
-        state_table = None if states is None else StateTable(states)
-        multimodal = spec.language.rope_sections is not None
-        parts = StepParts(model, ops, device, kv_cache, image_cache, faults, state_table, multimodal)
-        if asynchronous:
-            slots = DeviceSlotTable(num_seq_slots, device.torch_device)
-            if model.can_be_captured and not config.enforce_eager:
-                self.graphs = DecodeGraphs(parts, slots, _graph_sizes(config), max_model_len)
-            launched = AsynchronousStep(parts, slots, self.graphs)
-            self._runner = LanguageLane(launched, slots, device, clock, ahead=True, gate=gate)
-            self._readers = ThreadLane("results", 1)
-        else:
-            table = SlotTable(num_seq_slots)
-            self._runner = LanguageLane(SynchronousStep(parts, table, gate), table, device, clock, ahead=False)
-        self.lane = device.lane("language")
-
-    def submit(
-        self, plan: LanguagePlan, records: Sequence[WorkerRequest], deliver: Callable[[LanguageResult], None]
-    ) -> None:
-        """`records[i]` belongs to `plan.chunks[i]`."""
-        self.lane.submit(partial(self._run, partial(self._step, plan, records, deliver)))
-
-    def _step(
-        self, plan: LanguagePlan, records: Sequence[WorkerRequest], deliver: Callable[[LanguageResult], None]
-    ) -> None:
-        pending = self._runner.launch(plan, records)
-        if self._readers is None:
-            deliver(pending.result())
-        else:
-            self._readers.submit(partial(self._run, lambda: deliver(pending.result())))
-
-    @property
-    def warm_up_jobs(self) -> list[Job]:
-        return [partial(self._warm_up, decode=decode) for decode in (False, True)]
-
-    def close(self) -> None:
-        """Waits for the steps that were submitted, and for their results."""
-        self.lane.close()
-        if self._readers is not None:
-            self._readers.close()
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,16 +47,6 @@ class Unread(NamedTuple):
         return sampled(self.num_rows, self.rows, *found) if found else Samples.none(self.num_rows)
 
 
-class Step(Protocol):
-    """`vision_s` is how long the vision lane ran beside the runs since it was set to 0, as far as the step knows."""
-
-    vision_s: float
-
-    def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | Unread:
-        """Of a plan with at least one row."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """What a step is made with."""
@@ -80,7 +70,8 @@ class Begun(NamedTuple):
 
 
 class StepForm:
-    """What both forms do."""
+    """What both forms do. `vision_s` is how long the vision lane ran beside the runs since it was set to 0, as far as
+    the step knows."""
 
     def __init__(self, parts: StepParts, slot_table: SlotTable) -> None:
         self._parts = parts

@@ -9,7 +9,7 @@ gives no stream what it keeps for another: all of it counts once for every parti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
@@ -85,20 +85,57 @@ def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]
     return counts
 
 
-def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
-    """Before anything is loaded: of the right size, not more."""
+class LargestSteps(Protocol):
+    """Bytes that the largest step of each stage takes."""
+
+    def encode(self, vision: VisionSpec) -> int: ...
+
+    def decode(self) -> int: ...
+
+    def prefill(self) -> int: ...
+
+
+def working_memory(
+    steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, places: int
+) -> WorkingMemory:
+    """Of the steps that the role runs. `captures`: encodes and decodes may be replayed."""
     encode = language = graphs = 0
     if spec.vision is not None and role.needs_vision:
-        encode = estimated_encode(spec.vision, config, dtype_bytes)
-        graphs += encode_graph_bytes(spec.vision, role, config, encode)
+        encode = steps.encode(spec.vision)
+        graphs += encode_graph_bytes(spec.vision, role, config, encode) if captures else 0
     if role.needs_language:
-        rows, tokens = config.scheduler.max_num_seqs, config.scheduler.token_budget
-        scored = SCORED_ROWS if Role.P in role else 0
-        decode = _estimated_step(spec, rows, rows, 0, dtype_bytes)
-        language = max(decode, _estimated_step(spec, tokens, rows, scored, dtype_bytes) if Role.P in role else 0)
-        graphs += decode + GRAPH_BYTES if Role.D in role else 0
+        decode = steps.decode()
+        language = max(decode, steps.prefill() if Role.P in role else 0)
+        graphs += decode + GRAPH_BYTES if captures and Role.D in role else 0
+    return WorkingMemory(encode, language, graphs).times(places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimates:
+    spec: ModelSpec
+    config: EngineConfig
+    dtype_bytes: int
+
+    def encode(self, vision: VisionSpec) -> int:
+        return estimated_encode(vision, self.config, self.dtype_bytes)
+
+    def decode(self) -> int:
+        return self._step(self.config.scheduler.max_num_seqs, 0)
+
+    def prefill(self) -> int:
+        return self._step(self.config.scheduler.token_budget, SCORED_ROWS)
+
+    def _step(self, num_tokens: int, num_scored: int) -> int:
+        language, num_rows = self.spec.language, self.config.scheduler.max_num_seqs
+        layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * self.dtype_bytes
+        return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)
+
+
+def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
+    """Before anything is loaded: of the right size, not more."""
     both = spec.vision is not None and role.needs_vision and role.needs_language
-    return WorkingMemory(encode, language, graphs).times(1 + len(config.sm_counts) if both else 1)
+    places = 1 + len(config.sm_counts) if both else 1
+    return working_memory(_Estimates(spec, config, dtype_bytes), spec, role, config, captures=True, places=places)
 
 
 def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:
@@ -116,9 +153,3 @@ def encode_graph_bytes(vision: VisionSpec, role: Role, config: EngineConfig, enc
     largest = largest_encode(vision, image_budget(config, vision)).num_patches
     captured = most_captured(config, largest)
     return -(-encode_bytes * captured // largest) + ENCODE_GRAPH_BYTES if captured else 0
-
-
-def _estimated_step(spec: ModelSpec, num_tokens: int, num_rows: int, num_scored: int, dtype_bytes: int) -> int:
-    language = spec.language
-    layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * dtype_bytes
-    return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)

@@ -26,36 +26,68 @@ from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
 from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
 from hydra_engine.worker.language.batches import vision_input, vision_slots
 from hydra_engine.worker.memory.working import image_budget, largest_encode
-from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
+from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
 class VisionLane:
-    """`gate`: where a language lane runs on the same device. `piece_rows` is that of `VisionInput`. `graphs`: those of
-    encodes that need not wait between pieces; what they do not fit is launched op by op."""
+    """`piece_rows`: rows of a layer after which an encode can pause, where tokens have a limit; 0: whole layers.
+    `note`: what a user should know of how encodes are run. `num_slices`: about how many pieces the largest encode
+    is computed in, between which it can wait; 0: it cannot wait."""
+
+    captures, size_option = "encodes", "encoder_cuda_graph_sizes"
 
     def __init__(
         self,
         model: ServedModel,
         backend: Backend,
-        image_cache: PagedCache,
+        vision: VisionSpec,
+        cache: PagedCache,
+        config: EngineConfig,
         clock: Clock,
         faults: FaultPoints,
-        gate: Gate = NO_GATE,
-        piece_rows: int = 0,
-        graphs: EncodeGraphs | None = None,
+        gate: Gate,
+        run: Guard,
+        *,
+        piece_rows: int,
+        asynchronous: bool,
     ) -> None:
+        self.graphs: EncodeGraphs | None = None
+        self.note = ""
+        self.num_slices = 0
         self._model = model
         self._device = backend.device
-        self._cache = image_cache
+        self._cache = cache
         self._clock = clock
         self._faults = faults
         self._gate = gate
-        self._piece_rows = piece_rows if gate.can_hold else 0
-        self._graphs = graphs
+        self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device)
+        self._run = run
+        self._piece_rows = piece_rows if gate.can_hold and config.scheduler.slices_layers else 0
+        if gate.can_hold:
+            pieces = vision.max_patches_per_image // self._piece_rows if self._piece_rows else 1
+            self.num_slices = model.num_slices * max(1, pieces)
+        if asynchronous:
+            largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
+            self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=self._piece_rows > 0)
+        self.thread = backend.device.lane("vision")
+
+    def submit(
+        self, plan: VisionPlan, records: Sequence[WorkerRequest], deliver: Callable[[VisionResult], None]
+    ) -> None:
+        """`records[i]` belongs to `plan.items[i]`."""
+        self.thread.submit(partial(self._run, lambda: deliver(self.run(plan, records))))
+
+    @property
+    def warm_up_jobs(self) -> list[Job]:
+        return [self._warm_up]
+
+    def close(self) -> None:
+        """Waits for the steps that were submitted."""
+        self.thread.close()
 
     def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
-        """`records[i]` belongs to `plan.items[i]`. Never raises because of a request's content, and BackendError where
+        """In the lane's thread. Never raises because of a request's content, and BackendError where
         the device failed. The times of the result include waits at the gate."""
         started_s = self._clock.now()
         self._gate.enter()
@@ -89,7 +121,7 @@ class VisionLane:
         inputs = vision_input(images, payloads, slots, self._device)
         inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
         num_patches = sum(item.num_patches for item in items)
-        if self._graphs is None or not self._graphs.replay(inputs, slots, num_patches):
+        if self.graphs is None or not self.graphs.replay(inputs, slots, num_patches):
             self._model.encode(inputs, self._cache)
         finite = self._finite(items)
         return tuple(
@@ -109,56 +141,3 @@ class VisionLane:
         num_blocks, planes, _, block_size, _, width = features.shape
         rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
         return torch.isfinite(rows).all()
-
-
-class VisionTrack:
-    """`piece_rows`: rows of a layer after which an encode can pause, where tokens have a limit; 0: whole layers.
-    `note`: what a user should know of how encodes are run. `num_slices`: about how many pieces the largest encode
-    is computed in, between which it can wait; 0: it cannot wait."""
-
-    captures, size_option = "encodes", "encoder_cuda_graph_sizes"
-
-    def __init__(
-        self,
-        model: ServedModel,
-        backend: Backend,
-        vision: VisionSpec,
-        cache: PagedCache,
-        config: EngineConfig,
-        clock: Clock,
-        faults: FaultPoints,
-        gate: Gate,
-        run: Guard,
-        *,
-        piece_rows: int,
-        asynchronous: bool,
-    ) -> None:
-        self.graphs: EncodeGraphs | None = None
-        self.note = ""
-        self.num_slices = 0
-        self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device)
-        self._run = run
-        if not (gate.can_hold and config.scheduler.slices_layers):
-            piece_rows = 0
-        if gate.can_hold:
-            pieces = vision.max_patches_per_image // piece_rows if piece_rows else 1
-            self.num_slices = model.num_slices * max(1, pieces)
-        if asynchronous:
-            largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
-            self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=piece_rows > 0)
-        self._runner = VisionLane(model, backend, cache, clock, faults, gate, piece_rows, self.graphs)
-        self.lane = backend.device.lane("vision")
-
-    def submit(
-        self, plan: VisionPlan, records: Sequence[WorkerRequest], deliver: Callable[[VisionResult], None]
-    ) -> None:
-        """`records[i]` belongs to `plan.items[i]`."""
-        self.lane.submit(partial(self._run, lambda: deliver(self._runner.run(plan, records))))
-
-    @property
-    def warm_up_jobs(self) -> list[Job]:
-        return [self._warm_up]
-
-    def close(self) -> None:
-        """Waits for the steps that were submitted."""
-        self.lane.close()
