@@ -113,7 +113,7 @@ class Events:
         tokenizer = load_tokenizer(EngineConfig().model_path)
         body = {"messages": [{"role": "user", "content": "-"}], "stream": True}
         asked, identity = msgspec.convert(body, ChatCompletionRequest), Identity("chatcmpl-" + "0" * 32, 0, "demo")
-        answer = ChatAnswer(asked, identity, ToolUse(), "none")
+        answer = ChatAnswer(asked, identity, ToolUse())
         ids = spoken(tokenizer, num_tokens)
         self.tokens = [answer.events(Piece(tokenizer.token_text(number), (number,))) for number in ids]
         self.tokens[-1] += b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'

@@ -18,9 +18,8 @@ from aiohttp import web
 from hydra_engine.core.roles import MAX_INSTANCES
 from hydra_engine.errors import HydraError, InvalidRequest, Unavailable
 from hydra_engine.server.generate import json_response
-from hydra_engine.server.health import Alive, Instance, describe
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.info import topology_of
+from hydra_engine.server.info import Alive, Instance, describe, topology_of
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.state import STATE, loaded_engine
 

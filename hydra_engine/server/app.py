@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.server import admin, generate, health, info, openapi
+from hydra_engine.server import admin, generate, info, openapi
 from hydra_engine.server.anthropic import messages
 from hydra_engine.server.http.access import add_headers, install_tracer, request_middleware
 from hydra_engine.server.http.auth import KEYS, SALT_SECRET, KeyRing, auth_middleware
@@ -19,7 +19,7 @@ from hydra_engine.server.http.body import body_middleware
 from hydra_engine.server.http.cors import Cors, is_loopback
 from hydra_engine.server.http.errors import error_middleware
 from hydra_engine.server.http.loop_lag import LoopLag
-from hydra_engine.server.openai import chat, completions, models, responses, tokenize
+from hydra_engine.server.openai import chat, completions, responses, tokenize
 from hydra_engine.server.page import events as page
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.state import (
@@ -81,18 +81,18 @@ def _routes(*, with_admin: bool, debug_endpoints: bool) -> list[web.RouteDef]:
         web.post("/v1/messages", messages.messages),
         web.post("/v1/messages/count_tokens", messages.count_tokens),
         web.delete("/v1/requests/{id}", generate.end_requests),
-        web.get("/v1/models", models.list_models),
-        web.get("/v1/models/{model:.+}", models.one_model),
+        web.get("/v1/models", info.list_models),
+        web.get("/v1/models/{model:.+}", info.one_model),
         web.post("/tokenize", tokenize.tokenize),
         web.post("/detokenize", tokenize.detokenize),
-        web.get("/livez", health.livez),
-        web.get("/health", health.health),
-        web.get("/ready", health.health),
-        web.get("/ping", health.health),
+        web.get("/livez", info.livez),
+        web.get("/health", info.health),
+        web.get("/ready", info.health),
+        web.get("/ping", info.health),
         web.get("/load", info.load),
-        web.get("/version", health.version),
+        web.get("/version", info.version),
         web.get("/server_info", info.server_info),
-        web.get("/metrics", health.metrics),
+        web.get("/metrics", info.metrics),
         web.get("/openapi.json", openapi.show),
     ]
     if with_admin:
@@ -102,5 +102,5 @@ def _routes(*, with_admin: bool, debug_endpoints: bool) -> list[web.RouteDef]:
         routes.append(web.post("/reset_mm_cache", admin.reset_mm_cache))
         routes.append(web.get("/debug/trace", admin.trace))
     if debug_endpoints:
-        routes.append(web.get("/debug/ledger", health.ledger))
+        routes.append(web.get("/debug/ledger", info.ledger))
     return routes

@@ -25,7 +25,7 @@ from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.server.http.access import ACCESS
 from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.http.encoding import DONE, Slices, json_event
+from hydra_engine.server.http.encoding import DONE, MakeChunk, Slices, TextEvents, json_event
 from hydra_engine.server.http.errors import STREAM
 from hydra_engine.server.http.sse import EventStream, send_parts
 from hydra_engine.server.openai.several import Several
@@ -43,6 +43,7 @@ from hydra_engine.server.state import (
     admitted,
     loaded_engine,
 )
+from hydra_engine.server.tools.tool_calls import ToolUse
 from hydra_engine.telemetry import timeline
 
 R = TypeVar("R", bound=GenerationFields)
@@ -60,28 +61,6 @@ class Identity(msgspec.Struct, frozen=True):
         return self.id, kind, self.created, self.model, FINGERPRINT
 
 
-class UsageMeter:
-    """The `usage` of a stream's chunks: absent unless asked for, null on all but the last, or a running count."""
-
-    def __init__(self, fields: SamplingFields) -> None:
-        self.included = fields.include_usage
-        self._running = fields.continuous_usage
-        self._prompt: outputs.Usage | None = None
-        self.num_tokens = 0
-
-    def begin(self, handle: Handle) -> None:
-        if self._running:
-            self._prompt = handle.prompt_usage
-
-    def add(self, piece: Piece) -> None:
-        self.num_tokens += len(piece.token_ids)
-
-    def now(self) -> Usage | UnsetType | None:
-        if not self.included:
-            return UNSET
-        return usage_of(self._prompt, self.num_tokens) if self._prompt is not None else None
-
-
 class Answer:
     """What an endpoint makes of results and pieces."""
 
@@ -94,9 +73,7 @@ class Answer:
         self._identity = identity
         self._with_metrics = bool(body.return_metrics)
         self.slices = Slices()
-
-    def begin(self, handle: Handle) -> None:
-        """The request is admitted."""
+        self.prompt: outputs.Usage | None = None  # its counts, once the request is admitted
 
     def whole(self, result: Result) -> msgspec.Struct:
         raise NotImplementedError
@@ -111,6 +88,23 @@ class Answer:
 
     def _metrics(self, result: Result, *, streamed: bool = False) -> Metrics | UnsetType:
         return metrics_of(result, streamed=streamed) if self._with_metrics else UNSET
+
+
+class ChunkAnswer(Answer):
+    """An answer in OpenAI's chunks. Their `usage` is absent unless it is asked for, null on all but the last, or a
+    running count."""
+
+    def __init__(self, body: SamplingFields, identity: Identity, text_chunk: MakeChunk) -> None:
+        super().__init__(body, identity)
+        self._includes_usage = body.include_usage
+        self._counts_along = body.continuous_usage
+        self._num_tokens = 0
+        self._texts = TextEvents(text_chunk)
+
+    def _usage_now(self) -> Usage | UnsetType | None:
+        if not self._includes_usage:
+            return UNSET
+        return usage_of(self.prompt, self._num_tokens) if self._counts_along and self.prompt is not None else None
 
 
 async def read_generation(request: web.Request, kind: type[R], prefix: str) -> tuple[EnginePort, R, Identity]:
@@ -138,6 +132,11 @@ def check_model(request: web.Request, model: str | None) -> str:
             code="model_not_found",
         )
     return served
+
+
+def offered(request: web.Request, use: ToolUse) -> ToolUse:
+    """With the dialect of the model that is served. Raises InvalidRequest where it knows no tools."""
+    return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].chat_template)
 
 
 def call_of(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:
@@ -204,8 +203,7 @@ async def _running(
             if prompt is not None:
                 _check_logprobs(request, body, calls[0].sampling, prompt.prompt_tokens)
             handle.expect(pieces=bool(body.stream))
-            answer.begin(handle)
-            request[ACCESS].prompt = prompt
+            request[ACCESS].prompt = answer.prompt = prompt
             yield handle
         finally:
             handle.cancel()

@@ -19,9 +19,9 @@ from hydra_engine import __version__
 from hydra_engine.errors import CODES
 from hydra_engine.server.http.access import has_anthropic_style
 from hydra_engine.server.http.auth import ADMIN_PATHS, OPEN_PATHS, PAGE_FILES
+from hydra_engine.server.http.body import refused_fields
 from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
-from hydra_engine.server.protocol.names import refused_fields
 
 Json = dict[str, Any]
 

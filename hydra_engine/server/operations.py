@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_engine.server import admin, generate, health, info
-from hydra_engine.server.openai import models, tokenize
+from hydra_engine.server import admin, generate, info
+from hydra_engine.server.openai import tokenize
 from hydra_engine.server.protocol import anthropic as messages
 from hydra_engine.server.protocol import chat, completions, response_events, responses
-from hydra_engine.server.protocol import tokenize as token_requests
 
 TEXT = "text/plain"
 
@@ -53,7 +52,7 @@ _PICTURE = (
 _WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _SOURCE = {"type": "base64", "media_type": "image/png", "data": _PICTURE.partition(",")[2]}
 _HELLO = {"role": "user", "content": "Hello"}
-_SAME_AS_HEALTH = Operation("server", "The same as /health", health.Health, others={503: health.NotServing})
+_SAME_AS_HEALTH = Operation("server", "The same as /health", info.Health, others={503: info.NotServing})
 
 
 def _about(picture: dict[str, Any], text_type: str) -> list[dict[str, Any]]:
@@ -150,11 +149,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         parameters=(Parameter("id", "the `id` of an answer, or its X-Request-Id"),),
         errors=(404,),
     ),
-    ("GET", "/v1/models"): Operation("models", "The model that is served", models.ModelList, errors=(503,)),
+    ("GET", "/v1/models"): Operation("models", "The model that is served", info.ModelList, errors=(503,)),
     ("GET", "/v1/models/{model}"): Operation(
         "models",
         "The same by its name",
-        models.Model,
+        info.Model,
         parameters=(Parameter("model", "the name of the model"),),
         errors=(404, 503),
     ),
@@ -162,7 +161,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "tokens",
         "Token ids of a prompt or of messages, where a picture is one token",
         tokenize.Tokens,
-        token_requests.TokenizeRequest,
+        tokenize.TokenizeRequest,
         errors=_MODEL,
         examples=({"prompt": "Hello"}, {"messages": [_HELLO]}),
     ),
@@ -170,17 +169,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "tokens",
         "Text of token ids",
         tokenize.Text,
-        token_requests.DetokenizeRequest,
+        tokenize.DetokenizeRequest,
         errors=_MODEL,
         examples=({"tokens": [72, 105]},),
     ),
-    ("GET", "/livez"): Operation("server", "Answers while the HTTP process lives", health.Alive),
+    ("GET", "/livez"): Operation("server", "Answers while the HTTP process lives", info.Alive),
     ("GET", "/health"): Operation(
-        "server", "Whether requests are served and make progress", health.Health, others={503: health.NotServing}
+        "server", "Whether requests are served and make progress", info.Health, others={503: info.NotServing}
     ),
     **{("GET", path): _SAME_AS_HEALTH for path in ("/ready", "/ping")},
     ("GET", "/load"): Operation("server", "How many generations run or wait", info.Load),
-    ("GET", "/version"): Operation("server", "The version of the server", health.Version),
+    ("GET", "/version"): Operation("server", "The version of the server", info.Version),
     ("GET", "/server_info"): Operation(
         "server", "Model, topology, devices, limits, caches and budgets", info.ServerInfo, errors=(503,)
     ),
@@ -198,10 +197,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         examples=({"topology": "EPD"},),
     ),
     ("POST", "/reset_prefix_cache"): Operation(
-        "admin", "Forgets reusable KV; what running requests hold stays", health.Alive, errors=(503,)
+        "admin", "Forgets reusable KV; what running requests hold stays", info.Alive, errors=(503,)
     ),
     ("POST", "/reset_mm_cache"): Operation(
-        "admin", "Forgets pictures and their features; what running requests hold stays", health.Alive, errors=(503,)
+        "admin", "Forgets pictures and their features; what running requests hold stays", info.Alive, errors=(503,)
     ),
     ("GET", "/debug/trace"): Operation(
         "admin",

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from hydra_engine.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from hydra_engine.server.protocol.anthropic import MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
-from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import Served
 
 REQUESTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {

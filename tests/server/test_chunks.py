@@ -32,9 +32,7 @@ USAGES = {
 texts = st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=6)
 
 
-class Admitted:
-    id = "r"
-    prompt_usage = outputs.Usage(7, 0, 4, 0, 1)
+PROMPT = outputs.Usage(7, 0, 4, 0, 1)
 
 
 def answers(kind: str, usage: str) -> tuple[Any, Any]:
@@ -42,13 +40,11 @@ def answers(kind: str, usage: str) -> tuple[Any, Any]:
     pair = []
     for _ in range(2):
         if kind == "chat":
-            answer: Any = ChatAnswer(
-                msgspec.convert(CHAT | USAGES[usage], ChatCompletionRequest), IDENTITY, ToolUse(), "none"
-            )
+            answer: Any = ChatAnswer(msgspec.convert(CHAT | USAGES[usage], ChatCompletionRequest), IDENTITY, ToolUse())
         else:
             body = {"prompt": "a", "stream": True, **USAGES[usage]}
             answer = CompletionAnswer(msgspec.convert(body, CompletionRequest), IDENTITY, [])
-        answer.meter.begin(Admitted())
+        answer.prompt = PROMPT
         answer.events(Piece("begun", (1,)))
         pair.append(answer)
     return pair[0], pair[1]
@@ -84,5 +80,5 @@ def test_what_is_more_than_text_takes_the_long_way() -> None:
     for kind in ("chat", "completions"):
         answer, _ = answers(kind, "running")
         assert answer.text_event(Piece("a", (1,), (logprob,))) is None
-    fresh = ChatAnswer(msgspec.convert(CHAT, ChatCompletionRequest), IDENTITY, ToolUse(), "none")
+    fresh = ChatAnswer(msgspec.convert(CHAT, ChatCompletionRequest), IDENTITY, ToolUse())
     assert fresh.text_event(Piece("a", (1,))) is None, "the role comes first"

@@ -209,11 +209,11 @@ async def test_defaults_and_ignored_fields_are_accepted(served: Served, name: st
 
 async def test_unknown_fields_are_logged_once_a_name(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     unknown = f"never_heard_of_{uuid.uuid4().hex[:8]}"  # nor has any test before in this process
-    with caplog.at_level(logging.INFO, "hydra_engine.server.protocol.names"):
+    with caplog.at_level(logging.INFO, "hydra_engine.server.protocol.fields"):
         for _ in range(3):
             async with served.chat(**{unknown: 1}, user="me") as response:
                 assert response.status == 200
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("names")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("protocol.fields")]
     assert lines == [f"ignoring the request field {unknown!r}"]
 
 

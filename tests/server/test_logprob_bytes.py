@@ -92,7 +92,7 @@ def whole(answer: Answer, result: Result) -> dict[str, Any]:
 
 def chat_answer() -> ChatAnswer:
     asked = ChatCompletionRequest(messages=[Message("user", "a")], logprobs=True, top_logprobs=2)
-    return ChatAnswer(asked, IDENTITY, asked.tool_use(), "none")
+    return ChatAnswer(asked, IDENTITY, asked.tool_use())
 
 
 def text_answer() -> CompletionAnswer:

@@ -13,8 +13,8 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.server import openapi
 from hydra_engine.server.app import build_app
+from hydra_engine.server.http.body import refused_fields
 from hydra_engine.server.operations import OPERATIONS
-from hydra_engine.server.protocol.names import refused_fields
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from tests.server.conftest import Serve, Served
 from tests.server.stub import StubEngine

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import CODES, InvalidRequest
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import strict_json
+from hydra_engine.server.http import body, strict_json
 from hydra_engine.server.http.listening import listen
-from hydra_engine.server.protocol import names
+from hydra_engine.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
-from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.examples import examples
 from tests.server.conftest import Serve
 from tests.server.stub import StubEngine
@@ -117,11 +116,11 @@ def test_the_check_finds_an_unbounded_field() -> None:
 def test_no_field_is_both_known_and_refused() -> None:
     """What one endpoint knows another may refuse."""
     chat, completions = (set(kind.__struct_fields__) for kind in (ChatCompletionRequest, CompletionRequest))
-    assert not chat & completions & names.UNSUPPORTED.keys()
-    assert not (chat | completions) & names.IGNORED
+    assert not chat & completions & body.UNSUPPORTED.keys()
+    assert not (chat | completions) & body.IGNORED
     for kind in (ResponsesRequest, MessagesRequest, CountTokensRequest):
         assert not set(kind.__struct_fields__) & kind.UNSUPPORTED.keys()
-    assert not names.UNSUPPORTED.keys() & names.IGNORED
+    assert not body.UNSUPPORTED.keys() & body.IGNORED
 
 
 @pytest.mark.parametrize("depth", [strict_json.MAX_DEPTH, strict_json.MAX_DEPTH + 1])
@@ -256,10 +255,10 @@ _names = sorted(
         *CompletionRequest.__struct_fields__,
         *ResponsesRequest.__struct_fields__,
         *MessagesRequest.__struct_fields__,
-        *names.UNSUPPORTED,
+        *body.UNSUPPORTED,
         *ResponsesRequest.UNSUPPORTED,
         *MessagesRequest.UNSUPPORTED,
-        *names.IGNORED,
+        *body.IGNORED,
     }
     - {"messages", "prompt", "model", "input"}
 )

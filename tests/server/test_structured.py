@@ -17,10 +17,10 @@ from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.app import build_app
+from hydra_engine.server.http.body import parse_request
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
-from hydra_engine.server.protocol.names import parse_request
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -9,46 +9,45 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
-from hydra_engine.server.generate import Answer, Identity, UsageMeter, call_of, read_generation, respond
-from hydra_engine.server.http.encoding import TextEvents
-from hydra_engine.server.port import Handle
+from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, offered, read_generation, respond
 from hydra_engine.server.protocol.chat import (
     AssistantMessage,
+    CallDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ChatDelta,
+    Function,
+    FunctionDelta,
+    MessageCall,
     chat_logprobs,
     chat_messages,
 )
 from hydra_engine.server.protocol.common import Metrics, Usage, prompt_logprobs, usage_of
-from hydra_engine.server.protocol.tools import CallDelta, Function, FunctionDelta, MessageCall
-from hydra_engine.server.state import CONFIG
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ChatCompletionRequest, "chatcmpl-")
-    use = body.tool_use()
-    dialect = use.dialect(request.app[CONFIG].tool_parser, engine.chat_template)
-    sampling = use.sampling(body.sampling(engine.default_sampling_params), dialect)
+    use = offered(request, body.tool_use())
+    sampling = use.sampling(body.sampling(engine.default_sampling_params))
     call = replace(
         call_of(request, body, sampling),
         template=body.template(use),
         pixels=body.pixels,
         messages=chat_messages(body.messages),
     )
-    return await respond(request, [call], ChatAnswer(body, identity, use, dialect), body)
+    return await respond(request, [call], ChatAnswer(body, identity, use), body)
 
 
 class _Choice:
     """One of the answers of a stream: which deltas its pieces become."""
 
-    def __init__(self, use: ToolUse, dialect: str) -> None:
-        self._parser = use.parser(dialect)
+    def __init__(self, use: ToolUse) -> None:
+        self._parser = use.parser()
         self.begun = False
         self.calls = False
 
@@ -69,16 +68,13 @@ class _Choice:
         return deltas if deltas or not piece.logprobs else [ChatDelta(content="")]
 
 
-class ChatAnswer(Answer):
-    def __init__(self, body: ChatCompletionRequest, identity: Identity, use: ToolUse, dialect: str) -> None:
-        super().__init__(body, identity)
+class ChatAnswer(ChunkAnswer):
+    def __init__(self, body: ChatCompletionRequest, identity: Identity, use: ToolUse) -> None:
+        super().__init__(body, identity, self._text_chunk)
         self._body = body
         self._use = use
-        self._dialect = dialect
-        self._choices = [_Choice(use, dialect) for _ in range(body.n or 1)]
+        self._choices = [_Choice(use) for _ in range(body.n or 1)]
         self._num_open = len(self._choices)
-        self._texts = TextEvents(self._text_chunk)
-        self.meter = UsageMeter(body)
 
     def whole(self, result: Result) -> ChatCompletion:
         results = result.choices or (result,)
@@ -93,7 +89,7 @@ class ChatAnswer(Answer):
     def _whole_choice(self, index: int, result: Result) -> ChatChoice:
         logprobs = chat_logprobs(result.logprobs, self.slices) if result.logprobs is not None else None
         message, has_calls = AssistantMessage(result.text), False
-        parser = self._use.parser(self._dialect)
+        parser = self._use.parser()
         if parser is not None:
             text, calls = collect([*parser.feed(result.text), *parser.finish()])
             tool_calls = [MessageCall(call.id, Function(call.name, call.arguments)) for call in calls]
@@ -107,18 +103,15 @@ class ChatAnswer(Answer):
             return "tool_calls"
         return result.finish_reason.value
 
-    def begin(self, handle: Handle) -> None:
-        self.meter.begin(handle)
-
     def text_event(self, piece: Piece) -> bytes | None:
         choice = self._choices[piece.index]
         if not choice.is_plain or piece.logprobs:
             return None
-        self.meter.add(piece)
-        return self._texts.event(piece.index, piece.text, self.meter.now()) if piece.text else b""
+        self._num_tokens += len(piece.token_ids)
+        return self._texts.event(piece.index, piece.text, self._usage_now()) if piece.text else b""
 
     def _chunks(self, piece: Piece) -> Iterable[ChatChunk]:
-        self.meter.add(piece)
+        self._num_tokens += len(piece.token_ids)
         index, choice = piece.index, self._choices[piece.index]
         if not choice.begun:
             choice.begun = True
@@ -141,8 +134,8 @@ class ChatAnswer(Answer):
             index, ChatDelta(), finish_reason=self._reason(result, has_calls), stop_reason=result.stop_reason
         )
         yield self._chunk(choice, self._metrics(result, streamed=True) if is_last else UNSET)
-        if is_last and self.meter.included:
-            counted = self.meter.num_tokens if len(self._choices) > 1 else None
+        if is_last and self._includes_usage:
+            counted = self._num_tokens if len(self._choices) > 1 else None
             yield self._chunk(None, usage=usage_of(result.usage, counted))
 
     def _chunk(
@@ -154,7 +147,7 @@ class ChatAnswer(Answer):
         return ChatChunk(
             *self._identity.head("chat.completion.chunk"),
             choices=[choice] if choice is not None else [],
-            usage=usage or self.meter.now(),
+            usage=usage or self._usage_now(),
             metrics=metrics,
         )
 

@@ -18,10 +18,9 @@ from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.generate import Answer, Identity, UsageMeter, call_of, read_generation, respond
-from hydra_engine.server.http.encoding import TextEvents
+from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, read_generation, respond
 from hydra_engine.server.openai.several import usage_of_all
-from hydra_engine.server.port import EnginePort, Handle
+from hydra_engine.server.port import EnginePort
 from hydra_engine.server.protocol.common import (
     Metrics,
     Usage,
@@ -87,18 +86,16 @@ async def _echo(
     return prompt, Echo(text, await engine.adetokenize(prompt[:1]))
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkAnswer):
     """`echoes` has an entry for each prompt where prompts are repeated."""
 
     def __init__(self, body: CompletionRequest, identity: Identity, echoes: Sequence[Echo]) -> None:
-        super().__init__(body, identity)
+        super().__init__(body, identity, self._text_chunk)
         self._body = body
         self._echoes = echoes
         self._offsets: dict[int, TextOffset] = {}  # of each choice, behind the tokens that were sent
         self._results: dict[int, Result] = {}
         self._is_plain = not (body.only_prompt or body.return_token_ids)
-        self._texts = TextEvents(self._text_chunk)
-        self.meter = UsageMeter(body)
 
     # ---- whole
 
@@ -128,21 +125,18 @@ class CompletionAnswer(Answer):
 
     # ---- a stream
 
-    def begin(self, handle: Handle) -> None:
-        self.meter.begin(handle)
-
     def text_event(self, piece: Piece) -> bytes | None:
         if not self._is_plain or piece.logprobs or piece.prompt_token_ids:
             return None
-        self.meter.add(piece)
-        return self._texts.event(piece.index, piece.text, self.meter.now()) if piece.text else b""
+        self._num_tokens += len(piece.token_ids)
+        return self._texts.event(piece.index, piece.text, self._usage_now()) if piece.text else b""
 
     def _chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
         body, chunks = self._body, []
         if piece.prompt_token_ids and (body.echo or body.return_token_ids or body.prompt_logprobs is not None):
             chunks.append(self._chunk(self._prompt_choice(piece)))
         if not body.only_prompt:
-            self.meter.add(piece)
+            self._num_tokens += len(piece.token_ids)
             if piece.text or piece.logprobs or (body.return_token_ids and piece.token_ids):
                 chunks.append(self._chunk(self._text_choice(piece)))
         if (result := piece.result) is not None:
@@ -150,7 +144,7 @@ class CompletionAnswer(Answer):
             reason, stop_reason = self._end(result)
             chunks.append(self._chunk(TextChoice(piece.index, "", None, reason, stop_reason), metrics))
             self._results[piece.index] = result
-            if self.meter.included and len(self._results) == body.num_choices:
+            if self._includes_usage and len(self._results) == body.num_choices:
                 results = [self._results[index] for index in range(body.num_choices)]
                 chunks.append(self._completion([], self._usage(usage_of_all(results, body.num_each))))
         return chunks
@@ -212,7 +206,7 @@ class CompletionAnswer(Answer):
         return self._completion([TextChoice(index, text)], usage)
 
     def _chunk(self, choice: TextChoice, metrics: Metrics | UnsetType = UNSET) -> TextCompletion:
-        return self._completion([choice], self.meter.now(), metrics)
+        return self._completion([choice], self._usage_now(), metrics)
 
     def _completion(
         self,

@@ -4,96 +4,203 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from hydra_engine.core.logprobs import TextLogprob, gathered
 from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError
-from hydra_engine.server.generate import Answer, Identity, call_of, read_generation, respond
-from hydra_engine.server.http.encoding import json_event
+from hydra_engine.server.generate import Answer, Identity, call_of, offered, read_generation, respond
+from hydra_engine.server.http.encoding import Slices, json_event
 from hydra_engine.server.http.errors import FAILURE, error_body
-from hydra_engine.server.openai.response_items import OutputItems
 from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
+from hydra_engine.server.protocol.chat import token_logprobs
 from hydra_engine.server.protocol.response_events import AnyResponseEvent
 from hydra_engine.server.protocol.responses import (
+    FunctionCall,
     OutputItem,
+    OutputMessage,
+    OutputText,
     Response,
     ResponseFailure,
     ResponsesRequest,
+    Status,
     failure_code,
     response_usage,
     status_of,
 )
-from hydra_engine.server.state import CONFIG
 from hydra_engine.server.tools.tool_calls import ToolUse
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
 from hydra_engine.server.tools.tool_parsers import PlainText
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ResponsesRequest, "resp_")
-    use = body.tool_use()
-    dialect = use.dialect(request.app[CONFIG].tool_parser, engine.chat_template)
-    sampling = use.sampling(body.sampling(engine.default_sampling_params), dialect)
+    use = offered(request, body.tool_use())
+    sampling = use.sampling(body.sampling(engine.default_sampling_params))
     call = call_of(request, body, sampling)
     call = replace(call, messages=body.chat_messages(), template=TemplateOptions(use.shown))
-    answer = ResponseAnswer(body, sampling, identity, use, dialect)
+    answer = ResponseAnswer(body, sampling, identity, use)
     request[FAILURE] = answer.failure
     return await respond(request, [call], answer, body)
 
 
+@dataclass(slots=True)
+class _Message:
+    id: str
+    texts: list[str] = field(default_factory=list)
+    logprobs: Sequence[TextLogprob] = ()  # what is sent at the end holds them once more
+
+    def part(self, slices: Slices) -> OutputText:
+        return OutputText("".join(self.texts), logprobs=token_logprobs(self.logprobs, slices))
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    call_id: str
+    name: str
+    texts: list[str] = field(default_factory=list)
+
+    def as_item(self, status: Status) -> FunctionCall:
+        return FunctionCall(self.id, self.call_id, self.name, "".join(self.texts), status)
+
+
 class ResponseAnswer(Answer):
+    """Messages and function calls, item by item, as the text of the model grows. Log probabilities come with the text
+    behind them."""
+
     last = b""  # the event that closes the response is the last one
 
-    def __init__(
-        self, body: ResponsesRequest, sampling: SamplingParams, identity: Identity, use: ToolUse, dialect: str
-    ) -> None:
+    def __init__(self, body: ResponsesRequest, sampling: SamplingParams, identity: Identity, use: ToolUse) -> None:
         super().__init__(body, identity)
         self._body = body
         self._sampling = sampling
+        self._parser = use.parser() or PlainText()
         self._numbers = itertools.count()
-        name = "msg_" + identity.id.removeprefix("resp_")
-        self._items = OutputItems(name, use.parser(dialect) or PlainText(), self._next, self.slices)
         self._begun = False
+        self._closed: list[OutputItem] = []
+        self._open: _Message | _Call | None = None
+        self._logprobs: Sequence[TextLogprob] = ()
+        self._num_messages = 0
 
     def whole(self, result: Result) -> Response:
-        self._items.feed(result.text, result.logprobs)
-        self._items.finish(status_of(result.finish_reason))
-        return self._closed(result, self._items.closed, streamed=False)
+        self._feed(result.text, result.logprobs)
+        self._finish(status_of(result.finish_reason))
+        return self._ended(result, streamed=False)
 
     def _chunks(self, piece: Piece) -> list[AnyResponseEvent]:
-        chunks: list[AnyResponseEvent] = []
+        emitted: list[AnyResponseEvent] = []
         if not self._begun:
             self._begun = True
-            response = self._open()
-            chunks.append(events.ResponseCreated(sequence_number=self._next(), response=response))
-            chunks.append(events.ResponseInProgress(sequence_number=self._next(), response=response))
-        chunks += self._items.feed(piece.text, piece.logprobs)
+            response = self._begun_response()
+            emitted.append(events.ResponseCreated(sequence_number=self._next(), response=response))
+            emitted.append(events.ResponseInProgress(sequence_number=self._next(), response=response))
+        emitted += self._feed(piece.text, piece.logprobs)
         if (result := piece.result) is not None:
-            chunks += self._items.finish(status_of(result.finish_reason))
-            response = self._closed(result, self._items.closed, streamed=True)
-            ends = result.finish_reason is FinishReason.LENGTH
-            last = events.ResponseIncomplete if ends else events.ResponseCompleted
-            chunks.append(last(sequence_number=self._next(), response=response))
-        return chunks
+            emitted += self._finish(status_of(result.finish_reason))
+            response = self._ended(result, streamed=True)
+            is_cut = result.finish_reason is FinishReason.LENGTH
+            last = events.ResponseIncomplete if is_cut else events.ResponseCompleted
+            emitted.append(last(sequence_number=self._next(), response=response))
+        return emitted
 
     def failure(self, error: HydraError) -> bytes:
         """The last event of a stream that cannot go on."""
         body = error_body(error)
         failure = ResponseFailure(failure_code(error.status), body.message, body.param, body.type)
-        failed = msgspec.structs.replace(self._open(), status="failed", error=failure)
+        failed = msgspec.structs.replace(self._begun_response(), status="failed", error=failure)
         return json_event(events.ResponseFailed(sequence_number=self._next(), response=failed))
 
-    # ---- inside
+    # ---- items
+
+    def _feed(self, text: str, logprobs: Sequence[TextLogprob] | None) -> list[AnyResponseEvent]:
+        self._logprobs = gathered(self._logprobs, logprobs or ())
+        return self._of_text(self._parser.feed(text)) if text else []
+
+    def _finish(self, status: Status) -> list[AnyResponseEvent]:
+        """Closes the last item; of nothing at all becomes an empty message."""
+        emitted = self._of_text(self._parser.finish())
+        if self._open is None or (self._logprobs and isinstance(self._open, _Message)):
+            emitted += self._text("")
+        return emitted + self._close(status)
+
+    def _of_text(self, parsed: Iterable[Event]) -> list[AnyResponseEvent]:
+        emitted: list[AnyResponseEvent] = []
+        for event in parsed:
+            match event:
+                case Content(text):
+                    emitted += self._text(text)
+                case CallStart(_, id, name):
+                    emitted += self._close("completed") + self._begin(_Call(id.replace("call_", "fc_", 1), id, name))
+                case CallArguments(_, text):
+                    assert isinstance(self._open, _Call)
+                    self._open.texts.append(text)
+                    emitted.append(self._event(events.ArgumentsDelta, item_id=self._open.id, delta=text))
+        return emitted
+
+    def _text(self, text: str) -> list[AnyResponseEvent]:
+        emitted: list[AnyResponseEvent] = []
+        if not isinstance(self._open, _Message):
+            self._num_messages += 1
+            name = "msg_" + self._identity.id.removeprefix("resp_")
+            number = f"_{self._num_messages}" if self._num_messages > 1 else ""
+            emitted += self._close("completed") + self._begin(_Message(name + number))
+        message, logprobs = self._open, self._logprobs
+        assert isinstance(message, _Message)
+        if text or logprobs:
+            self._logprobs = ()
+            message.texts.append(text)
+            message.logprobs = gathered(message.logprobs, logprobs)
+            shown = token_logprobs(logprobs, self.slices)
+            emitted.append(self._event(events.OutputTextDelta, item_id=message.id, delta=text, logprobs=shown))
+        return emitted
+
+    def _event(self, kind: Callable[..., AnyResponseEvent], **fields: Any) -> AnyResponseEvent:
+        """The next event, of the item that is open."""
+        return kind(sequence_number=self._next(), output_index=len(self._closed), **fields)
+
+    def _begin(self, item: _Message | _Call) -> list[AnyResponseEvent]:
+        self._open = item
+        if isinstance(item, _Call):
+            return [self._event(events.OutputItemAdded, item=item.as_item("in_progress"))]
+        return [
+            self._event(events.OutputItemAdded, item=OutputMessage(item.id, "in_progress", [])),
+            self._event(events.ContentPartAdded, item_id=item.id, part=OutputText("")),
+        ]
+
+    def _close(self, status: Status) -> list[AnyResponseEvent]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        done: OutputItem
+        if isinstance(item, _Call):
+            done = item.as_item(status)
+            emitted = [self._event(events.ArgumentsDone, item_id=item.id, name=item.name, arguments=done.arguments)]
+        else:
+            part = item.part(self.slices)
+            done = OutputMessage(item.id, status, [part])
+            emitted = [
+                self._event(events.OutputTextDone, item_id=item.id, text=part.text, logprobs=part.logprobs),
+                self._event(events.ContentPartDone, item_id=item.id, part=part),
+            ]
+        emitted.append(self._event(events.OutputItemDone, item=done))
+        self._closed.append(done)
+        return emitted
+
+    # ---- the response
 
     def _next(self) -> int:
         return next(self._numbers)
 
-    def _open(self) -> Response:
+    def _begun_response(self) -> Response:
         body = self._body
         return Response(
             id=self._identity.id,
@@ -112,14 +219,14 @@ class ResponseAnswer(Answer):
             metadata=body.metadata or {},
         )
 
-    def _closed(self, result: Result, output: list[OutputItem], *, streamed: bool) -> Response:
+    def _ended(self, result: Result, *, streamed: bool) -> Response:
         status = status_of(result.finish_reason)
         return msgspec.structs.replace(
-            self._open(),
+            self._begun_response(),
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
             incomplete_details=None if status == "completed" else protocol.IncompleteDetails("max_output_tokens"),
-            output=output,
+            output=self._closed,
             usage=response_usage(result.usage),
             metrics=self._metrics(result, streamed=streamed),
         )

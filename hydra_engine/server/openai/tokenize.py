@@ -10,10 +10,27 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.protocol.chat import chat_messages
-from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from hydra_engine.server.protocol.tools import plain_tool, template_options
+from hydra_engine.server.protocol.chat import Messages, Tools, Variables, chat_messages, plain_tool, template_options
+from hydra_engine.server.protocol.fields import Name, TokenIds
+from hydra_engine.server.protocol.fields import Text as PromptText
 from hydra_engine.server.state import loaded_engine
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: Name | None = None
+    prompt: PromptText | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: Name | None = None
+    tokens: TokenIds
 
 
 class Tokens(msgspec.Struct, frozen=True):

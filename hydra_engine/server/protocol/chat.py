@@ -5,7 +5,7 @@ Does not know how a request is run or when an answer is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,27 +14,32 @@ from msgspec import UNSET, Meta, UnsetType
 from hydra_engine.core import chat
 from hydra_engine.core.chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS
 from hydra_engine.core.logprobs import TextLogprob
-from hydra_engine.core.prompting import MAX_TOOLS, PixelBudget, TemplateOptions
+from hydra_engine.core.prompting import MAX_PIXELS, MAX_TOOLS, MAX_VARIABLES, PixelBudget, TemplateOptions
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.http.strict_json import NO_NUL
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
-from hydra_engine.server.protocol.fields import MediaUrl, SamplingFields, Text, TokenCount, content_of, sampling_of
-from hydra_engine.server.protocol.tools import (
-    CallDelta,
+from hydra_engine.server.protocol.fields import (
+    ArgumentsText,
+    CalledName,
     CallId,
-    MessageCall,
-    NamedTool,
-    PastCall,
-    ToolChoice,
-    Tools,
-    Variables,
-    pixel_budget,
-    plain_tool,
-    template_options,
+    Description,
+    MediaUrl,
+    SamplingFields,
+    Schema,
+    Text,
+    TokenCount,
+    ToolName,
+    content_of,
+    plain_function,
+    sampling_of,
 )
 from hydra_engine.server.tools.tool_calls import ToolUse
+
+Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
+PixelCount = Annotated[int, Meta(ge=1, le=MAX_PIXELS)]
+
 
 # ---- the request
 
@@ -63,6 +68,48 @@ class VideoContent(msgspec.Struct, frozen=True, tag_field="type", tag="video_url
 
 
 AnyPart = TextContent | ImageContent | VideoContent
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True):
+    """`strict` is not told to models; where the output is constrained, it is so in any case."""
+
+    name: ToolName
+    description: Description | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    name: ToolName
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class PastFunction(msgspec.Struct, frozen=True):
+    name: CalledName
+    arguments: Schema | ArgumentsText | None = None
+
+
+class PastCall(msgspec.Struct, frozen=True):
+    """A call in an earlier message of the assistant."""
+
+    function: PastFunction
+    id: CallId | None = None
+    type: Literal["function"] = "function"
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -123,6 +170,51 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         )
 
 
+def plain_tool(tool: Tool) -> dict[str, Any]:
+    """In the one form and order that chat templates were trained with, whatever order a client sends."""
+    function = tool.function
+    return plain_function(function.name, function.description, function.parameters)
+
+
+def template_options(
+    tools: Sequence[Mapping[str, Any]],
+    variables: dict[str, Any] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    add_special_tokens: bool | None = None,
+) -> TemplateOptions:
+    """Unless it is said, an answer that goes on with the last message gets no generation prompt."""
+    goes_on = bool(continue_final_message)
+    begins = not goes_on if add_generation_prompt is None else add_generation_prompt
+    return TemplateOptions(tuple(tools), variables or {}, begins, goes_on, add_special_tokens)
+
+
+class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
+
+
+def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
+    """Of `mm_processor_kwargs`, which may change nothing else."""
+    param = "mm_processor_kwargs"
+    known = _PixelSettings.__struct_fields__
+    if other := next((name for name in settings or {} if name not in known), None):
+        raise InvalidRequest(
+            f"{param} may have {' and '.join(known)} only; leave out {other[:64]!r}",
+            param=f"{param}.{other[:64]}",
+            code="unsupported_parameter",
+        )
+    try:
+        chosen = msgspec.convert(settings or {}, _PixelSettings)
+    except msgspec.ValidationError:
+        raise InvalidRequest(
+            f"{' and '.join(known)} of {param} must be integers from 1 to {MAX_PIXELS}", param=param
+        ) from None
+    if chosen.min_pixels is not None and chosen.max_pixels is not None and chosen.min_pixels > chosen.max_pixels:
+        raise InvalidRequest(f"{param}: min_pixels must not exceed max_pixels", param=f"{param}.min_pixels")
+    return PixelBudget(chosen.min_pixels, chosen.max_pixels)
+
+
 def chat_messages(messages: Sequence[Message]) -> tuple[chat.ChatMessage, ...]:
     return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
@@ -177,6 +269,31 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[TokenLogprob]
     refusal: None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, frozen=True):
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class FunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """The first one of a call has its id, type and name; the others go on with its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):

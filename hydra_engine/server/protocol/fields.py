@@ -1,17 +1,22 @@
-"""What the requests of all generating endpoints have in common: field types with their bounds, and sampling.
-
-Does not know the other fields of any endpoint.
+"""What the requests of all generating endpoints have in common: field types with their bounds, sampling, the forms of
+structured output, and tools. Does not know the other fields of any endpoint, or whether a grammar can be used.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
+from hydra_engine.core.chat import MAX_CALL_ID_CHARS
+from hydra_engine.core.chat import MAX_NAME_CHARS as MAX_CALL_NAME_CHARS
+from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOL_CHARS, TOOL_NAME
 from hydra_engine.core.request import (
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
@@ -26,7 +31,8 @@ from hydra_engine.core.request import (
 )
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.strict_json import NO_NUL
-from hydra_engine.server.protocol.structured import StructuredFields, grammar_of
+
+logger = logging.getLogger(__name__)
 
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SALT_CHARS = 256
@@ -49,10 +55,84 @@ Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
 TokenName = Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")]  # an id as a key of a JSON object
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
+# Of a call that was made.
+CalledName = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_NAME_CHARS, pattern=NO_NUL)]
+ToolName = Annotated[str, Meta(pattern=rf"^{TOOL_NAME}\Z")]
+Schema = Annotated[dict[str, Any], Meta(max_length=1024)]
+CallId = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_ID_CHARS, pattern=NO_NUL)]
+ArgumentsText = Annotated[str, Meta(max_length=MAX_ARGUMENT_CHARS)]
+Description = Annotated[str, Meta(max_length=MAX_TOOL_CHARS)]
 
+_MAX_LOGGED_NAMES = 256
+_logged_names: set[str] = set()
 
 P = TypeVar("P")
 C = TypeVar("C")
+
+
+# ---- structured output: the fields of OpenAI, vLLM and SGLang, bounded in size
+
+MAX_STRUCTURED_CHOICES = 4096
+MAX_PATTERN_CHARS = 256
+
+GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[
+    list[Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)
+]
+_NULL = msgspec.Raw(b"null")
+SchemaName = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+def no_schema() -> msgspec.Raw:
+    """The default of a field that is not optional: `Raw | None` would take nothing but null."""
+    return _NULL
+
+
+class NamedSchema(msgspec.Struct, frozen=True):
+    """Output always keeps to the schema; `strict` changes nothing."""
+
+    schema: msgspec.Raw
+    name: SchemaName | None = None
+    description: GrammarText | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """`value` is the schema of a `json_object` in TGI's form, into which huggingface_hub turns a `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    value: msgspec.Raw = msgspec.field(default_factory=no_schema)
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As vLLM takes it. A schema may be JSON or its text."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=no_schema)
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None  # there is nothing else to fall back on
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN_CHARS)] | None = None
+    structural_tag: None = None
+
+
+class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=no_schema)
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None
+    json_schema: GrammarText | None = None
+    ebnf: GrammarText | None = None
+
+
+# ---- all generating endpoints
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -150,3 +230,120 @@ def sampling_of(fields: GenerationFields, defaults: SamplingParams, **chosen: An
         if name not in chosen and name != "logit_bias" and (value := getattr(fields, name)) is not None:
             chosen[name] = value
     return defaults.asked(**{name: value for name, value in chosen.items() if value is not None})
+
+
+def log_once(name: str) -> None:
+    if name not in _logged_names and len(_logged_names) < _MAX_LOGGED_NAMES:
+        _logged_names.add(name)
+        logger.info("ignoring the request field %r", name[:64])
+
+
+# ---- structured output as one `Grammar`
+
+
+def grammar_of(fields: StructuredFields) -> Grammar | None:
+    """None where nothing is asked for. Raises InvalidRequest for a wrong one, and for more than one."""
+    grammars = [
+        *_of_response_format(fields.response_format),
+        *_of_structured_outputs(fields.structured_outputs),
+        *_of_schema(fields.guided_json, "guided_json"),
+        *_of_text("regex", fields.guided_regex, "guided_regex"),
+        *_of_choices(fields.guided_choice, "guided_choice"),
+        *_of_rules(fields.guided_grammar, "guided_grammar"),
+        *_of_text("regex", fields.regex, "regex"),
+        *_of_text("json_schema", fields.json_schema, "json_schema"),
+        *_of_text("ebnf", fields.ebnf, "ebnf"),
+    ]
+    if len(grammars) > 1:
+        names = " and ".join(grammar.param for grammar in grammars[:2])
+        raise InvalidRequest(f"output can have one form only; leave out one of {names}", param=grammars[1].param)
+    return grammars[0] if grammars else None
+
+
+def _of_response_format(field: ResponseFormat | None) -> list[Grammar]:
+    if field is None or field.type == "text":
+        return []
+    if field.type == "json_object":
+        schema = _of_schema(field.value, "response_format.value")
+        return schema or [Grammar("json_object", param="response_format")]
+    if field.json_schema is None:
+        raise InvalidRequest("response_format.json_schema is required", param="response_format.json_schema")
+    return [schema_grammar(field.json_schema.schema, "response_format.json_schema.schema")]
+
+
+def _of_structured_outputs(field: StructuredOutputs | None) -> list[Grammar]:
+    if field is None:
+        return []
+    some_json = [
+        *_of_schema(field.json, "structured_outputs.json"),
+        *([Grammar("json_object", param="structured_outputs.json_object")] if field.json_object else []),
+    ]
+    return [
+        *(_with_white_space(grammar, field) for grammar in some_json),
+        *_of_text("regex", field.regex, "structured_outputs.regex"),
+        *_of_choices(field.choice, "structured_outputs.choice"),
+        *_of_rules(field.grammar, "structured_outputs.grammar"),
+    ]
+
+
+def _with_white_space(grammar: Grammar, field: StructuredOutputs) -> Grammar:
+    """The white space that is asked for, written into the schema without reading it."""
+    if field.disable_any_whitespace:
+        options = '{"whitespace_flexible": false, "whitespace_pattern": null}'
+    elif field.whitespace_pattern is not None:
+        options = json.dumps({"whitespace_pattern": field.whitespace_pattern})
+    else:
+        return grammar
+    head, brace, rest = (grammar.source or '{"type": "object"}').partition("{")
+    if head.strip() or not brace:
+        return grammar  # no schema, as who compiles it will say
+    comma = "" if rest.lstrip().startswith("}") else ","
+    return Grammar("json_schema", f'{{"x-guidance": {options}{comma}{rest}', grammar.param)
+
+
+def _of_schema(raw: msgspec.Raw, param: str) -> list[Grammar]:
+    """From JSON, or from a string that holds it; null is none."""
+    text = bytes(raw).decode()
+    if text.startswith('"'):
+        text = msgspec.json.decode(text, type=str)
+    return [] if text == "null" else [Grammar("json_schema", text, param)]
+
+
+def schema_grammar(schema: msgspec.Raw, param: str) -> Grammar:
+    """Of a schema that there has to be. Raises InvalidRequest, naming `param`."""
+    grammars = _of_schema(schema, param)
+    if not grammars:
+        raise InvalidRequest(f"{param} is required", param=param)
+    if not grammars[0].source.lstrip().startswith("{"):
+        raise InvalidRequest(f"{param} must be a JSON object", param=param)
+    return grammars[0]
+
+
+def _of_text(kind: str, source: str | None, param: str) -> list[Grammar]:
+    return [] if source is None else [Grammar(kind, source, param)]
+
+
+def _of_choices(choices: list[str] | None, param: str) -> list[Grammar]:
+    return [] if choices is None else [Grammar("choice", json.dumps(choices, ensure_ascii=False), param)]
+
+
+def _of_rules(source: str | None, param: str) -> list[Grammar]:
+    """Lark's form, or that with `::=`."""
+    return _of_text("ebnf" if source is not None and "::=" in source else "lark", source, param)
+
+
+# ---- tools as the engine takes them
+
+
+def plain_function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    described = {"description": description, "parameters": parameters}
+    known = {key: value for key, value in described.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **known}}
+
+
+def unsupported_tool(param: str, kind: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: tools of type {kind!r} are not supported by this server; offer functions only",
+        param=f"{param}.type",
+        code="unsupported_parameter",
+    )

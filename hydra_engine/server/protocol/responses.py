@@ -22,24 +22,22 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.protocol.chat import TokenLogprob
 from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (
-    GenerationFields,
-    MediaUrl,
-    StopStrings,
-    Text,
-    TokenCount,
-    content_of,
-    sampling_of,
-)
-from hydra_engine.server.protocol.names import log_once
-from hydra_engine.server.protocol.structured import schema_grammar
-from hydra_engine.server.protocol.tools import (
     ArgumentsText,
     CalledName,
     CallId,
     Description,
+    GenerationFields,
+    MediaUrl,
     Schema,
+    StopStrings,
+    Text,
+    TokenCount,
     ToolName,
+    content_of,
+    log_once,
     plain_function,
+    sampling_of,
+    schema_grammar,
     unsupported_tool,
 )
 from hydra_engine.server.tools.tool_calls import ToolUse

@@ -47,12 +47,14 @@ class ToolParser(Protocol):
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """What a request allows. `tools` in OpenAI's form, `mode` none, auto, required or named (then `name`); at most one
-    call unless `parallel`. Raises InvalidRequest, naming the fields of OpenAI's API."""
+    call unless `parallel`. `dialect` is how the model writes calls of its own: hermes, json or none. Raises
+    InvalidRequest, naming the fields of OpenAI's API."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     mode: str = "none"
     name: str = ""
     parallel: bool = True
+    dialect: str = "none"
 
     def __post_init__(self) -> None:
         if self.mode in ("required", "named") and not self.tools:
@@ -80,8 +82,8 @@ class ToolUse:
             return None
         return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), param="tools")
 
-    def parser(self, dialect: str) -> ToolParser | None:
-        """A new one, for one answer; None where the text is the answer. `dialect` says how the model writes calls."""
+    def parser(self) -> ToolParser | None:
+        """A new one, for one answer; None where the text is the answer."""
         if not self.shown:
             return None
         most = None if self.parallel else 1
@@ -89,18 +91,16 @@ class ToolUse:
             return ForcedCall(self.name)
         if self.mode == "required":
             return JsonParser(self._names, most)
-        if dialect == "hermes":
+        if self.dialect == "hermes":
             return HermesParser(self._names, most)
-        return JsonParser(self._names, most) if dialect == "json" else PlainText()
+        return JsonParser(self._names, most) if self.dialect == "json" else PlainText()
 
-    def _reads_marks(self, dialect: str) -> bool:
-        return self.mode == "auto" and bool(self.tools) and dialect == "hermes"
-
-    def sampling(self, params: SamplingParams, dialect: str) -> SamplingParams:
+    def sampling(self, params: SamplingParams) -> SamplingParams:
         """`params`, made to give calls. Raises InvalidRequest."""
         grammar = self.grammar()
         if grammar is None:  # the marks of calls are special tokens of some models
-            return replace(params, skip_special_tokens=False) if self._reads_marks(dialect) else params
+            reads_marks = self.mode == "auto" and self.tools and self.dialect == "hermes"
+            return replace(params, skip_special_tokens=False) if reads_marks else params
         if params.grammar is not None:
             raise InvalidRequest(
                 "a call that has to come and another form of the output contradict each other; leave out one of them",
@@ -108,8 +108,9 @@ class ToolUse:
             )
         return replace(params, grammar=grammar)
 
-    def dialect(self, configured: str, chat_template: str | None) -> str:
-        """As `dialect_of`. Raises InvalidRequest where a model would never hear of the tools that it may call."""
+    def offered(self, configured: str, chat_template: str | None) -> ToolUse:
+        """With the dialect of the model. Raises InvalidRequest where it would never hear of the tools that it may
+        call."""
         unheard = configured == "auto" and chat_template is not None and "tools" not in chat_template
         if self.mode == "auto" and self.tools and unheard:
             raise InvalidRequest(
@@ -118,7 +119,7 @@ class ToolUse:
                 param="tools",
                 code="unsupported_parameter",
             )
-        return dialect_of(configured, chat_template)
+        return replace(self, dialect=dialect_of(configured, chat_template))
 
 
 def dialect_of(configured: str, chat_template: str | None) -> str:
