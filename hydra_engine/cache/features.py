@@ -1,9 +1,9 @@
 """Image features by content: which pictures have features, who needs them, and which image-cache blocks hold them.
 
 Two images with the same key (the same picture under the same salt) share one entry, be they of two requests or two
-places of one prompt, so a picture is encoded once while anybody needs it. After its last user the features stay where
-they are until their blocks are needed for something else. Does not know requests' states, plans or pixels, nor who goes
-first.
+places of one prompt, so a picture is encoded once while any of them needs it. After its last user the features stay
+where they are until their blocks are needed for something else. Does not know requests' states, plans or pixels, nor
+which request goes first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class FeatureCache:
     """An entry WAITS (no blocks), is ENCODING (a vision plan in flight writes its blocks) or is ENCODED (its blocks may
     be read), and so is every image that uses it. Without users an entry exists only while it is ENCODING.
 
-    While an entry WAITS nothing of it can be found in the cache, so whoever waits really has to be encoded. `keeps`
-    False: keys are taken for unique, nothing is found later.
+    While an entry WAITS nothing of it can be found in the cache, so an image that waits really has to be encoded.
+    `keeps` False: keys are taken for unique, nothing is found later.
     """
 
     def __init__(self, blocks: CacheManager[FeatureKey], *, keeps: bool = True) -> None:
@@ -46,7 +46,7 @@ class FeatureCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be had, those with features that nobody needs now included."""
+        """Blocks that could be had, those with features that no image needs now included."""
         return self._blocks.num_free
 
     @property
@@ -64,7 +64,7 @@ class FeatureCache:
 
     def need(self, user: ImageUser, key: FeatureKey, num_tokens: int) -> ImageProgress:
         """One more user of these features; says how far they are. The first user finds them ENCODED if they are still
-        in the cache, which takes blocks out of the free ones, never away from anybody."""
+        in the cache, which takes blocks out of the free ones, never from other images."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(num_tokens)
@@ -109,7 +109,7 @@ class FeatureCache:
         return True
 
     def finish(self, key: FeatureKey, *, failed: bool) -> None:
-        """ENCODING to ENCODED, or back to WAITING with nothing kept: whoever shared a failed encode has lost time only.
+        """ENCODING to ENCODED, or back to WAITING with nothing kept: images that shared a failed encode lose time only.
         Features whose users have all gone meanwhile become reusable room at once."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.ENCODING, "an encode ends that never began"
@@ -124,7 +124,7 @@ class FeatureCache:
         self._release_unused(key, entry)
 
     def take(self, key: FeatureKey) -> None:
-        """ENCODED to WAITING: the blocks go to somebody else, and the features with them."""
+        """ENCODED to WAITING: the blocks are needed elsewhere, and the features are lost."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.ENCODED, "only encoded features can give way"
         self._blocks.free(key)
@@ -133,7 +133,7 @@ class FeatureCache:
         entry.progress = ImageProgress.WAITING
 
     def forget_unused(self) -> None:
-        """Features that nobody needs now are not found again."""
+        """Features that no image needs now are not found again."""
         self._blocks.forget_unheld()
 
     # ---- inside
@@ -161,7 +161,7 @@ class FeatureCache:
         holding = {key for key, entry in self._entries.items() if entry.progress != ImageProgress.WAITING}
         assert holding == self._blocks.tables.keys(), "entries and blocks disagree"
         for key, entry in self._entries.items():
-            assert entry.users or entry.progress == ImageProgress.ENCODING, "features are held for nobody"
+            assert entry.users or entry.progress == ImageProgress.ENCODING, "features are held for no image"
             found = self._blocks.find(self._hashes(key, entry.num_tokens))
             if self._keeps and entry.progress == ImageProgress.ENCODED:
                 assert found == self._blocks.tables[key].blocks(), "encoded features cannot be found"

@@ -1,4 +1,4 @@
-"""The books over the caches of an instance: who holds how many blocks, and whether that is as it should be.
+"""Which requests hold how many blocks of the caches of an instance, and whether that is as it should be.
 
 Reads the cache managers, changes nothing. Does not know what a request does; it is told which ones are alive.
 """
@@ -28,22 +28,22 @@ class Ledger:
         self._has_states = has_states
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
-        """Blocks without a living owner, and broken books; empty when all is well."""
-        found = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
+        """Blocks without a living owner, and broken bookkeeping; empty when all is well."""
+        problems = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
         for key, _, _ in self._features.held():
             users = self._features.users(key)
-            found += [f"request {r} is gone and holds image {i}" for r, i in users if r not in live]
-        found += [f"request {r} is gone and holds a sequence slot" for r in self._seq_slots.held if r not in live]
+            problems += [f"request {r} is gone and holds image {i}" for r, i in users if r not in live]
+        problems += [f"request {r} is gone and holds a sequence slot" for r in self._seq_slots.held if r not in live]
         if self._seq_slots.held.keys() != self._kv.tables.keys():
-            found.append("sequence slots and KV blocks are not held by the same requests")
-        books: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SlotPool], ...]
-        books = (("KV cache", self._kv), ("image cache", self._features), ("sequence slots", self._seq_slots))
-        for name, book in books:
+            problems.append("sequence slots and KV blocks are not held by the same requests")
+        managers: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SlotPool], ...]
+        managers = (("KV cache", self._kv), ("image cache", self._features), ("sequence slots", self._seq_slots))
+        for name, manager in managers:
             try:
-                book.check()
+                manager.check()
             except AssertionError as error:
-                found.append(f"{name}: {error}")
-        return tuple(found)
+                problems.append(f"{name}: {error}")
+        return tuple(problems)
 
     def check(self, live: Collection[RequestId]) -> None:
         """Raises AssertionError listing the problems, if there are any."""
@@ -57,7 +57,7 @@ class Ledger:
             users = self._features.users(key)
             lines += [f"request {r} image {i}: {num_blocks} blocks" for r, i in users]
             if not users:
-                lines.append(f"an encode that nobody waits for any more: {num_blocks} blocks")
+                lines.append(f"an encode that no request waits for any more: {num_blocks} blocks")
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
         return LedgerReport(

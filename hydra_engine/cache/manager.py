@@ -2,7 +2,7 @@
 
 The KV cache has one holder per request (its id), the image cache one per picture (its feature key). Growth is all or
 nothing. Full blocks get the hash of their content, and a new holder may begin with blocks that have the hashes it looks
-for; nobody writes into those. Ids only; the tensors belong to the worker, and what to do when nothing is free to the
+for; those are not written to. Ids only; the tensors belong to the worker, and what to do when nothing is free to the
 scheduler.
 """
 
@@ -105,7 +105,7 @@ class CacheManager(Generic[Holder]):
 
     def num_to_take(self, num_tokens: int, found: Sequence[int]) -> int:
         """How many of the free blocks a new holder of `num_tokens` takes that begins with the blocks `found`: what
-        others hold costs nothing, what nobody holds counts as free and is taken."""
+        others hold costs nothing, what has no holder counts as free and is taken."""
         return self.blocks_for(num_tokens) - sum(self._pool.refcount(block) > 0 for block in found)
 
     def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int) -> None:
@@ -125,12 +125,12 @@ class CacheManager(Generic[Holder]):
         self._pool.set_hash(int(self._tables[holder].block_ids[index]), block_hash)
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Makes content that nobody holds impossible to find; hashes without a block are ignored."""
+        """Makes content without a holder impossible to find; hashes without a block are ignored."""
         for block_hash in hashes:
             self._pool.forget(block_hash)
 
     def forget_unheld(self) -> int:
-        """Makes all content that nobody holds impossible to find; how many blocks that were. What is held keeps its
+        """Makes all content without a holder impossible to find; how many blocks that were. What is held keeps its
         hashes, and can be found by others as before."""
         return self._pool.forget_evictable()
 

@@ -97,7 +97,7 @@ class BlockPool:
         return block
 
     def forget(self, key: BlockHash) -> bool:
-        """Takes content that nobody holds out of reach, so that its block is plainly free. False if there is none."""
+        """Takes content without an owner out of reach, so that its block is plainly free. False if there is none."""
         block = self._block_of.get(key)
         if block is None:
             return False
@@ -108,7 +108,7 @@ class BlockPool:
         return True
 
     def forget_evictable(self) -> int:
-        """`forget` for everything that nobody holds; how many blocks that were."""
+        """`forget` for everything without an owner; how many blocks that were."""
         count = len(self._evictable)
         self._free.extend([self._evict() for _ in range(count)])
         return count

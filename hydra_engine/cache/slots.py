@@ -42,5 +42,5 @@ class SlotPool:
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is held once or free once."""
-        known = sorted([*self.held.values(), *self._free])
-        assert known == list(range(self.num_seq_slots)), "a slot is lost or held twice"
+        slots = sorted([*self.held.values(), *self._free])
+        assert slots == list(range(self.num_seq_slots)), "a slot is lost or held twice"

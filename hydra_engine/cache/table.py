@@ -47,5 +47,5 @@ class BlockTable:
 
     def blocks(self) -> list[int]:
         """The blocks held, in token order."""
-        found: list[int] = self.block_ids[: self.num_blocks].tolist()
-        return found
+        blocks: list[int] = self.block_ids[: self.num_blocks].tolist()
+        return blocks

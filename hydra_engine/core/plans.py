@@ -55,10 +55,10 @@ class ImageSlice:
 class DecodeRows:
     """The requests of a language step that compute one token each; entry i of every array belongs to row i.
 
-    Nobody changes the arrays, but that blocks which a request gets meanwhile appear in its block table, behind what the
-    row needs; as long as the same requests decode, plans share what does not change. A row computes the KV of its token
-    at position `starts` and samples the next one. Token -1 stands for the token that an earlier step samples for the
-    same slot and that nobody has read yet; the lane knows it. `num_generated` is how many tokens the request had
+    The arrays are not changed, but that blocks which a request gets meanwhile appear in its block table, behind what
+    the row needs; as long as the same requests decode, plans share what does not change. A row computes the KV of its
+    token at position `starts` and samples the next one. Token -1 stands for the token that an earlier step samples for
+    the same slot and that is not read yet; the lane knows it. `num_generated` is how many tokens the request had
     sampled before this step: the sampler's counter. A sequence slot is the row of a running request in tables of
     `max_num_seqs` entries, its own from its start until it gives way or is forgotten.
     """

@@ -42,26 +42,28 @@ def check_requests(requests: RequestTable) -> None:
 
 
 def _check_queue(requests: RequestTable, state: RequestState) -> None:
-    request_id, where, live = state.request.id, f"request {state.request.id}", state.ending is None
+    where, live = f"request {state.request.id}", state.ending is None
     assert state.phase is requests.phase_of(state), f"{where} is in the wrong phase"
     for phase, queue in requests.queues.items():
-        assert (request_id in queue) == (phase is state.phase), f"{where} is in the wrong queue"
-    assert (request_id in requests.unencoded) == (live and state.needs_encode), f"{where}: images to encode"
-    assert (request_id in requests.unfetched) == (live and state.needs_pull), f"{where}: images to fetch"
+        assert (state in queue) == (phase is state.phase), f"{where} is in the wrong queue"
+    assert (state in requests.unencoded) == (live and state.needs_encode), f"{where}: images to encode"
+    assert (state in requests.unfetched) == (live and state.needs_pull), f"{where}: images to fetch"
 
 
 def _check_blocks(requests: RequestTable, state: RequestState) -> None:
     request_id = state.request.id
     table = requests.kv.tables.get(request_id)
-    known = 0 if table is None else table.num_slots
-    assert state.num_planned <= known, f"request {request_id} has KV without blocks"
+    num_slots = 0 if table is None else table.num_slots
+    assert state.num_planned <= num_slots, f"request {request_id} has KV without blocks"
     assert state.num_planned <= state.num_tokens, f"request {request_id} computes too much"
-    assert state.num_published * requests.kv.block_size <= state.num_computed, f"request {request_id} lends too much"
-    names = requests.kv.hashes(request_id)
-    lent, rest = names[: state.num_published], names[state.num_published :]
-    assert not any(rest), f"request {request_id} lends a block that is not full"
-    for name, expected in zip(lent, state.block_hashes, strict=False):
-        assert name in (None, expected), f"request {request_id} has a block under a wrong name"
+    assert state.num_published * requests.kv.block_size <= state.num_computed, (
+        f"request {request_id} publishes too much"
+    )
+    hashes = requests.kv.hashes(request_id)
+    published, rest = hashes[: state.num_published], hashes[state.num_published :]
+    assert not any(rest), f"request {request_id} publishes a block that is not full"
+    for block_hash, expected in zip(published, state.block_hashes, strict=False):
+        assert block_hash in (None, expected), f"request {request_id} has a block under a wrong hash"
 
 
 def _check_images(requests: RequestTable, state: RequestState) -> int:

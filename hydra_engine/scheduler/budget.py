@@ -1,16 +1,16 @@
 """How much one step may hold: prefill tokens beside the decodes of a language step, seconds of vision beside both,
 patches of a vision step.
 
-The interface that the planners ask before every step, the budgets of an engine without limits, and the rule for how far
-a step may be stretched. Budgets that follow from limits are in `latency/latency_budget.py`. Knows no requests and no
-clock.
+The budgets of an engine without limits, which are the interface that the planners ask before every step, and the rule
+for how far a step may be stretched. Budgets that follow from limits are in `latency/latency_budget.py`. Knows no requests
+and no clock.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,71 +69,45 @@ class StepBudget(NamedTuple):
         return (self.more_tokens or self.more_vision) and tokens_used and vision_used
 
 
-class Budgets(Protocol):
-    """Asked before each step and told after it. Calls of `language` and `on_language` may interleave (a step is planned
-    while the one before it runs), but every budget that became a plan comes back, in order."""
+class Budgets:
+    """The numbers of the configuration, whatever steps take: highest throughput, no limit kept. Asked before each step
+    and told after it. Calls of `language` and `on_language` may interleave (a step is planned while the one before it
+    runs), but every budget that became a plan comes back, in order."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._latest_tokens = config.token_budget
+        self._decode_steps = self._full_steps = 0
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; to be asked once per step."""
-        ...
+        self._latest_tokens = tokens = max(0, self._config.token_budget - pending.num_decodes)
+        return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens)
 
     def vision(self) -> int:
         """Patches that a vision step may hold; its first image may exceed them."""
-        ...
+        return self._config.image_budget
 
     def predict(self, load: LanguageLoad) -> float | None:
         """Seconds that a step is expected to take if it has the machine to itself; None: nothing was measured."""
-        ...
+        return None
 
     def on_language(
         self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
     ) -> None:
         """A language step has come back. `gap_s`: from the end of the step before it to its own end; read only if the
         step has decodes, whose tokens lie that far apart. `vision_s`: how long the vision lane ran beside it."""
-        ...
-
-    def on_vision(self, load: VisionLoad) -> None:
-        """A vision step has come back."""
-        ...
-
-    def report(self) -> BudgetReport: ...
-
-
-class FixedBudgets:
-    """The numbers of the configuration, whatever steps take: highest throughput, no limit kept."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._token_budget = config.token_budget
-        self._image_budget = config.image_budget
-        self._latest_tokens = config.token_budget
-        self._decode_steps = 0
-        self._full_steps = 0
-
-    def language(self, pending: PendingWork) -> StepBudget:
-        tokens = max(0, self._token_budget - pending.num_decodes)
-        self._latest_tokens = tokens
-        return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens)
-
-    def vision(self) -> int:
-        return self._image_budget
-
-    def predict(self, load: LanguageLoad) -> float | None:
-        return None
-
-    def on_language(
-        self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
-    ) -> None:
         if load.num_decodes:
             self._decode_steps += 1
             self._full_steps += budget.is_used_up(load.prefill_tokens, vision_s)
 
     def on_vision(self, load: VisionLoad) -> None:
-        """Nothing to learn."""
+        """A vision step has come back."""
 
     def report(self) -> BudgetReport:
         return BudgetReport(
             token_budget=self._latest_tokens,
-            image_budget=self._image_budget,
+            image_budget=self._config.image_budget,
             vision_s=-1.0,
             decode_steps=self._decode_steps,
             full_steps=self._full_steps,

@@ -1,7 +1,7 @@
 """How far the images of all requests are, and what follows when their features come and go.
 
-All images with one picture are as far as its features are. Features are encoded here, or elsewhere: the connector hears
-of every change. Carries out what the planners decide; who may take whose blocks is in `policy.py`.
+All images with one picture are as far as its features are. Features are encoded here or elsewhere; the connector is
+told of every change. Carries out what the planners decide; who may take whose blocks is in `policy.py`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class ImageTracker:
             self._set(state, index, ImageProgress.CACHED if covered else self._need(state, index), now)
 
     def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:
-        """Images that counted on cached KV and are not covered by it any more need features."""
+        """Images that counted on cached KV and are not covered by it any more need features, which may be there or on
+        their way."""
         for index, image in enumerate(state.request.images):
             if state.images[index] == ImageProgress.CACHED and image.end > cached_tokens:
-                self._needs_features(state, index, now)
+                progress = self._need(state, index)
+                if progress == ImageProgress.WAITING:
+                    self._waits(state, index, now)
+                self._set(state, index, progress, now)
 
     def lose_kv(self, state: RequestState) -> None:
         """Images whose KV is gone are CACHED until they are looked at again."""
@@ -129,14 +133,14 @@ class ImageTracker:
                 self.settled(state, now)
 
     def settled(self, state: RequestState, now: float) -> None:
-        """The last image that a request waited for is ready, by somebody else's work."""
+        """The last image that a request waited for is ready, by the work of others."""
         timeline = self._timelines[state.request.id]
         timeline.images_found(now)
         if not state.num_scheduled:
-            timeline.images_ready(now)
+            timeline.waits_for("queue", now)
 
     def take(self, key: FeatureKey, now: float) -> None:
-        """Frees the blocks of encoded features; whoever needs them waits for them again."""
+        """Frees the blocks of encoded features; images that need them wait for them again."""
         self._features.take(key)
         for request_id, index in self._features.users(key):
             self._waits(self._states[request_id], index, now)
@@ -146,23 +150,13 @@ class ImageTracker:
         """(key, images that use it, blocks) of all features that wait in the cache."""
         for key, progress, num_blocks in self._features.held():
             if progress == ImageProgress.ENCODED:
-                yield key, self._users(key), num_blocks
+                yield key, [(self._states[request_id], i) for request_id, i in self._features.users(key)], num_blocks
 
     # ---- inside
-
-    def _users(self, key: FeatureKey) -> list[tuple[RequestState, int]]:
-        return [(self._states[request_id], index) for request_id, index in self._features.users(key)]
 
     def _need(self, state: RequestState, index: int) -> ImageProgress:
         num_tokens = state.request.images[index].num_tokens
         return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
-
-    def _needs_features(self, state: RequestState, index: int, now: float) -> None:
-        """An image that needed no features does now; they may be there or on their way."""
-        progress = self._need(state, index)
-        if progress == ImageProgress.WAITING:
-            self._waits(state, index, now)
-        self._set(state, index, progress, now)
 
     def _waits(self, state: RequestState, index: int, now: float) -> None:
         if ImageProgress.WAITING not in state.images:

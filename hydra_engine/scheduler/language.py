@@ -39,7 +39,7 @@ class LanguageStep:
 
 
 class LanguagePlanner:
-    """A step planned `ahead`, while the one before it runs, preempts nobody and takes nothing from anybody: it gives up
+    """A step planned `ahead`, while the one before it runs, preempts no request and takes nothing from one: it gives up
     where that would be needed. What it has done by then (blocks granted, requests started) stays, and is what the next
     plan would have done."""
 
@@ -122,11 +122,11 @@ class LanguagePlanner:
     def _continue_prefills(self, builder: StepBuilder) -> RequestState | None:
         """Adds chunks; returns the prefill that lacks blocks, if there is one.
 
-        A prefill that has more to compute uses up the budget, so whoever starts in the rest of it finds the blocks of
-        all others taken; one that stands before an image keeps nothing free and holds nobody up.
+        A prefill that has more to compute uses up the budget, so a request that starts in the rest of it finds the
+        blocks of all others taken; one that stands before an image keeps nothing free and delays no other.
         """
         for state in sorted(self._requests.prefilling, key=lambda state: not state.lacks_one_token):
-            if state.request.id not in self._requests.prefilling:
+            if state not in self._requests.prefilling:
                 continue  # gave way to an older one just now
             if state.num_planned == state.num_tokens:
                 continue  # its last chunk is in flight
@@ -181,13 +181,13 @@ class LanguagePlanner:
 
     def _slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:
         """The parts of image spans within token positions [start, end)."""
-        found = []
+        slices = []
         for index, image in enumerate(state.request.images):
             first, last = max(image.start, start), min(image.end, end)
             if first < last:
                 block_ids = self._requests.features.block_ids(state.image_keys[index])
-                found.append(ImageSlice(first - start, last - first, first - image.start, block_ids))
-        return tuple(found)
+                slices.append(ImageSlice(first - start, last - first, first - image.start, block_ids))
+        return tuple(slices)
 
 
 def pending_work(

@@ -68,7 +68,7 @@ def takes_all_at_once(state: RequestState) -> bool:
 
     What cannot decode here waits for another instance when it is computed, and so does what comes from one until it is
     here. Such a request must not stand in need of blocks that others hold at the same time: the order of age would not
-    help, for nobody takes blocks back that are offered.
+    help, for blocks that are offered are not taken back.
     """
     return state.preempted or state.remote_kv is not None or Role.D not in state.stages
 
@@ -115,11 +115,11 @@ def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> Reque
 def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
     """The youngest prefill that stands still and is not part of a step: before an image, or because the KV that it
     pulls is still being computed."""
-    found = None
+    youngest = None
     for state in prefilling:
         if not state.num_scheduled and is_stalled(state) and not is_complete(state):
-            found = state
-    return found
+            youngest = state
+    return youngest
 
 
 def image_order(state: RequestState, index: int) -> tuple[int, int, int, int]:

@@ -123,7 +123,7 @@ class PrefillStarter(Admission):
             self._consider(oldest, builder, num_early=0)
 
     def _start_by_urgency(self, builder: StepBuilder, short: RequestState | None, seen: set[Order]) -> None:
-        """A request that lacks room may be overtaken by younger ones `max_bypass` times; then nobody passes it, and
+        """A request that lacks room may be overtaken by younger ones `max_bypass` times; then none passes it, and
         what is freed is saved for it. `seen` takes the orders of those that were considered."""
         requests = self._requests
         num_early = sum(state.waits_for_images for state in requests.prefilling)

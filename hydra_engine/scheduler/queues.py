@@ -1,8 +1,7 @@
 """Queues of requests: in order of age, and for those that wait also in order of urgency.
 
-Membership and removal by id; a request that comes back (preempted, or its features gone) keeps its age and is sorted
-in. Nothing costs more than a search by halves and the move of a list's tail, however many requests wait. Does not know
-why a request is in it.
+A request that comes back (preempted, or its features gone) keeps its age and is sorted in. Nothing costs more than a
+search by halves and the move of a list's tail, however many requests wait. Does not know why a request is in it.
 """
 
 from __future__ import annotations
@@ -10,25 +9,23 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-from hydra_engine.core.ids import RequestId
 from hydra_engine.core.state import Order, RequestState, Urgency
 
 
 class ArrivalQueue:
     """Invariant: iteration goes from the oldest to the youngest. Only `by_age` allows changes meanwhile."""
 
-    __slots__ = ("_by_order", "_ids", "_orders")
+    __slots__ = ("_by_order", "_orders")
 
     def __init__(self) -> None:
         self._orders: list[Order] = []
         self._by_order: dict[Order, RequestState] = {}
-        self._ids: set[RequestId] = set()
 
     def __len__(self) -> int:
         return len(self._orders)
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._ids
+    def __contains__(self, state: RequestState) -> bool:
+        return state.order in self._by_order
 
     def __iter__(self) -> Iterator[RequestState]:
         return (self._by_order[order] for order in self._orders)
@@ -42,8 +39,7 @@ class ArrivalQueue:
             index = bisect_right(self._orders, order)
 
     def push(self, state: RequestState) -> None:
-        assert state.request.id not in self._ids, "a request is queued twice"
-        self._ids.add(state.request.id)
+        assert state not in self, "a request is queued twice"
         self._by_order[state.order] = state
         if not self._orders or state.order > self._orders[-1]:
             self._orders.append(state.order)
@@ -52,8 +48,7 @@ class ArrivalQueue:
 
     def discard(self, state: RequestState) -> None:
         """Of a request that is in it or not."""
-        if state.request.id in self._ids:
-            self._ids.remove(state.request.id)
+        if state in self:
             del self._by_order[state.order]
             del self._orders[bisect_left(self._orders, state.order)]
 
@@ -87,7 +82,7 @@ class UrgencyQueue(ArrivalQueue):
         self._num_ranked += _is_ranked(state.urgency)
 
     def discard(self, state: RequestState) -> None:
-        if state.request.id in self:
+        if state in self:
             del self._urgencies[bisect_left(self._urgencies, state.urgency)]
             self._num_ranked -= _is_ranked(state.urgency)
         super().discard(state)
@@ -115,8 +110,8 @@ def _is_ranked(urgency: Urgency) -> bool:
 
 
 class StartedOrders:
-    """Who has started, to tell how often a waiting request has been overtaken: how many younger ones have started since
-    it began to wait. What no waiting request can ask for any more is forgotten."""
+    """The requests that have started, to count how often a waiting one has been overtaken: how many younger ones have
+    started since it began to wait. What no waiting request needs any more is forgotten."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []  # of the requests that have started, ascending
@@ -130,5 +125,5 @@ class StartedOrders:
         del self._orders[: bisect_right(self._orders, oldest_waiting)]
 
     def younger_than(self, order: Order) -> int:
-        """To be compared with the same number later, as long as the asker waits."""
+        """To be compared with the same number later, as long as the request waits."""
         return len(self._orders) - bisect_right(self._orders, order)

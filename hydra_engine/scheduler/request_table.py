@@ -134,7 +134,7 @@ class RequestTable:
             self.queues[before].discard(state)
             state.phase = phase
         live = phase is not RequestPhase.ENDED
-        if live and state.request.id not in (queue := self.queues[phase]):
+        if live and state not in (queue := self.queues[phase]):
             queue.push(state)
             if phase in (RequestPhase.ENCODING, RequestPhase.REMOTE_PREFILL):
                 state.starts_seen = None  # what waits for images, or for an offer, is not overtaken
@@ -283,5 +283,5 @@ class RequestTable:
 def _index(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:
     if not belongs:
         index.discard(state)
-    elif state.request.id not in index:
+    elif state not in index:
         index.push(state)

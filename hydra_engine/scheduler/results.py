@@ -77,7 +77,7 @@ class ResultProcessor:
             more = state.ending is None and state.needs_encode
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
             if not more and not state.num_scheduled and not state.needs_pull:
-                timeline.images_ready(result.ended_s)
+                timeline.waits_for("queue", result.ended_s)
         requests.images.settle_others(sharing.values(), patches, result.ended_s)
         return [requests.states[request_id] for request_id in patches]
 

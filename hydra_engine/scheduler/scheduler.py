@@ -26,7 +26,7 @@ from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, Request
 from hydra_engine.errors import ConfigError
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.audit import check_in_flight, check_requests
-from hydra_engine.scheduler.budget import Budgets, FixedBudgets
+from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
 from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
@@ -71,7 +71,7 @@ class StageScheduler:
         self._requests = RequestTable(
             kv, images, instance, config, reuse=reuse, has_states=has_states, observer=observer, connector=connector
         )
-        self._budgets = budgets if budgets is not None else FixedBudgets(config)
+        self._budgets = budgets if budgets is not None else Budgets(config)
         self._vision = VisionPlanner(self._requests, self._budgets, config)
         self._language = LanguagePlanner(self._requests, self._budgets, config)
         self._most_ahead = 1 if config.look_ahead else 0
@@ -164,7 +164,7 @@ class StageScheduler:
     def plan_language(self, now: float) -> LanguagePlan | None:
         """The next language step, or None when nothing can run or as many as may be are in flight.
 
-        With one in flight it is planned ahead: token -1 stands for those that are not known yet, nobody gives way, and
+        With one in flight it is planned ahead: token -1 stands for those that are not known yet, none is preempted, and
         None may mean that the result has to come first.
         """
         ahead = bool(self._language_steps)

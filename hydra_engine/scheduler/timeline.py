@@ -43,12 +43,39 @@ def is_late(gap_s: Seconds | np.float64, limit_s: Seconds | np.float64, unlimite
     return gap_s > np.where(limit_s < math.inf, limit_s, unlimited_s)
 
 
+class Window:
+    """The latest `size` values, in order of time and of size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        if len(self._values) == self._size:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        self._values.append(value)
+        insort(self._sorted, value)
+
+    def quantile(self, share: float) -> float:
+        """The value that the next one exceeds with a chance of at most 1 - share, if it is like those in the window."""
+        rank = min(len(self._sorted) - 1, int(share * (len(self._sorted) + 1)))
+        return self._sorted[rank]
+
+    @property
+    def median(self) -> float:
+        middle = len(self._sorted) // 2
+        return self._sorted[middle] if len(self._sorted) % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
+
+
 class StepTimes:
     """How long the latest language steps took."""
 
     def __init__(self) -> None:
-        self._durations: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._durations = Window(_REMEMBERED_STEPS)
         self._by_size: dict[int, float] = {}  # moving mean, by the bit length of the number of tokens
         self.typical_s = 0.0
 
@@ -57,17 +84,12 @@ class StepTimes:
         size = num_tokens.bit_length()
         before_s = self._by_size.get(size, duration_s)
         self._by_size[size] = before_s + _NEW_SHARE * (duration_s - before_s)
-        durations, ordered = self._durations, self._sorted
-        if len(durations) == _REMEMBERED_STEPS:
-            del ordered[bisect_left(ordered, durations.popleft())]
-        durations.append(duration_s)
-        insort(ordered, duration_s)
-        middle = len(ordered) // 2
-        self.typical_s = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        self._durations.add(duration_s)
+        self.typical_s = self._durations.median
 
     def expected_s(self, num_tokens: int) -> float | None:
         """How long a step of so many tokens will take, by what steps of about that size took; None before the first."""
-        return self._by_size.get(num_tokens.bit_length(), self.typical_s if self._durations else None)
+        return self._by_size.get(num_tokens.bit_length(), self.typical_s if len(self._durations) else None)
 
     @property
     def gap_s(self) -> float:
@@ -134,10 +156,6 @@ class Timeline:
     def reused(self, now: float, tokens: int) -> None:
         """KV of that many tokens was found in the cache."""
         self._add("cached", now, now, tokens=tokens)
-
-    def images_ready(self, now: float) -> None:
-        """The last image that prefill waited for is encoded."""
-        self.waits_for("queue", now)
 
     def waits_for(self, cause: str, now: float) -> None:
         """What the request waits for from here on is another cause."""
@@ -292,8 +310,8 @@ class DecodeTimes:
         return late_since_s
 
     def tick(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
-        """These members have got a token in a step of `batch` rows. Returns those to whom it came late, and when the
-        token before came: (index, seconds). `gap_s`: `StepTimes.gap_s`."""
+        """These members have got a token in a step of `batch` rows. Returns those whose token came late, and when the
+        one before came: (index, seconds). `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
         late = is_late(ended_s - before_s, self._limits[indices], gap_s).nonzero()[0]
         found: list[tuple[int, float]] = []

@@ -24,7 +24,7 @@ from hydra_engine.scheduler.request_table import RequestTable
 class VisionPlanner:
     """Blocks are granted in order, all of an image at once, and never to a later image while an earlier one lacks
     them; by arrival that leaves no cycle of waiting with `policy.features_to_take`, even if the cache has room for one
-    image. Urgency takes nothing from anybody, and no more time than the patience from the oldest image that waits."""
+    image. Urgency takes no blocks from others, and no more time than the patience from the oldest image that waits."""
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
         self._requests = requests
@@ -52,7 +52,7 @@ class VisionPlanner:
         budget, connector = self._budgets.vision(), self._requests.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
-        jobs_wait = False  # one that has used up the quota keeps nobody but other jobs waiting
+        jobs_wait = False  # one that has used up the quota delays other jobs only
         for state, index in _images(states):
             if state.images[index] != ImageProgress.WAITING:
                 continue  # the same picture is in the step already

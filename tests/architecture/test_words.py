@@ -26,7 +26,7 @@ RETIRED = (
         "is_job",
         "num_named",
     ),
-    *("gives_way", "owe", "owe_all"),
+    *("gives_way", "owe", "owe_all", "Arrival", "hands_over", "images_asked", "HandoverEnd", "DecodeBlocks"),
 )
 
 

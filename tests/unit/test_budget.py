@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
-from hydra_engine.scheduler.budget import FixedBudgets, PendingWork, StepBudget, stretch
+from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.unit.machine import make_surface
 
@@ -73,13 +73,13 @@ def demands(draw: st.DrawFn, *, vision: bool) -> PendingWork:
 
 class TestFixed:
     def test_decodes_count_into_the_token_budget(self) -> None:
-        budgets = FixedBudgets(SchedulerConfig(token_budget=100, image_budget=50))
+        budgets = Budgets(SchedulerConfig(token_budget=100, image_budget=50))
         assert budgets.language(decoding(30, prefill_tokens=1000))[:2] == (70, math.inf)
         assert budgets.language(decoding(130)).tokens == 0
         assert budgets.vision() == 50
 
     def test_it_reports_what_it_does(self) -> None:
-        budgets = FixedBudgets(SchedulerConfig(token_budget=100, image_budget=50))
+        budgets = Budgets(SchedulerConfig(token_budget=100, image_budget=50))
         for tokens, used in ((1000, 70), (1000, 60), (10, 10)):
             budget = budgets.language(decoding(30, prefill_tokens=tokens))
             budgets.on_language(LanguageLoad(30, 0, used), budget, duration_s=1.0, gap_s=1.0, vision_s=0.0)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.scheduler.latency.correction import FEW, HIGHEST, LOWEST, WINDOW, Correction, Kind, Window
+from hydra_engine.scheduler.latency.correction import FEW, HIGHEST, LOWEST, WINDOW, Correction, Kind
+from hydra_engine.scheduler.timeline import Window
 
 
 def after(ratios: list[float], kind: Kind = Kind.CHUNKS, error: float = 0.0) -> Correction:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad
-from hydra_engine.scheduler.budget import FixedBudgets
+from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.examples import examples
 from tests.unit.machine import Prompt, SimulatedMachine, Step, Traffic, make_surface
@@ -141,7 +141,7 @@ def test_without_a_limit_every_step_is_as_large_as_configured() -> None:
     steps = traffic.run(300)
     fixed = Traffic(
         SimulatedMachine(make_surface()),
-        FixedBudgets(SchedulerConfig(token_budget=2048, image_budget=8192)),
+        Budgets(SchedulerConfig(token_budget=2048, image_budget=8192)),
         math.inf,
         **BUSY,
     )

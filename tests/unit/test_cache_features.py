@@ -213,7 +213,7 @@ def test_damage_is_noticed() -> None:
     features = cache()
     encoded(features, B, 1)
     features._entries[B].users.clear()
-    with pytest.raises(AssertionError, match="held for nobody"):
+    with pytest.raises(AssertionError, match="held for no image"):
         features.check()
     features._entries[B].users[user(1)] = None
     features._entries[B].progress = WAITING

@@ -106,7 +106,7 @@ def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
     seq_slots.free(RequestId(3))
     features.drop((RequestId(3), 1), PICTURE)
     features.drop((RequestId(4), 0), PICTURE)
-    assert books.report([]).holders == ("an encode that nobody waits for any more: 1 blocks",)
+    assert books.report([]).holders == ("an encode that no request waits for any more: 1 blocks",)
     features.finish(PICTURE, failed=False)
     rest = books.report([])
     assert (rest.kv_blocks_held, rest.image_blocks_held, rest.holders, rest.problems) == (0, 0, (), ())

@@ -439,7 +439,7 @@ def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> N
         s.language()
         assert not s.told() or s.state(3).images == [WAITING]
     s.language()
-    assert s.state(3).images == [WAITING] and 3 in s.scheduler._requests.unfetched
+    assert s.state(3).images == [WAITING] and s.state(3) in s.scheduler._requests.unfetched
     s.offer_image(3, 0, 3)
     s.pulled(s.pull())
     s.finish_all()
@@ -715,7 +715,7 @@ def test_a_decode_with_prefill_in_its_part_is_computed_again_here() -> None:
         s.put(make_request(number, 8, A, max_new=20), age=number, pulls_kv=True, remote_images=frozenset({0}))
         arrive(s, number, number)
     assert not s.told()
-    while 2 not in s.scheduler._requests.encoding:
+    while s.state(2) not in s.scheduler._requests.encoding:
         s.language()
     assert s.told() == [NeedImages(RequestId(2), (0,))]
     s.offer_image(2, 0, 9)

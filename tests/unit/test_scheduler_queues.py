@@ -30,7 +30,7 @@ def test_the_queue_is_always_in_order_of_arrival(calls) -> None:
         assert list(queue) == expected and len(queue) == len(expected)
         assert queue.oldest() is (expected[0] if expected else None)
         assert queue.youngest() is (expected[-1] if expected else None)
-        assert all((o in queue) == (o in model) for o in range(13))
+        assert all((state(o) in queue) == (o in model) for o in range(13))
 
 
 def ranked(order: int, priority: int, ttft_s: float | None) -> RequestState:

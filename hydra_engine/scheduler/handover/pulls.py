@@ -198,10 +198,9 @@ class Pulls:
                 key = state.image_keys[index]
                 num_blocks = features.blocks_for(state.request.images[index].num_tokens)
                 reserved = sum(aside.values()) - aside.get(key, 0)
-                offered = index in handover_of(state).image_offers and not handover_of(state).pulls_image
-                if offered and self._requests.images.make_room(
-                    state, index, num_blocks, reserved, now, may_take=may_take
-                ):
+                handover, images = handover_of(state), self._requests.images
+                offered = index in handover.image_offers and not handover.pulls_image
+                if offered and images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
                     plans.append(self._pull_image(state, index, now))
                     aside.pop(key, None)
                     continue

@@ -3,7 +3,7 @@
 What is computed to its end over there waits for nothing but the room here, and holds what others need there until it
 has it. So it goes before everything that is still to be computed, and may take the room of whatever stands still here:
 prefills before an image, whatever their age, and requests that are granted room while their prefill is still running
-elsewhere. These have it only as long as nobody else needs it; then their KV is pulled later.
+elsewhere. These have it only as long as no other request needs it; then their KV is pulled later.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ window that it was, and cannot be moved by one stalled step. Does not know limit
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from enum import IntEnum
 from statistics import NormalDist, median
+
+from hydra_engine.scheduler.timeline import Window
 
 WINDOW = 200  # steps
 FEW = 32  # with fewer steps of a kind, the ratios of all kinds are taken; also how many the error bars stand for
@@ -28,29 +29,6 @@ class Kind(IntEnum):
     DECODES = 0  # nothing but decodes, alone on the machine
     CHUNKS = 1  # with prefill, alone on the machine
     VISION = 2  # beside the vision lane
-
-
-class Window:
-    """The latest `size` values, in order of time and of size."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._values: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        if len(self._values) == self._size:
-            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
-        self._values.append(value)
-        insort(self._sorted, value)
-
-    def quantile(self, share: float) -> float:
-        """The value that the next one exceeds with a chance of at most 1 - share, if it is like those in the window."""
-        rank = min(len(self._sorted) - 1, int(share * (len(self._sorted) + 1)))
-        return self._sorted[rank]
 
 
 class _Ratios:

@@ -16,8 +16,9 @@ from enum import IntEnum
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
-from hydra_engine.scheduler.budget import USED, PendingWork, StepBudget
-from hydra_engine.scheduler.latency.correction import Correction, Kind, Window
+from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
+from hydra_engine.scheduler.latency.correction import Correction, Kind
+from hydra_engine.scheduler.timeline import Window
 
 MIN_SHARE = 0.2  # of the slack that prefill and vision each have at least while both have work
 MIN_VISION = 0.05  # of the limit: seconds of vision beside every step, even if decodes alone fill it
@@ -34,7 +35,7 @@ OVERRUN_KEPT = 0.9  # share of the steps beside which vision runs on no longer t
 
 
 class _Towards(IntEnum):
-    """Whom the slack goes to."""
+    """Which lane the slack goes to."""
 
     BOTH = 0
     PREFILL = 1
@@ -88,7 +89,7 @@ class _Step:
         return self.base * surface.decode_slowdown + (alone - self.base) * surface.prefill_slowdown
 
 
-class LatencyBudgets:
+class LatencyBudgets(Budgets):
     """Budgets of one instance whose machine was measured.
 
     With decodes that have a limit, a step is filled until `predicted(tokens, vision seconds) * correction + pause`
@@ -100,15 +101,15 @@ class LatencyBudgets:
     come too late like that, the side that it waits for takes all of it, and the step may last up to
     `PendingWork.stretch_s` and four limits.
 
-    Nobody starves: vision has 5 % of the limit beside every step if it has that much to do, and after 64 steps with
+    Neither starves: vision has 5 % of the limit beside every step if it has that much to do, and after 64 steps with
     less than 16 tokens a prefill gets as many as take half a limit, at least 16.
 
     `num_slices` is how many pieces the vision lane can cut a vision step into; 0: it cannot pause at all.
     """
 
     def __init__(self, surface: CostSurface, config: SchedulerConfig, *, num_slices: int) -> None:
+        super().__init__(config)
         self._surface = surface
-        self._config = config
         self._num_slices = num_slices
         self._correction = Correction(surface.language_error, surface.corun_error)
         self._kind = Kind.DECODES
@@ -120,7 +121,7 @@ class LatencyBudgets:
         self._image_budget = self._best_image_budget()
         self._overruns = Window(OVERRUNS)
         self._overruns.add(self._vision_s(self._image_budget) / max(1, num_slices))
-        self._decode_steps = self._late_steps = self._stretched_steps = self._full_steps = 0
+        self._late_steps = self._stretched_steps = 0
         self._used: deque[float] = deque(maxlen=RECENT_STEPS)
 
     # ---- before a step
@@ -307,40 +308,27 @@ def _kind(load: LanguageLoad, vision_s: float) -> Kind:
 def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low: int = 0, guess: int = 0) -> int:
     """The largest count in [low, high] with `seconds(count) <= allowed`, or `low` if there is none; `seconds` ascends.
 
-    Starts at `guess`, if that lies between, and goes away from it in growing steps until it has passed the answer.
-    Nearly straight functions are the rule: from there on it interpolates, tries the neighbour of what that gives, and
-    halves if this did not settle it.
+    Starts at `guess`, if that lies between, and goes away from it in growing steps until it has passed the answer; from
+    there on it halves.
     """
     count, step = (guess, 1) if low < guess < high else (high, high - low)
     below = above = -1  # a count that fits and one that does not
-    at_below = at_above = 0.0
     while below < 0 or above < 0:
-        at_count = seconds(count)
-        if at_count <= allowed:
-            below, at_below = count, at_count
+        if seconds(count) <= allowed:
+            below = count
             if count == high:
                 return high
             count = min(high, count + step)
         else:
-            above, at_above = count, at_count
+            above = count
             if count == low:
                 return low
             count = max(low, count - step)
         step *= 4
-    turn, fits = 0, True
     while above - below > 1:
-        if turn == 0:
-            count = below + int((above - below) * (allowed - at_below) / (at_above - at_below))
-        elif turn == 1:
-            count = below + 1 if fits else above - 1
+        count = (below + above) // 2
+        if seconds(count) <= allowed:
+            below = count
         else:
-            count = (below + above) // 2
-        count = min(above - 1, max(below + 1, count))
-        at_count = seconds(count)
-        fits = at_count <= allowed
-        if fits:
-            below, at_below = count, at_count
-        else:
-            above, at_above = count, at_count
-        turn = (turn + 1) % 3
+            above = count
     return below

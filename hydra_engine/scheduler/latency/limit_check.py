@@ -42,29 +42,29 @@ def check_limits(
 
     `picture` is the largest one that the model takes, None if it takes none.
     """
-    said = []
+    problems = []
     if config.tpot_slo is not None:
         best = best_tpot_s(surface, pause_s=pause_s)
         if best > config.tpot_slo:
-            said.append(
+            problems.append(
                 f"tpot_slo {_text(config.tpot_slo)} cannot be kept here: "
                 f"one request alone takes {_text(best)} per token"
             )
     if config.ttft_slo is not None:
         best = best_ttft_s(surface, config.token_budget)
         if best > config.ttft_slo:
-            said.append(
+            problems.append(
                 f"ttft_slo {_text(config.ttft_slo)} cannot be kept here: "
                 f"a prompt of {SHORT_PROMPT} tokens alone takes {_text(best)}"
             )
         elif picture is not None:
             best = best_ttft_s(surface, config.token_budget, picture=picture, picture_tokens=picture_tokens)
             if best > config.ttft_slo:
-                said.append(
+                problems.append(
                     f"ttft_slo {_text(config.ttft_slo)} cannot be kept for the largest picture: "
                     f"with {picture.num_patches} patches it alone takes {_text(best)}"
                 )
-    return said
+    return problems
 
 
 def _text(seconds: float) -> str:
