@@ -2,8 +2,8 @@
 patches of a vision step.
 
 The budgets of an engine without limits, which are the interface that the planners ask before every step, and the rule
-for how far a step may be stretched. Budgets that follow from limits are in `latency/latency_budget.py`. Knows no requests
-and no clock.
+for how far a step may be stretched. Budgets that follow from limits are in `latency/latency_budget.py`. Knows no
+requests and no clock.
 """
 
 from __future__ import annotations
