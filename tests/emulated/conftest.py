@@ -20,8 +20,8 @@ collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() else []
 
 # Where a lane may wait for the device besides `Device.fetch` and `Device.finish`, and why.
 MAY_WAIT = {
-    "worker/language/prompt_scores.py PromptScoring._take": "logits of prompt tokens come in slices, so that they fit",
-    "worker/transfer/peers.py checksums_of": "checksums are for those who check transfers",
+    "worker/language/samples.py PromptScoring._take": "logits of prompt tokens come in slices, so that they fit",
+    "worker/transfer/lane.py checksums_of": "checksums are for those who check transfers",
 }
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 HYBRID_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}

@@ -11,9 +11,8 @@ from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, DecodeRows, LanguagePlan
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.worker.language.plan_rows import Samples
-from hydra_engine.worker.language.prompt_scores import PromptScoring
 from hydra_engine.worker.language.sampler import SamplingState, token_logprobs
+from hydra_engine.worker.language.samples import PromptScoring, Samples
 from hydra_engine.worker.ports import WorkerRequest
 
 VOCABULARY = 8

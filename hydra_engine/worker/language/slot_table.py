@@ -1,9 +1,11 @@
-"""The language lane's state of running requests by sequence slot, so that a decode in a plan carries no data.
+"""The rows of a language plan as columns, and the state of running requests by sequence slot, so that decodes in a plan
+carry no data.
 
-A request takes its slot with its first chunk there and has it until a chunk of another request comes. The lane's thread
-alone uses this, in the order of the plans; a plan made ahead (token -1) therefore finds its token here. Only `fail` and
-`failed` are for the thread that reads results too. Does not decide which slot a request gets, nor when it ends:
-what a slot holds of an ended request is overwritten by its next one.
+Rows are numbered through: decodes first, then chunks. A request takes its slot with its first chunk there and has it
+until a chunk of another request comes. The lane's thread alone uses the table, in the order of the plans; a plan made
+ahead (token -1) therefore finds its token here. Only `fail` and `failed` are for the thread that reads results too.
+Does not decide which slot a request gets, nor when it ends: what a slot holds of an ended request is overwritten by its
+next one.
 """
 
 from __future__ import annotations
@@ -19,9 +21,52 @@ import torch
 from hydra_engine.backend.base import StateCache, StateRows
 from hydra_engine.core.plans import DecodeRows, Ints, LanguagePlan
 from hydra_engine.core.request import Request
-from hydra_engine.worker.language.plan_rows import counts_of, request_ids_of, seq_slots_of, starts_of
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState
 from hydra_engine.worker.ports import WorkerRequest
+
+
+def request_ids_of(plan: LanguagePlan) -> Ints:
+    """[num_rows]"""
+    return _column(plan.decodes.request_ids, [chunk.request_id for chunk in plan.chunks])
+
+
+def seq_slots_of(plan: LanguagePlan) -> Ints:
+    """[num_rows]"""
+    return _column(plan.decodes.seq_slots, [chunk.seq_slot for chunk in plan.chunks])
+
+
+def starts_of(plan: LanguagePlan) -> Ints:
+    """[num_rows] position of each row's first token."""
+    return _column(plan.decodes.starts, [chunk.start for chunk in plan.chunks])
+
+
+def counts_of(plan: LanguagePlan) -> Ints:
+    """[num_rows] tokens of each row."""
+    return _column(np.ones(len(plan.decodes), dtype=np.int64), [len(chunk.token_ids) for chunk in plan.chunks])
+
+
+def _column(decodes: Ints, chunks: Sequence[int]) -> Ints:
+    return np.concatenate((decodes, np.array(chunks, dtype=np.int64))) if chunks else decodes
+
+
+def part_of(
+    plan: LanguagePlan, records: Sequence[WorkerRequest], rows: Ints
+) -> tuple[LanguagePlan, list[WorkerRequest]]:
+    """A plan of some rows of another, and its chunks' records. `rows` ascend."""
+    decodes, first = plan.decodes, len(plan.decodes)
+    among = rows[rows < first]
+    chunks = (rows[rows >= first] - first).tolist()
+    fewer = DecodeRows(
+        decodes.request_ids[among],
+        decodes.seq_slots[among],
+        decodes.token_ids[among],
+        decodes.starts[among],
+        decodes.num_generated[among],
+        decodes.block_tables[among],
+    )
+    part = LanguagePlan(plan.step_id, fewer, tuple(plan.chunks[i] for i in chunks), plan.vision_s)
+    return part, [records[i] for i in chunks]
+
 
 _NO_OWNER = -1
 _NEVER = -1

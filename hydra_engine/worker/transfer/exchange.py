@@ -16,8 +16,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.transfer.lane import TransferLane
-from hydra_engine.worker.transfer.peers import Peer, checksums_of, exports_of
+from hydra_engine.worker.transfer.lane import Peer, TransferLane, checksums_of, exports_of
 
 NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 

@@ -147,7 +147,7 @@ class EncodeGraphs:
     def _blank(self, size: int) -> Packing:
         """Padding alone."""
         packing = self._tower.pack(VisionInput((), (), (), torch.zeros(0, dtype=torch.int64)), size)
-        assert packing is not None, "a room has place for nothing"
+        assert packing is not None, "a size has room for padding alone"
         return packing
 
     # ---- replay

@@ -1,24 +1,53 @@
-"""Log probabilities of prompt tokens: which rows of a step score which tokens, and their scores.
+"""What a step gives the rows of its plan: sampled tokens, log probabilities of prompt tokens, failures.
 
-The row at a position scores the next token. Logits come in slices while the model runs, and only the requested entries
-of them are kept. Does not know models.
+The row at a position scores the next prompt token. Logits for that come in slices while the model runs, and only the
+requested entries of them are kept. Does not know models.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from hydra_engine.backend.device import Device
-from hydra_engine.core.plans import LanguagePlan, TokenLogprobs
+from hydra_engine.core.plans import Ints, LanguagePlan, TokenLogprobs
+from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import Scored
 from hydra_engine.worker.boundary import not_finite
-from hydra_engine.worker.language.plan_rows import Samples
 from hydra_engine.worker.language.sampler import Scores, finite_rows, token_logprobs
 from hydra_engine.worker.ports import WorkerRequest
+
+
+@dataclass(slots=True)
+class Samples:
+    """What a `LanguageResult` says of a plan's rows."""
+
+    token_ids: Ints  # [num_rows], -1: none
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    failures: list[tuple[int, ErrorInfo]] = field(default_factory=list)
+    scores: list[tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
+
+    @classmethod
+    def none(cls, num_rows: int) -> Samples:
+        return cls(np.full(num_rows, -1, dtype=np.int64))
+
+    def put(self, rows: Ints, part: Samples) -> None:
+        """Row i of `part` is row `rows[i]` here."""
+        self.token_ids[rows] = part.token_ids
+        self.logprobs += [(int(rows[i]), logprobs) for i, logprobs in part.logprobs]
+        self.failures += [(int(rows[i]), error) for i, error in part.failures]
+        self.scores += [(int(rows[i]), scores) for i, scores in part.scores]
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """What these rows got is worth nothing."""
+        self.token_ids[rows] = -1
+        self.logprobs = [(row, logprobs) for row, logprobs in self.logprobs if row not in rows]
+        self.failures = [(row, error) for row, error in self.failures if row not in rows]
+        self.scores = [(row, scores) for row, scores in self.scores if row not in rows]
 
 
 class PromptScoring:
