@@ -7,23 +7,18 @@ and the async ones in any loop. The server starts the same class on its own loop
 from __future__ import annotations
 
 import asyncio
-import atexit
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
-from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options, find_model
+from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.core.roles import Topology
-from hydra_engine.errors import EngineClosed, InvalidRequest
+from hydra_engine.errors import InvalidRequest
 from hydra_engine.frontend.batch import run_batch
 from hydra_engine.frontend.call import (
     BatchOptions,
@@ -36,17 +31,12 @@ from hydra_engine.frontend.call import (
     one_of,
     with_prompt,
 )
-from hydra_engine.frontend.frontend import Front
 from hydra_engine.frontend.handle import Handle
-from hydra_engine.frontend.loop_thread import LoopThread
-from hydra_engine.frontend.progress import LoadProgress
-from hydra_engine.models.specs.generation import default_sampling
+from hydra_engine.frontend.life import EngineLife
 from hydra_engine.telemetry.trace import Activity
 
-T = TypeVar("T")
 
-
-class Engine:
+class Engine(EngineLife):
     """A model, loaded and ready to answer.
 
         with Engine("path/to/model") as engine:
@@ -61,21 +51,11 @@ class Engine:
     Raises ConfigError, CheckpointError or ResourceError when it cannot start.
     """
 
-    _loop: asyncio.AbstractEventLoop | None = None  # where everything of the front runs
-    _thread: LoopThread | None = None  # that runs the loop, unless the caller does
-
     def __init__(
         self, model: str | Path = DEMO_MODEL, *, progress: bool | None = None, processes: bool = False, **options: Any
     ) -> None:
         self._prepare(config_from_options(str(model), options), processes=processes)
-        self._thread = LoopThread("hydra-engine")
-        self._loop = self._thread.loop
-        atexit.register(self.close)
-        try:
-            self._wait(self._start(progress))
-        except BaseException:
-            self.close()
-            raise
+        self._start_on_thread(progress)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool | None = None, processes: bool = False) -> Self:
@@ -89,49 +69,6 @@ class Engine:
         engine = cls.__new__(cls)
         engine._prepare(config, processes=True)
         return engine
-
-    def _prepare(self, config: EngineConfig, *, processes: bool) -> None:
-        self.config = config = find_model(config)
-        self.created = int(time.time())
-        self._processes = processes or len(Topology.parse(config.topology).instances) > 1
-        self._front: Front | None = None
-        self._closed = False
-        self._closing: Future[None] | None = None
-        self._lock = threading.Lock()
-        self.default_sampling_params = default_sampling(
-            config.model_path, config.override_generation_config, use_file=config.generation_config == "auto"
-        )
-
-    async def astart(self, progress: bool | None = None, tell: Callable[[str], None] | None = None) -> None:
-        """`tell` gets a line per phase where there are no bars."""
-        self._loop = asyncio.get_running_loop()
-        await self._start(progress, tell)
-
-    async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
-        most = self.default_sampling_params.max_tokens
-        self._front = Front(self.config, processes=self._processes, default_max_tokens=most)
-        with LoadProgress(progress, tell) as bar:
-            await self._front.start(bar.update)
-
-    # ---- one loop, any caller
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's loop and blocks for it; not from that loop itself."""
-        assert self._thread is not None
-        return self._thread.run(coroutine)
-
-    async def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's loop and awaits it from whichever loop this is."""
-        assert self._loop is not None
-        if asyncio.get_running_loop() is self._loop:
-            return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
-    @property
-    def front(self) -> Front:
-        if self._closed or self._front is None:
-            raise _closed()
-        return self._front
 
     # ---- one request
 
@@ -310,11 +247,11 @@ class Engine:
     def stats(self) -> Status | None:
         """The latest gauges (`.kv_used`, `.num_running`, ...) of all instances added up, a fraction of a second old;
         None before the first."""
-        return self.front.stats()
+        return self.front.statuses.total()
 
     def statuses(self) -> dict[str, Status]:
         """The same for each instance that is up."""
-        return self.front.statuses()
+        return self.front.statuses.latest
 
     def instances(self) -> tuple[InstanceState, ...]:
         """The instances of the topology: roles, conditions, restarts, latest reports. None before they are started and
@@ -345,7 +282,7 @@ class Engine:
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """Called on the engine's loop with the Result of every request that ends, failed ones included."""
-        self.front.add_observer(observer)
+        self.front.observers.append(observer)
 
     def ledger(self) -> LedgerReport:
         """What is held right now; `.at_rest` when nothing is."""
@@ -399,50 +336,3 @@ class Engine:
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         """The same as events, of the last `seconds` only. From any thread."""
         return self.front.trace_events(seconds)
-
-    # ---- end
-
-    def close(self) -> None:
-        """Ends running requests with EngineClosed and frees everything. Idempotent; from any thread, with or without
-        an event loop of its own, and whoever comes second waits for the same end."""
-        if self._thread is None:
-            return
-        if self._thread.is_current:
-            raise RuntimeError("the engine cannot be closed from its own loop; close it from another thread")
-        with self._lock:
-            self._closed = True
-            if self._closing is None:
-                self._closing = self._thread.end(self._close_front())
-        try:
-            self._closing.result()
-        finally:
-            self._thread.join()
-            atexit.unregister(self.close)
-
-    async def aclose(self) -> None:
-        """The same, while other tasks of the caller's loop go on."""
-        if self._thread is not None:
-            await asyncio.to_thread(self.close)
-        elif not self._closed:
-            self._closed = True
-            await self._close_front()
-
-    async def _close_front(self) -> None:
-        if self._front is not None:
-            await self._front.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
-
-
-def _closed() -> EngineClosed:
-    return EngineClosed("the engine is closed; make a new Engine")

@@ -19,16 +19,12 @@ from bench.topology.machine import Machine
 from bench.topology.node import Node, Site
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import (
-    Delta,
-    Finished,
     LedgerReport,
-    NeedImages,
     PeerState,
     QueryLedger,
     Status,
     ToFront,
     ToInstance,
-    Tokens,
 )
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.roles import Topology
@@ -202,14 +198,6 @@ class Cluster:
         now = self.agenda.now()
         for message in messages:
             match message:
-                case Tokens():
-                    self._incoming.on_tokens(name, message, now)
-                case Delta():
-                    self._incoming.on_delta(name, message, now)
-                case Finished():
-                    self._incoming.on_finished(name, message, now)
-                case NeedImages():
-                    self._incoming.on_need(name, message, now)
                 case Status():
                     self.statuses[name] = message
                     self.dispatcher.instances[name].status = message
@@ -217,6 +205,8 @@ class Cluster:
                     self._ledgers[name] = message
                 case PeerState():
                     self._on_peer(name, message, now)
+                case _:
+                    self._incoming.take(name, message, now)
 
     def _on_peer(self, name: str, state: PeerState, now: float) -> None:
         """A pair is up once both sides have said so; here both do in the same moment."""

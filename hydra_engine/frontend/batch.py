@@ -72,7 +72,7 @@ async def _run_all(
     ended.extend([None] * len(prompts))
     # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
     window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2) // call.sampling.n))
-    with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, front.stats) as bar:
+    with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, front.statuses.total) as bar:
 
         async def run(index: int, prompt: tuple[Any, Any, Any]) -> Result:
             async with window:

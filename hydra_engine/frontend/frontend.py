@@ -21,21 +21,16 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import (
-    Delta,
-    Finished,
     InstanceSummary,
     LedgerReport,
     Loading,
-    NeedImages,
-    PromptScores,
     ResetCaches,
     SetFault,
     Status,
     ToFront,
     ToInstance,
-    Tokens,
 )
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import SamplingParams
@@ -60,11 +55,11 @@ from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 
 logger = logging.getLogger(__name__)
 
-Observer = Callable[[Result], None]
 OnProgress = Callable[[Loading], None]
 
 COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
-TICK_S = 0.1  # how often the front looks for what has waited too long
+TICK_S = 0.1  # how often the frontend looks for what has waited too long
+LEDGER_S = 5.0  # for all instances to answer
 
 
 class Front:
@@ -76,7 +71,6 @@ class Front:
         *,
         processes: bool,
         default_max_tokens: int | None = None,
-        strict_channel: bool = False,
         clock: Clock | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
@@ -85,7 +79,7 @@ class Front:
         self.trace = TraceRing()
         self._default_max_tokens = default_max_tokens
         self._clock = clock or MonotonicClock()
-        self._supervisor = supervisor or Supervisor(config, processes=processes, strict_channel=strict_channel)
+        self._supervisor = supervisor or Supervisor(config, processes=processes)
         self._links: dict[str, InstanceLink] = {}
         self._summaries: dict[str, InstanceSummary] = {}  # of instances that are down too
         self._on_progress: OnProgress | None = None
@@ -96,17 +90,17 @@ class Front:
         self._in_intake: dict[RequestId, LiveRequest] = {}
         self._finish_times: deque[float] = deque(maxlen=32)
         self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
-        self._ids = itertools.count(1)
+        self._next_id: Callable[[], RequestId] = map(RequestId, itertools.count(1)).__next__
         topology = Topology.parse(config.topology)
         roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
         self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
         self._stealing = DecodeStealing(config, self._dispatcher)
         self._incoming = Incoming(self._dispatcher, self._stealing)
         self._choices = Choices(self._dispatcher, config.scheduler, self._clock, self._next_id)
-        self._statuses = StatusTable()
-        self._watch = Watch(self._dispatcher, self._statuses)
+        self.statuses = StatusTable()
+        self._watch = Watch(self._dispatcher, self.statuses)
         self._queries = LedgerQueries()
-        self._observers: list[Observer] = []
+        self.observers: list[Callable[[Result], None]] = []  # called with the result of every request that ends
         self._switching = asyncio.Lock()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -116,17 +110,15 @@ class Front:
     async def start(self, on_progress: OnProgress) -> None:
         """Ready when this returns. While the instances read their weights the tokenizer loads and what decodes pictures
         starts."""
-        loop = asyncio.get_running_loop()
-        spec = await loop.run_in_executor(None, load_spec, self.config.model_path, self.config.spec_options)
+        path, in_thread = self.config.model_path, self._loop.run_in_executor
+        spec = await in_thread(None, load_spec, path, self.config.spec_options)
         self._placement = Placement(spec.vision is not None, spec.language.has_states, self.config.device)
         self._placement.check(self.config.topology)
         if self._placement.keeps_states:
             self._stealing.stop()
         self._on_progress = on_progress
         loader = MediaLoader(spec, self.config.media, self._clock)
-        tokenizer_class = spec.tokenizer_class
-        tokenizer_job = loop.run_in_executor(None, load_tokenizer, self.config.model_path, tokenizer_class)
-        beside = asyncio.gather(tokenizer_job, loader.warm_up())
+        beside = asyncio.gather(in_thread(None, load_tokenizer, path, spec.tokenizer_class), loader.warm_up())
         try:
             await self._supervisor.start(self)
             check_fits(self._summaries.values())
@@ -175,9 +167,6 @@ class Front:
             await asyncio.sleep(TICK_S)
             self._dispatcher.tick(self._clock.now())
             self._stealing.tick(self._clock.now())
-
-    def _next_id(self) -> RequestId:
-        return RequestId(next(self._ids))
 
     def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
         self._links[name].end.send(messages)
@@ -262,7 +251,7 @@ class Front:
     def _report(self, active: ActiveRequest, result: Result) -> None:
         self._finish_times.append(self._clock.now())
         self.trace.add(result.request_id, active.request.arrival_s, result.timeline, result.usage)
-        for observer in self._observers:
+        for observer in self.observers:
             observer(result)
 
     # ---- the supervisor's listener
@@ -280,7 +269,7 @@ class Front:
         if self.state == "closed":
             return
         self._links.pop(name, None)
-        self._statuses.gone(name)
+        self.statuses.gone(name)
         self._watch.forget(name)
         self._queries.gone(name)
         self._dispatcher.on_down(name, self._clock.now(), restarts=restarts)
@@ -295,24 +284,14 @@ class Front:
         now = self._clock.now()
         for message in messages:
             match message:
-                case Tokens():
-                    self._incoming.on_tokens(name, message, now)
-                case Delta():
-                    self._incoming.on_delta(name, message, now)
-                case Finished():
-                    self._incoming.on_finished(name, message, now)
-                case PromptScores():
-                    self._incoming.on_scores(name, message)
-                case NeedImages():
-                    self._incoming.on_need(name, message, now)
                 case Status():
-                    self._statuses.put(name, message)
+                    self.statuses.put(name, message)
                     self._watch.on_status(name, message)
                     self._dispatcher.instances[name].status = message
                 case LedgerReport():
                     self._queries.answer(name, message)
                 case _:
-                    logger.error("unexpected message %s of instance %s", type(message).__name__, name)
+                    self._incoming.take(name, message, now)
 
     # ---- what others may ask
 
@@ -343,37 +322,18 @@ class Front:
         """No request can be served any more: the instances of some stage have failed and are not started again."""
         return self.state == "ok" and missing_for_good(self._dispatcher.instances.values(), images=False) is not None
 
-    def add_observer(self, observer: Observer) -> None:
-        self._observers.append(observer)
-
-    def stats(self) -> Status | None:
-        """The latest reports of all instances, added up; None before the first."""
-        return self._statuses.total()
-
-    def statuses(self) -> dict[str, Status]:
-        """The latest report of each instance that is up."""
-        return self._statuses.latest
-
     def instances(self) -> tuple[InstanceState, ...]:
         """All instances of the topology, as they are now."""
-        return tuple(map(self._seen_from_here, self._supervisor.states()))
-
-    def _seen_from_here(self, state: InstanceState) -> InstanceState:
-        """The supervisor's state with what the frontend knows besides, also whether the instance is being emptied."""
-        instance, summary = self._dispatcher.instances[state.name], self._summaries.get(state.name)
-        draining = state.condition is Condition.READY and instance.condition is Condition.DRAINING
-        condition = instance.condition if draining else state.condition
-        role = instance.role.letters
-        return replace(state, role=role, condition=condition, status=instance.status, summary=summary)
+        states = self._supervisor.states()
+        return tuple(self._watch.seen_from_here(state, self._summaries.get(state.name)) for state in states)
 
     def activity(self, since: int, limit: int) -> Activity:
         """Requests that have ended behind the first `since` ones, and those that run: at most the `limit` latest of the
         former and the `limit` oldest of the latter."""
         number, finished = self.trace.since(since, limit)
-        running = (in_flight.live(self._statuses.stage) for in_flight in self._dispatcher.requests.values())
-        return Activity(
-            number, finished, list(itertools.islice(itertools.chain(running, self._in_intake.values()), limit))
-        )
+        running = (in_flight.live(self.statuses.stage) for in_flight in self._dispatcher.requests.values())
+        oldest = itertools.islice(itertools.chain(running, self._in_intake.values()), limit)
+        return Activity(number, finished, list(oldest))
 
     def health(self) -> tuple[bool, str]:
         """(every stage can be served and makes progress, one word why not): loading, draining, hung, instance_lost or
@@ -381,14 +341,14 @@ class Front:
         if self.state != "ok":
             return False, self.state
         reason = self._watch.problem(self._clock.now(), images=self._placement.has_vision)
-        return (True, "ok") if reason is None else (False, reason)
+        return reason is None, reason or "ok"
 
-    async def ledger(self, timeout_s: float = 5.0) -> LedgerReport:
+    async def ledger(self) -> LedgerReport:
         """The blocks and slots that all instances hold right now."""
         self._check_running()
         ends = {name: link.end for name, link in self._links.items()}
-        async with asyncio.timeout(timeout_s):
-            return await self._queries.ask(next(self._ids), ends)
+        async with asyncio.timeout(LEDGER_S):
+            return await self._queries.ask(self._next_id(), ends)
 
     async def reset_caches(self, *, kv: bool, images: bool) -> None:
         """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays. What is

@@ -6,15 +6,19 @@ whatever it once was: what comes under it is dropped, and its sender told so onc
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Delta, Finished, NeedImages, PromptScores, Tokens
+from hydra_engine.core.messages import Delta, Finished, NeedImages, PromptScores, ToFront, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.errors import RequestFailed, from_info
 from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.in_flight import Attempt, Job, Phase, RequestInFlight
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
+
+logger = logging.getLogger(__name__)
 
 
 class Incoming:
@@ -25,29 +29,43 @@ class Incoming:
         self._stealing = stealing
         self._instances = dispatcher.instances
 
+    def take(self, name: str, message: ToFront, now: float) -> None:
+        match message:
+            case Tokens():
+                self._on_tokens(name, message, now)
+            case Delta():
+                self._on_delta(name, message, now)
+            case Finished():
+                self._on_finished(name, message, now)
+            case PromptScores():
+                self._on_scores(name, message)
+            case NeedImages():
+                self._on_need(name, message, now)
+            case _:
+                logger.error("unexpected message %s of instance %s", type(message).__name__, name)
+
     # ---- tokens
 
-    def on_tokens(self, name: str, message: Tokens, now: float) -> None:
+    def _on_tokens(self, name: str, message: Tokens, now: float) -> None:
         columns = message.request_ids, message.positions, message.token_ids
         find, time_s, late = self._dispatcher.by_id.get, message.time_s, message.late
         for number, position, token_id in zip(*columns, strict=True):
             in_flight = find(RequestId(number))
             if in_flight is None or number in late or not in_flight.goes_on(name, number, position):
-                self._take(name, Delta(RequestId(number), position, (token_id,), time_s, late=late.get(number)), now)
+                self._on_delta(
+                    name, Delta(RequestId(number), position, (token_id,), time_s, late=late.get(number)), now
+                )
             else:
                 self._feed_next(in_flight, token_id, time_s, now)
 
-    def on_delta(self, name: str, delta: Delta, now: float) -> None:
-        self._take(name, delta, now)
-
-    def on_scores(self, name: str, scores: PromptScores) -> None:
+    def _on_scores(self, name: str, scores: PromptScores) -> None:
         in_flight = self._dispatcher.by_id.get(scores.request_id)
         if in_flight is None or in_flight.part(name, scores.request_id) is None:
             self._instances.reject(name, scores.request_id)
         elif in_flight.running:
             in_flight.active.on_scores(scores.start, scores.logprobs)
 
-    def _take(self, name: str, delta: Delta, now: float) -> None:
+    def _on_delta(self, name: str, delta: Delta, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(delta.request_id)
         attempt = None if in_flight is None else in_flight.part(name, delta.request_id)
         if in_flight is None or attempt is None:
@@ -111,7 +129,7 @@ class Incoming:
             self._settle(in_flight, attempt, attempt.final, now)
 
     def _feed_next(self, in_flight: RequestInFlight, token_id: int, time_s: float, now: float) -> None:
-        """`_take` for a token about which nothing is to be decided, as for most."""
+        """`_on_delta` for a token about which nothing is to be decided, as for most."""
         active, attempt = in_flight.active, in_flight.attempt
         assert attempt is not None
         active.handle.feed(active.on_next_token(token_id, time_s))
@@ -121,7 +139,7 @@ class Incoming:
 
     # ---- the end of a part
 
-    def on_finished(self, name: str, finished: Finished, now: float) -> None:
+    def _on_finished(self, name: str, finished: Finished, now: float) -> None:
         number = finished.request_id
         in_flight = self._dispatcher.by_id.get(number)
         attempt = None if in_flight is None else in_flight.attempt
@@ -193,7 +211,7 @@ class Incoming:
 
     # ---- images
 
-    def on_need(self, name: str, need: NeedImages, now: float) -> None:
+    def _on_need(self, name: str, need: NeedImages, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(need.request_id)
         attempt = None if in_flight is None else in_flight.part(name, need.request_id)
         if in_flight is None or attempt is None:

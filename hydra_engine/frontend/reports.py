@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from hydra_engine.cluster.channel import FrontEnd
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.instances import Condition
-from hydra_engine.core.messages import BudgetReport, LedgerReport, QueryLedger, StageReport, Status, TransferReport
+from hydra_engine.core.instances import Condition, InstanceState
+from hydra_engine.core.messages import (
+    BudgetReport,
+    InstanceSummary,
+    LedgerReport,
+    QueryLedger,
+    StageReport,
+    Status,
+    TransferReport,
+)
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.routing.instances import missing_now
@@ -168,6 +177,13 @@ class Watch:
 
     def forget(self, name: str) -> None:
         self._last_step.pop(name, None)
+
+    def seen_from_here(self, state: InstanceState, summary: InstanceSummary | None) -> InstanceState:
+        """The supervisor's state with what the frontend knows besides, also whether the instance is being emptied."""
+        instance = self._dispatcher.instances[state.name]
+        draining = state.condition is Condition.READY and instance.condition is Condition.DRAINING
+        condition, role = instance.condition if draining else state.condition, instance.role.letters
+        return replace(state, role=role, condition=condition, status=instance.status, summary=summary)
 
     def problem(self, now: float, *, images: bool) -> str | None:
         """One word, or None while every stage is served: hung, draining or instance_lost."""

@@ -167,7 +167,7 @@ class Rig:
         """`late`: the gap before the first one."""
         for at, token_id in enumerate(token_ids, position):
             gaps = {} if late is None or at > position else {number: late}
-            self.incoming.on_tokens(name, Tokens([number], [at], [token_id], self.now, gaps), self.now)
+            self.incoming.take(name, Tokens([number], [at], [token_id], self.now, gaps), self.now)
 
     def speak(self, name: str, request: Request, *positions: int, late: Sequence[str] = ()) -> None:
         """The right tokens at these positions; the first ones came late, 20 ms behind those before, because of that."""
@@ -183,13 +183,13 @@ class Rig:
     ) -> None:
         spans = (StageSpan("decode", self.now, self.now, name, "language"),)
         message = Finished(RequestId(number), reason.value, num_generated, **{"spans": spans, **fields})
-        self.incoming.on_finished(name, message, self.now)
+        self.incoming.take(name, message, self.now)
 
     def refuse(self, name: str, number: int, kind: str = "RequestTooLarge") -> None:
         self.finish(name, number, FinishReason.ERROR, error=ErrorInfo(kind, "told"))
 
     def need(self, name: str, number: int, *indices: int) -> None:
-        self.incoming.on_need(name, NeedImages(RequestId(number), indices), self.now)
+        self.incoming.take(name, NeedImages(RequestId(number), indices), self.now)
 
     # ---- what came out
 

@@ -301,19 +301,19 @@ async def test_ledgers_are_added_up() -> None:
 
 async def test_reports_are_added_up_and_counters_never_go_back() -> None:
     async with started("E+P+D") as (front, supervisor):
-        assert front.stats() is None
+        assert front.statuses.total() is None
         moved = TransferReport(offers=1, pulled=7)
         front.on_messages("p0", [status(time_s=1, num_running=2, prompt_tokens=30, transfer=moved)])
         front.on_messages("d0", [status(time_s=2, num_running=3, generation_tokens=5, transfer=moved)])
-        total = front.stats()
+        total = front.statuses.total()
         assert isinstance(total, Status)
         assert (total.num_running, total.prompt_tokens, total.generation_tokens) == (5, 30, 5)
         assert (total.kv_blocks_total, total.transfer.offers, total.transfer.pulled) == (200, 2, 14)
-        assert set(front.statuses()) == {"p0", "d0"}
+        assert set(front.statuses.latest) == {"p0", "d0"}
         supervisor.die("p0")
-        left = front.stats()
+        left = front.statuses.total()
         assert (left.num_running, left.prompt_tokens, left.transfer.pulled, left.transfer.offers) == (3, 30, 14, 1)
-        assert set(front.statuses()) == {"d0"}
+        assert set(front.statuses.latest) == {"d0"}
 
 
 async def test_a_fault_point_of_one_instance_or_all() -> None:

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hydra_engine.core.messages import Finished, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.frontend.in_flight import Phase
 from tests.examples import examples
@@ -61,14 +60,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return {name: self.played[name] for name in pairs if name in self.played}
 
     def take_out(self, name: str) -> None:
-        incoming, now = self.rig.incoming, self.rig.now
-        match self.played[name].outbox.popleft():
-            case Tokens() as tokens:
-                incoming.on_tokens(name, tokens, now)
-            case Finished() as finished:
-                incoming.on_finished(name, finished, now)
-            case NeedImages() as need:
-                incoming.on_need(name, need, now)
+        self.rig.incoming.take(name, self.played[name].outbox.popleft(), self.rig.now)
 
     def running(self) -> list[str]:
         return [name for name in self.names if name in self.played and name not in self.frozen]

@@ -1,0 +1,179 @@
+"""The life of an engine: its start, its end, and an event loop on a thread of its own, for callers that have another
+loop or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self, TypeVar
+
+from hydra_engine.config import EngineConfig, find_model
+from hydra_engine.core.roles import Topology
+from hydra_engine.errors import EngineClosed
+from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.progress import LoadProgress
+from hydra_engine.models.specs.generation import default_sampling
+
+T = TypeVar("T")
+
+GRACE_S = 1.0  # after the end, for what is about to find out
+
+
+class LoopThread:
+    """Runs from the start until `end`, whatever the caller's own loop does."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._ending: Future[None] | None = None
+        self._thread = threading.Thread(target=_run, args=(self.loop,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """The caller is on this thread, and must not wait for it."""
+        return self._thread is threading.current_thread()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Blocks for the result; an interrupt cancels it. Raises RuntimeError on the loop's own thread."""
+        if self.is_current:
+            coroutine.close()
+            raise RuntimeError("blocking calls cannot run on the engine's own loop; use the async form")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `last` and then stops; blocks until the thread is gone. Whoever comes second waits for the same end."""
+        with self._lock:
+            if self._ending is None:
+                self._ending = asyncio.run_coroutine_threadsafe(last(), self.loop)
+                self._ending.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
+        try:
+            self._ending.result()
+        finally:
+            self._thread.join()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Ends as `asyncio.run` does, on this thread, because a thread that runs another loop could not. Threads are
+    waited for without starting one, which Python 3.12 refuses while the interpreter exits."""
+    executor = ThreadPoolExecutor(thread_name_prefix="hydra-engine")
+    loop.set_default_executor(executor)
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    for cancels in (False, True):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            if cancels and not task.cancelling():
+                task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=None if cancels else GRACE_S))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    executor.shutdown()
+    loop.close()
+
+
+class EngineLife:
+    """What `Engine` is beside its calls: configured, started, running on a loop, closed."""
+
+    _loop: asyncio.AbstractEventLoop | None = None  # where everything of the frontend runs
+    _thread: LoopThread | None = None  # that runs the loop, unless the caller does
+
+    def _prepare(self, config: EngineConfig, *, processes: bool) -> None:
+        self.config = config = find_model(config)
+        self.created = int(time.time())
+        self._processes = processes or len(Topology.parse(config.topology).instances) > 1
+        self._front: Front | None = None
+        self._closed = False
+        self.default_sampling_params = default_sampling(
+            config.model_path, config.override_generation_config, use_file=config.generation_config == "auto"
+        )
+
+    def _start_on_thread(self, progress: bool | None) -> None:
+        self._thread = LoopThread("hydra-engine")
+        self._loop = self._thread.loop
+        atexit.register(self.close)
+        try:
+            self._wait(self._start(progress))
+        except BaseException:
+            self.close()
+            raise
+
+    async def astart(self, progress: bool | None = None, tell: Callable[[str], None] | None = None) -> None:
+        """`tell` gets a line per phase where there are no bars."""
+        self._loop = asyncio.get_running_loop()
+        await self._start(progress, tell)
+
+    async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
+        most = self.default_sampling_params.max_tokens
+        self._front = Front(self.config, processes=self._processes, default_max_tokens=most)
+        with LoadProgress(progress, tell) as bar:
+            await self._front.start(bar.update)
+
+    @property
+    def front(self) -> Front:
+        if self._closed or self._front is None:
+            raise EngineClosed("the engine is closed; make a new Engine")
+        return self._front
+
+    # ---- one loop, any caller
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the engine's loop and blocks for it; not from that loop itself."""
+        assert self._thread is not None
+        return self._thread.run(coroutine)
+
+    async def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the engine's loop and awaits it from whichever loop this is."""
+        assert self._loop is not None
+        if asyncio.get_running_loop() is self._loop:
+            return await coroutine
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    # ---- end
+
+    def close(self) -> None:
+        """Ends running requests with EngineClosed and frees everything. Idempotent; from any thread, with or without
+        an event loop of its own, and whoever comes second waits for the same end."""
+        if self._thread is None:
+            return
+        if self._thread.is_current:
+            raise RuntimeError("the engine cannot be closed from its own loop; close it from another thread")
+        self._closed = True
+        try:
+            self._thread.end(self._close_front)
+        finally:
+            atexit.unregister(self.close)
+
+    async def aclose(self) -> None:
+        """The same, while other tasks of the caller's loop go on."""
+        if self._thread is not None:
+            await asyncio.to_thread(self.close)
+        elif not self._closed:
+            self._closed = True
+            await self._close_front()
+
+    async def _close_front(self) -> None:
+        if self._front is not None:
+            await self._front.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
