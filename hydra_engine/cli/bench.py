@@ -1,7 +1,7 @@
 """`hydra-engine bench NAME`: runs a benchmark of the source tree's bench/ folder with the arguments that follow.
 
-A benchmark is a module that can be run, or a folder with a `__main__.py`, whose other modules are its own affair.
-Those of `bench/micro` are benchmarks too, and go by their bare names where nothing else has them.
+A benchmark is a module that can be run, or a folder with a `__main__.py`, whose other modules are not listed. Those of
+`bench/micro` are benchmarks too, and have their bare names unless another benchmark has that name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _RUNS = 'if __name__ == "__main__":'
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="which benchmark; without a name, lists them by what they measure")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on; try --help")
+    parser.add_argument("name", nargs="?", help="the benchmark; without a name, lists them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark; try --help")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(benches: dict[str, Path]) -> Iterator[str]:
-    """A line for each, under what is measured: its folder says so."""
+    """A line for each benchmark, grouped by folder."""
     groups: dict[str, list[str]] = {title: [] for title in _GROUPS.values()}
     for name, path in benches.items():
         groups[_GROUPS.get(path.relative_to(_FOLDER).parts[0], _SERVING)].append(name)

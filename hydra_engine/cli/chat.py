@@ -1,7 +1,7 @@
 """`hydra-engine chat`: a conversation with a running server, streamed to the terminal, with pictures and timelines.
 
-Ctrl-C stops an answer, a second one leaves. With standard input from a pipe each line is a question and nothing but
-answers is printed.
+Ctrl-C stops an answer, a second one quits. If standard input is a pipe, each line is a question and only answers are
+printed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", default=None, metavar="KEY", help="the server's API key (default: HYDRA_API_KEY)")
     parser.add_argument("--system", default=None, metavar="TEXT", help="system prompt")
     parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help="picture for the first question; may be repeated"
+        "--image", action="append", default=[], metavar="FILE", help="picture for the first question; can be repeated"
     )
     parser.add_argument(
         "--timeline",
         action=argparse.BooleanOptionalAction,
-        help="show what each stage took and what delayed tokens (default: on a terminal)",
+        help="show the time of each stage and the causes of late tokens (default: on a terminal)",
     )
     parser.add_argument("--plain", action="store_true", help="no colours")
     add_sampling_options(parser)

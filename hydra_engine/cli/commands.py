@@ -15,28 +15,28 @@ from hydra_engine.cli.parser import Parser
 
 _COMMANDS: dict[str, str] = {
     "serve": "start the OpenAI-compatible server on a model",
-    "generate": "ask one question, with or without pictures, and print the answer",
-    "chat": "talk to a running server in the terminal",
-    "run-batch": "answer a file of requests in OpenAI's batch form through an embedded engine",
-    "demo": "three pictures and a text question through the shipped model, with their timelines",
-    "bench": "measure this machine: ops, stages, serving",
-    "profile": "measure what steps cost on this machine, save it, and print what a latency limit allows",
-    "memory": "print what each instance of a topology would hold and what its role saves; loads no weights",
-    "config": "print the configuration that flags, environment and file lead to, and where each value comes from",
-    "doctor": "print what was found here and which implementation each operation takes; also called env",
+    "generate": "answer one question, with or without pictures, with an embedded engine",
+    "chat": "chat with a running server in the terminal",
+    "run-batch": "answer a file of requests in OpenAI's batch format with an embedded engine",
+    "demo": "answer four questions with the shipped model, with timelines",
+    "bench": "run a benchmark of the source tree: ops, stages, serving",
+    "profile": "measure step times on this machine, save them, and print what a latency limit allows",
+    "memory": "print the memory of each instance of a topology and what its role saves; loads no weights",
+    "config": "print the effective configuration and the source of each value",
+    "doctor": "print hardware, libraries and the implementation of each operation; also called env",
     "completion": "print a completion script for bash, zsh or fish",
 }
 _ALIASES = {"env": "doctor"}
 
 
 def command_of(word: str) -> str | None:
-    """The command that goes by this name."""
+    """The command of this name or alias, or None."""
     name = _ALIASES.get(word, word)
     return name if name in _COMMANDS else None
 
 
 def unknown_command(word: str) -> str:
-    """A sentence about a command that does not exist."""
+    """The error message for a command that does not exist."""
     names = [*_COMMANDS, *_ALIASES]
     begins = [name for name in names if word and name.startswith(word)]
     near = begins or difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
@@ -49,7 +49,7 @@ def runner(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of its commands by every name; with `only`, the others have no options."""
+    """The parser, and the parsers of the commands by name and alias; with `only`, other commands have no options."""
     parser = Parser(
         prog="hydra-engine",
         description="An inference engine for vision-language models on one node.",

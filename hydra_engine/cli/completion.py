@@ -1,7 +1,6 @@
 """`hydra-engine completion bash|zsh|fish`: a script for the shell, made from the parsers of all commands.
 
-The script is static: pressing Tab starts no Python. Does not know any option by name; a metavar FILE, FOLDER or MODEL
-says that a path belongs there.
+The script is static: pressing Tab starts no Python. Values with the metavar FILE, FOLDER or MODEL complete as paths.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Command:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=tuple(_HINTS), help="which shell the script is for")
+    parser.add_argument("shell", choices=tuple(_HINTS), help="the shell of the script")
     parser.epilog = "; ".join(f"{shell}: {hint}" for shell, hint in _HINTS.items())
 
 

@@ -1,5 +1,6 @@
-"""`hydra-engine config`: the configuration that flags, environment and file lead to, as a file with the source of each
-value beside it. What it prints is a valid `--config` file. Secrets are counted, never printed.
+"""`hydra-engine config`: the effective configuration as a valid `--config` file, with the source of each value.
+
+Secrets are counted, never printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _COLUMN = 44  # of the sources
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("--changed", action="store_true", help="only what is not the default")
+    parser.add_argument("--changed", action="store_true", help="print only values that are not the default")
     add_all_options(parser)
 
 

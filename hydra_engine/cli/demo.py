@@ -1,4 +1,4 @@
-"""`hydra-engine demo`: the shipped model answers four questions at once; each answer is followed by its timeline."""
+"""`hydra-engine demo`: the shipped model answers four questions concurrently, with a timeline below each answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.cli.summary import start_lines
-from hydra_engine.cli.timeline import timeline_lines
+from hydra_engine.cli.summary import start_lines, timeline_lines
 from hydra_engine.config import DEMO_MODEL
 
 _FOLDER = Path(__file__).parents[1] / "demo"

@@ -1,7 +1,6 @@
-"""`hydra-engine doctor`: what was found on this machine, and which implementation each operation takes and why.
+"""`hydra-engine doctor`: hardware, libraries, and the implementation of each operation with the reason.
 
-Looks, never touches: nothing runs on a GPU and no memory of it is taken. Made to be pasted into a bug report; holds no
-path of the user's files.
+Runs nothing on a GPU and allocates no memory there. For bug reports: the output contains no paths of the user's files.
 """
 
 from __future__ import annotations

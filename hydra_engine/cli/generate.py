@@ -8,7 +8,7 @@ import sys
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_sampling_options, sampling_from
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.cli.timeline import timeline_lines
+from hydra_engine.cli.summary import timeline_lines
 from hydra_engine.config import MediaConfig, find_model
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.preprocess.text.template_files import check_template
@@ -19,15 +19,17 @@ _SKIP = frozenset({"seed"})  # here the flag is the request's seed
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question")
     parser.add_argument("--model", metavar="MODEL", help="model directory, hub id, or `demo` (the default)")
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be repeated")
-    parser.add_argument("--timeline", action="store_true", help="print what each stage took and what delayed tokens")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; can be repeated")
+    parser.add_argument(
+        "--timeline", action="store_true", help="print the time of each stage and the causes of late tokens"
+    )
     add_sampling_options(parser)
     add_engine_options(parser, _SKIP)
 
 
 def _check_pictures(pictures: list[str], limits: MediaConfig) -> None:
-    """Checks the pictures before a model is loaded. Raises InvalidRequest, naming the first that cannot be taken."""
-    from hydra_engine.preprocess.media import images, sources  # these take a moment
+    """Checks the pictures before a model is loaded. Raises InvalidRequest for the first invalid one."""
+    from hydra_engine.preprocess.media import images, sources  # slow to import
 
     for number, picture in enumerate(pictures, 1):
         try:
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_pictures(arguments.image, config.media)
     config = find_model(config)
     check_template(config.model_path, config.chat_template)
-    from hydra_engine.engine import Engine  # takes a moment too
+    from hydra_engine.engine import Engine  # slow to import
 
     with Engine.from_config(config) as engine:
         for piece in engine.stream(arguments.prompt, arguments.image or None, **sampling):

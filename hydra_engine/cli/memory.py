@@ -1,6 +1,6 @@
-"""`hydra-engine memory MODEL --topology E+P+D`: what each instance would hold, and what its role saves.
+"""`hydra-engine memory MODEL --topology E+P+D`: the memory of each instance, and what its role saves.
 
-Loads no weights, so the same refusals as at start take a second, also for machines that are not there (`--memory`).
+Loads no weights, so errors that a start would raise take a second, also for other machines (`--memory`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydra_engine.errors import ConfigError
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
-        "--memory", type=float, metavar="GIB", help="as if every device had that much; default: what is free here"
+        "--memory", type=float, metavar="GIB", help="memory of every device; default: what is free on this machine"
     )
     add_engine_options(parser)
 
@@ -65,7 +65,7 @@ def report_lines(footprints: Any, model: str) -> list[str]:
 
 
 def _saved(instance: Any, whole: Any) -> str:
-    """Against an instance that does everything in the same place with the same settings."""
+    """The saving compared with an EPD instance on the same device with the same settings."""
     if instance.role == "EPD":
         return ""
     if whole is None:

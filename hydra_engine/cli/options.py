@@ -1,8 +1,8 @@
 """Command-line options from the configuration classes: one place defines name, type, default, help and other names.
 
 An option has one name everywhere: `--max-num-seqs` as a flag, HYDRA_MAX_NUM_SEQS in the environment, `max-num-seqs` in
-the file of `--config`. Does not know where values come from or which source wins (`sources.py`), nor what a text means
-(`values.py`). Imports no torch, so that `--help` answers at once.
+the file of `--config`. `sources.py` reads the values and chooses between sources, `values.py` parses them. Imports no
+torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MEDIA_LIMIT_FIELDS = {"image": "max_images", "video": "max_videos"}
 
 _HIDDEN = frozenset({"local_files"})  # set by a command itself
 _POSITIONAL = frozenset({"model"})
-# Help by what a person looks for. Options that are not named here come last in their class's group.
+# Groups of the help. Options that are not named here come last in their class's group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         *(
@@ -154,13 +154,13 @@ def _plain_type(hint: Any) -> type:
 
 
 class GivenOnce(argparse.Action):
-    """One value that may be given in its place or with a flag, but not as two different ones."""
+    """A value that can be given as a positional argument or as a flag, but not as two different values."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         before = getattr(namespace, self.dest, None)
-        if values is None:  # nothing stands in its place
+        if values is None:  # no positional argument
             return
         if before not in (None, values):
             parser.error(f"{before[:60]!r} and {values[:60]!r} are given for one {self.metavar}; give one of them")
@@ -213,7 +213,7 @@ def _add_options(parser: argparse.ArgumentParser, classes: tuple[type, ...], ski
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    """Flags bring text: what it means is for `values.py`, so that it means the same in the environment."""
+    """Values stay text here; `values.py` parses them as it parses those of the environment."""
     text = option.help
     if option.default not in (None, (), ""):
         shown = ("off", "on")[option.default] if option.kind is bool else option.default
@@ -232,24 +232,24 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
             action = "append" if option.kind is tuple else "store"
             metavar = _METAVARS_OF_KINDS.get(option.form) or _METAVARS.get(option.kind, "VALUE")
             group.add_argument(flag, action=action, metavar=metavar, **shown_as)
-        shown_as["help"] = argparse.SUPPRESS  # an alias is told of where the name is
+        shown_as["help"] = argparse.SUPPRESS  # the help of the name lists its aliases
 
 
 SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "0 takes the most likely token each time"),
-    ("top_p", float, "smallest set of tokens with this probability"),
-    ("top_k", int, "that many most likely tokens; 0: all"),
-    ("min_p", float, "tokens at least this likely relative to the best"),
+    ("temperature", float, "0: always the most likely token"),
+    ("top_p", float, "sample from the smallest set of tokens with this total probability"),
+    ("top_k", int, "sample from this many most likely tokens; 0: all"),
+    ("min_p", float, "sample from tokens at least this likely relative to the most likely one"),
     ("seed", int, "same seed, same text"),
     ("max_tokens", int, "most new tokens"),
-    ("repetition_penalty", float, "above 1: repeats become less likely"),
-    ("presence_penalty", float, "-2 to 2"),
-    ("frequency_penalty", float, "-2 to 2"),
+    ("repetition_penalty", float, "above 1: repeated tokens become less likely"),
+    ("presence_penalty", float, "-2 to 2; lowers tokens that have occurred"),
+    ("frequency_penalty", float, "-2 to 2; lowers tokens by how often they have occurred"),
 )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "What is not given is as the model's generation_config.json has it.")
+    group = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
     for name, kind, text in SAMPLING:
         group.add_argument(
             "--" + name.replace("_", "-"),
@@ -258,13 +258,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
             help=text,
             metavar=_METAVARS[kind],
         )
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop string; may be given several times"
-    )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; can be repeated")
 
 
 def sampling_from(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sampling options that were given. Raises InvalidRequest for a wrong one, before a model is loaded."""
+    """The given sampling options. Raises InvalidRequest for an invalid value, before a model is loaded."""
     chosen = {name: value for name, _, _ in SAMPLING if (value := getattr(arguments, name)) is not None}
     SamplingParams(**chosen, stop=tuple(arguments.stop))
     return chosen | {"stop": tuple(arguments.stop)}

@@ -1,6 +1,6 @@
-"""Options that people bring along from vLLM, SGLang and llama.cpp, and what to give here instead.
+"""Options of vLLM, SGLang and llama.cpp that do not exist here or mean something else, and their replacements.
 
-For names that mean something else here, or nothing; those that mean the same are aliases of the option.
+Options with the same meaning are aliases in the configuration classes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --token-budget, how many tokens one step takes": (
         *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens"),
     ),
-    "prompts are always read in chunks, of at most --token-budget tokens": ("enable-chunked-prefill",),
-    "a request says how long its answer may be (max_tokens; --max-tokens of generate and chat)": (
+    "prefill is always chunked, by --token-budget": ("enable-chunked-prefill",),
+    "the length of an answer is set by the request (max_tokens; --max-tokens of generate and chat)": (
         *("n", "predict", "n-predict", "max-new-tokens"),
     ),
     "give --temperature": ("temp",),
@@ -28,9 +28,9 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --served-model-name": ("a", "alias"),
     "give --gpu-memory-utilization": ("mem-fraction-static",),
     "give the cache a size with --kv-cache-gib": ("kv-cache-memory-bytes", "max-total-tokens"),
-    "the KV cache has the type that --dtype names": ("kv-cache-dtype", "ctk", "ctv", "cache-type-k", "cache-type-v"),
+    "the KV cache has the type of --dtype": ("kv-cache-dtype", "ctk", "ctv", "cache-type-k", "cache-type-v"),
     "give --attention-backend": ("fa", "flash-attn"),
-    "HTTP is served by one process": ("api-server-count",),
+    "one process serves HTTP": ("api-server-count",),
     "give --log-level": ("uvicorn-log-level",),
     "--access-log is off unless it is given": ("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
     "requests are logged only with --enable-log-requests": ("disable-log-requests",),
@@ -39,22 +39,27 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     ),
     f"the vision tower needs no file of its own: {_IN_THE_FOLDER}": ("mm", "mmproj"),
     f"the tokenizer needs no name of its own: {_IN_THE_FOLDER}": ("tokenizer", "tokenizer-path", "tokenizer-mode"),
-    "tools are on where the chat template knows them; --tool-parser says how calls are written": (
+    "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
         *("enable-auto-tool-choice", "tool-call-parser"),
     ),
-    "HTTPS is for a proxy in front of the server": ("ssl-keyfile", "ssl-certfile", "ssl-key-file", "ssl-cert-file"),
+    "put a proxy with TLS in front of the server": ("ssl-keyfile", "ssl-certfile", "ssl-key-file", "ssl-cert-file"),
     _ONE_DEVICE: (
         *("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size", "ngl", "gpu-layers"),
         *("n-gpu-layers", "split-mode", "tensor-split", "cpu-offload-gb"),
     ),
     "name several instances with --topology, for example 2EPD": ("data-parallel-size", "dp", "dp-size"),
-    "weights are taken as the checkpoint has them, in --dtype": ("quantization", "q", "load-in-4bit", "load-in-8bit"),
-    "adapters are not served; merge them into the checkpoint": ("enable-lora", "lora", "lora-modules", "lora-paths"),
-    "speculative decoding is not built": ("speculative-config", "speculative-algorithm", "md", "model-draft"),
+    "quantized weights are not supported; --dtype sets the type": ("quantization", "q", "load-in-4bit", "load-in-8bit"),
+    "LoRA adapters are not supported; merge them into the checkpoint": (
+        "enable-lora",
+        "lora",
+        "lora-modules",
+        "lora-paths",
+    ),
+    "speculative decoding is not supported": ("speculative-config", "speculative-algorithm", "md", "model-draft"),
 }
 _BY_NAME = {name: reason for reason, names in _INSTEAD.items() for name in names}
 
 
 def instead_of(name: str) -> str | None:
-    """The option to give in place of another engine's; `name` has no leading dashes. None: no engine has it."""
+    """The replacement of another engine's option; `name` has no leading dashes. None: not a known option."""
     return _BY_NAME.get(name)

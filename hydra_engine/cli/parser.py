@@ -1,7 +1,5 @@
-"""argparse in the manners of this command line: `--help PART` finds flags by a part of their name, names may have
-underscores, nothing is abbreviated, and what is wrong is one sentence instead of a page of usage.
-
-Does not know which commands or options there are.
+"""An argparse parser in which `--help PART` finds flags by a part of their name, names may have underscores but no
+abbreviations, and an error is one sentence instead of a page of usage.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=30, width=width)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """--no-x is understood from --x/--no-x; names of choices are shown once, in the line's beginning."""
+        """Shows a switch as `--x, --no-...`."""
         if isinstance(action, argparse.BooleanOptionalAction):
             return f"{action.option_strings[0]}, --no-..."
         return super()._format_action_invocation(action)
@@ -38,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Dashes for underscores in the names of flags, never in their values, and not behind `bench NAME`."""
+        """Accepts underscores in names of flags, never in values, and not in arguments after `bench NAME`."""
         given = list(sys.argv[1:] if args is None else args)
         if not any(action.nargs == argparse.REMAINDER for action in self._actions) and self._subparsers is None:
             given = [_dashed(argument) for argument in given]
@@ -52,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
     def matching(self, part: str) -> list[tuple[str | None, list[argparse.Action]]]:
-        """Options with `part` in one of their names or aliases, by group. An alias is shown as what it is one of."""
+        """Options with `part` in one of their names or aliases, by group."""
         term = part.strip().lstrip("-").replace("_", "-").lower()
         fields = {
             action.dest
@@ -67,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         return matches
 
     def format_matching(self, part: str) -> str:
-        """Help of what matches, or what comes near."""
+        """Help of the matching options, or the nearest names."""
         matches = self.matching(part)
         if not matches:
             near = difflib.get_close_matches("--" + part.lstrip("-"), self.flags(), n=3, cutoff=0.5)
@@ -102,7 +100,7 @@ class _Help(argparse.Action):
 
 
 def unknown_flags(extra: Iterable[str]) -> list[str]:
-    """The names as they were written, without values, among arguments that no parser took."""
+    """The names of flags, as written and without values, among arguments that no parser has accepted."""
     return [argument.partition("=")[0] for argument in extra if argument.startswith("-")]
 
 

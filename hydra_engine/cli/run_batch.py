@@ -1,7 +1,6 @@
-"""`hydra-engine run-batch INPUT -o OUTPUT`: a file of requests, a file of answers, and a bar in between.
+"""`hydra-engine run-batch INPUT -o OUTPUT`: answers a file of requests, with a progress bar.
 
-What a line may hold and what becomes of it is `server/openai/batch.py`. The exit code is 1 if a request was not
-answered well.
+`server/openai/batch.py` parses and answers the lines. The exit code is 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--output-file",
         metavar="FILE",
         required=True,
-        help="answers in the order in which they end; - is standard output",
+        help="answers in order of completion; - is standard output",
     )
     parser.add_argument("--model", metavar="MODEL", help="model directory, hub id, or `demo` (the default)")
     parser.add_argument(
         "--max-concurrent",
         metavar="N",
         type=int,
-        help="most requests under way at once (default: twice --max-num-seqs, for all instances)",
+        help="most requests in flight (default: twice --max-num-seqs for each instance)",
     )
     add_engine_options(parser, also=_SERVER_OPTIONS)
 
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _default_concurrency(config: EngineConfig) -> int:
-    """Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses."""
+    """Enough to keep lanes and preprocessing busy, and within the queue limit."""
     from hydra_engine.core.roles import Topology
 
     num_instances = len(Topology.parse(config.topology).instances)
@@ -127,7 +126,7 @@ async def _answer_all(
 
 
 async def _lines(source: BinaryIO, most_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
-    """(number, line) of those that are not empty. Of one that is too long only the beginning."""
+    """(number, line) of the lines that are not empty. A line that is too long is cut."""
     number = 0
     while line := await asyncio.to_thread(source.readline, most_bytes + 2):
         number += 1
@@ -139,7 +138,7 @@ async def _lines(source: BinaryIO, most_bytes: int) -> AsyncIterator[tuple[int, 
 
 
 def _count(source: BinaryIO) -> int | None:
-    """Lines that are not empty; None where they can be read only once."""
+    """The number of lines that are not empty; None if the file can be read only once."""
     if not source.seekable():
         return None
     count = sum(1 for line in source if line.strip())

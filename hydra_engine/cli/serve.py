@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Every flag is also a variable (--max-num-seqs: HYDRA_MAX_NUM_SEQS) and a key of the file that --config or "
         "HYDRA_CONFIG names (max-num-seqs: 8). Flags win over variables, these over the file. "
-        "`hydra-engine config` prints what they lead to."
+        "`hydra-engine config` prints the result."
     )
 
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     log.never_wait()
     settings = read_settings(arguments)
     config, server = find_model(settings.engine()), settings.server()
-    # Imported here: only this command needs the server, and what is wrong is said before it is imported.
+    # Imported here: other commands do not need the server, and errors of the configuration come before the import.
     from hydra_engine.cli.start_screen import screen_lines
     from hydra_engine.engine import Engine
     from hydra_engine.server.runner import serve

@@ -1,7 +1,6 @@
 """Where the values of options come from: flags, then HYDRA_* variables, then the YAML file, then the defaults.
 
-Each value remembers its source, for error messages and for `hydra-engine config`. Does not know what the configuration
-is used for.
+Each value keeps its source, for error messages and for `hydra-engine config`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _OTHER_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and what the user wrote it with, for example `--port` or `HYDRA_PORT`."""
+    """A value and its source as the user wrote it, for example `--port` or `HYDRA_PORT`."""
 
     value: Any
     source: str
@@ -59,12 +58,12 @@ Layer = dict[str, Setting]  # by field
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The chosen values by field; a field without a choice is not there."""
+    """The values that were set, by field."""
 
     chosen: Layer
 
     def engine(self, model: str | None = None, **media: Any) -> EngineConfig:
-        """`model`: where the command takes no other one; `media`: fields of MediaConfig that the command sets."""
+        """`model` replaces the user's, for commands with a fixed model; `media`: fields of MediaConfig to replace."""
         parts: dict[str, Any] = {}
         for name, cls in SECTIONS.items():
             if cls not in (EngineConfig, ServerConfig):
@@ -112,7 +111,8 @@ def read_settings(arguments: argparse.Namespace, skip: frozenset[str] = frozense
 
 
 def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
-    """A sentence about an option that does not exist; `written` is how the user wrote it, `spell` writes others so."""
+    """The error message for an option that does not exist; `written`: as the user wrote it; `spell` writes the nearest
+    name in the same form."""
     plain = name.replace("_", "-").lower()
     if (reason := instead_of(plain)) is not None:
         return f"{written} is not an option here: {reason}"
@@ -138,7 +138,7 @@ def _from_flags(arguments: argparse.Namespace, skip: frozenset[str]) -> Layer:
 def _add_media_limits(layer: Layer, value: object, where: str, source: str | None = None) -> None:
     for field, count in values.media_limits(value, where).items():
         if field in layer and layer[field].value != count:
-            raise ConfigError(f"{where} and {layer[field].source} say different things; give one", param=field)
+            raise ConfigError(f"{where} and {layer[field].source} contradict each other; give one", param=field)
         layer[field] = Setting(count, source or where)
 
 
@@ -209,7 +209,7 @@ def _from_file(path: Path) -> Layer:
                 home = next(name for name, cls in SECTIONS.items() if cls is option.owner)
                 raise ConfigError(f"{where} belongs to the section {home}, not to {section}", param=option.field)
             elif option.field in layer:
-                raise ConfigError(f"{where} is there twice", param=option.field)
+                raise ConfigError(f"{where} is given twice", param=option.field)
             elif value is not None:
                 layer[option.field] = Setting(values.from_yaml(option, value, where), _source(path, key))
         if limits is not None and limits[0] is not None:
@@ -245,7 +245,7 @@ def _document(path: Path) -> tuple[yaml.SafeLoader, yaml.MappingNode | None]:
 
 def _problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "it holds characters that no YAML file has"
+    problem = getattr(error, "problem", None) or "it contains characters that YAML does not allow"
     return problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
@@ -257,7 +257,7 @@ def _entries(root: yaml.MappingNode | None) -> Iterator[tuple[yaml.ScalarNode, y
         elif isinstance(node, yaml.MappingNode):
             for inner, value in node.value:
                 yield _key(inner), value, key.value
-        elif node.value:  # an empty section says nothing
+        elif node.value:  # an empty section is allowed
             raise ConfigError(
                 f"the section {key.value} of the configuration file must hold lines such as `name: value`"
             )

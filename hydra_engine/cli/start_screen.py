@@ -1,8 +1,4 @@
-"""The one screen of `serve`: what was loaded, where the memory went, which limits hold, who can reach it, and a command
-to try it with. At most 100 columns where nothing has a longer name, no colours.
-
-Knows the configuration and the instances' summaries; measures nothing.
-"""
+"""The start screen of `serve`: model, memory, limits, access, and a command to paste. 100 columns, no colours."""
 
 from __future__ import annotations
 
@@ -32,8 +28,7 @@ def screen_lines(
     url: str,
     model_name: str,
 ) -> list[str]:
-    """`sampling` is what requests get that do not say, `url` where the server listens, `model_name` what it calls the
-    model."""
+    """`sampling`: the defaults of requests; `url`: the server's address; `model_name`: the model's name in the API."""
     summary = start_lines(summaries)
     notes = [line for line in summary if line.startswith("  note")]
     lines = [
@@ -50,7 +45,7 @@ def screen_lines(
 
 
 def _budgets(config: EngineConfig) -> list[str]:
-    """The summary says which budgets follow from a limit; here, what to set where there is none."""
+    """A hint how to set a latency limit; with a limit the summary shows the budgets."""
     if config.scheduler.tpot_slo is not None:
         return []
     return ["  budgets      fixed, as above; --tpot-slo 40ms derives them from step times of this machine"]
@@ -65,11 +60,11 @@ def _admission(config: EngineConfig, server: ServerConfig) -> str:
 
 
 def _sampling(config: EngineConfig, sampling: SamplingParams) -> list[str]:
-    """Sampling defaults; none where the model and the operator leave them to the API's."""
+    """Sampling defaults of the model and the operator, if there are any."""
     chosen = ", ".join(f"{name} {value:g}" for name, value in sampling.chosen.items())
     files = ["generation_config.json"] if config.generation_config == "auto" else []
     options = ["--override-generation-config"] if config.override_generation_config is not None else []
-    return [f"  sampling     {chosen} unless a request says ({', '.join(files + options)})"] if chosen else []
+    return [f"  sampling     {chosen} by default ({', '.join(files + options)})"] if chosen else []
 
 
 def _access(server: ServerConfig) -> str:
@@ -99,7 +94,7 @@ def _chat_flags(url: str) -> str:
 
 
 def _curl(server: ServerConfig, url: str, model_name: str) -> list[str]:
-    """Lines to paste as they are; a key is taken from the shell's HYDRA_API_KEY."""
+    """A command to paste; it reads the key from the shell's HYDRA_API_KEY."""
     body = {"model": model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     parts = [f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"]
     if _asks(server):
@@ -109,7 +104,7 @@ def _curl(server: ServerConfig, url: str, model_name: str) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Rows of tables stay whole."""
+    """Long lines are wrapped, rows of tables are not."""
     if len(line) <= _WIDTH or line.startswith("    "):
         return [line]
     return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False)

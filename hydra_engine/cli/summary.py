@@ -1,5 +1,6 @@
-"""The start-up summary: what was loaded, where the memory went, which limits hold. About ten lines, no colours; for
-several instances a table with a line for each, then what holds for all.
+"""The start-up summary (model, memory, limits; a table for several instances), and the timeline below an answer.
+
+Numbers in, lines of text out; no colours.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from collections.abc import Iterable, Sequence
 
 from hydra_engine import __version__
 from hydra_engine.core.messages import InstanceSummary, LimitSummary
+from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
 from hydra_engine.core.units import size
+from hydra_engine.telemetry.timeline import draw
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
     """`summaries` in the topology's order."""
-    # What a request may be, and what a step, is for those to say that hold a KV cache or encode.
+    # Limits of requests come from instances with a KV cache, those of vision steps from instances that encode.
     serving = [s for s in summaries if s.num_kv_blocks] or list(summaries)
     encoding = [s for s in summaries if s.image_budget and "E" in s.role] or list(summaries)
-    # Where prompts and decodes meet, if they do.
+    # An instance that decodes, if possible beside prefills.
     decoding = max(summaries, key=lambda s: 2 * ("D" in s.role) + ("P" in s.role))
     others = ((s.name, warning) for s in summaries if s is not decoding for warning in s.limits.warnings)
     notes = ((s.name, note) for s in summaries for note in s.notes if note)
@@ -74,7 +77,7 @@ def _captured(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _model(summaries: Sequence[InstanceSummary]) -> str:
-    """Parameters are those of the instances' weights together, each part counted once."""
+    """Parameters of all instances' weights, each part counted once."""
     first = summaries[0]
     parts = [max(getattr(s, part) for s in summaries) for part in ("vision_weights_bytes", "language_weights_bytes")]
     size_in_memory = sum(parts) or first.weights_bytes
@@ -111,8 +114,7 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """The memory that steps take of a device whose memory is filled, a line for each instance; what is free there was
-    asked by the last to come."""
+    """Activation memory on devices whose memory is filled, a line for each instance; free memory as measured last."""
     lines = []
     for s in summaries:
         if s.activation_bytes:
@@ -123,7 +125,7 @@ def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _notes(notes: Iterable[tuple[str, str]], num_instances: int) -> list[str]:
-    """Each note once, with the names of those that said it unless all did."""
+    """Each note once, with the names of its instances unless it is from all."""
     by_text: dict[str, list[str]] = {}
     for name, text in notes:
         by_text.setdefault(text, []).append(name)
@@ -140,7 +142,7 @@ def _how(summary: InstanceSummary) -> str:
 
 
 def _slower(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """Operations without a kernel of ours."""
+    """Operations without a native kernel."""
     slower = [
         op
         for summary in summaries
@@ -152,7 +154,7 @@ def _slower(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def limit_lines(limits: LimitSummary) -> list[str]:
-    """The latency limits, what a step may hold beside 1, some and the most decodes, and what cannot be kept."""
+    """The latency limits, the budgets beside 1, some and the most decodes, and limits that cannot be met."""
     targets = [(limits.tpot_limit_s, "between tokens"), (limits.ttft_limit_s, "to the first token")]
     shown = [f"{seconds(limit)} {what}" for limit, what in targets if limit]
     if not shown:
@@ -172,9 +174,34 @@ def limit_lines(limits: LimitSummary) -> list[str]:
 def _vision(vision_s: float | None) -> str:
     if vision_s is None:
         return ""
-    return ", or vision all along" if math.isinf(vision_s) else f", or {seconds(vision_s)} of vision"
+    return ", or vision for the whole step" if math.isinf(vision_s) else f", or {seconds(vision_s)} of vision"
 
 
 def seconds(value: float) -> str:
-    """A duration as people write it."""
+    """A duration, in ms below one second."""
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.4g} s"
+
+
+# ---- below an answer
+
+
+def timeline_lines(timeline: Sequence[StageSpan], slo: SloReport, *, width: int = 48) -> list[str]:
+    """The timeline of an answer, and whether it met its limits. `width`: columns of a bar."""
+    return [*draw(timeline, width=width), *_verdict(slo)]
+
+
+def _verdict(slo: SloReport) -> list[str]:
+    """One line, or none without limits."""
+    parts = []
+    if slo.ttft_limit_s is not None:
+        parts.append(f"first token within {seconds(slo.ttft_limit_s)}: {_word(slo.ttft_met)}")
+    if slo.tpot_limit_s is not None:
+        late = f" ({slo.late_gaps} of {slo.num_gaps} late)" if slo.num_gaps else ""
+        parts.append(f"90 % of gaps within {seconds(slo.tpot_limit_s)}: {_word(slo.tpot_met)}{late}")
+    if slo.reason:
+        parts.append(slo.reason)
+    return [f"{'limits':12} {' · '.join(parts)}"] if parts else []
+
+
+def _word(met: bool | None) -> str:
+    return {True: "met", False: "missed", None: "not known"}[met]

@@ -1,7 +1,6 @@
-"""What a text or a YAML value means for an option, or the sentence that says why it means nothing.
+"""Parses the values of options from text or YAML, by the same rules for flags, variables and files.
 
-The same rules for flags, variables and files, so that one value means one thing wherever it is written. Does not know
-the options' ranges: the configuration classes check those.
+The configuration classes check ranges.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def list_from_text(option: Option, text: str, where: str) -> tuple[str, ...]:
         try:
             return _strings(option, json.loads(text), where)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} begins like a JSON list and is none", param=option.field) from error
+            raise ConfigError(f"{where} begins like a JSON list but is not one", param=option.field) from error
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -94,7 +93,7 @@ def media_limits(value: object, where: str) -> dict[str, int]:
         except (ValueError, RecursionError):
             value = None
     if not isinstance(value, dict) or not all(type(count) is int and 0 <= count <= 4096 for count in value.values()):
-        raise ConfigError(f'{where} must say how many, such as {{"image": 4, "video": 0}}', param="max_images")
+        raise ConfigError(f'{where} must be counts such as {{"image": 4, "video": 0}}', param="max_images")
     limits = {}
     for kind, count in value.items():
         if kind in MEDIA_LIMIT_FIELDS:

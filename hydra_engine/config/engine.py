@@ -30,8 +30,8 @@ MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the stage batcher. With a TPOT limit, what a step may hold follows from measured step times and the
-    budgets given here are upper bounds; without one they are taken as they are."""
+    """Limits of the scheduler. With a TPOT limit the budgets of a step follow from measured step times, and those given
+    here are upper bounds; without one they are used as given."""
 
     tpot_slo: float | None = opt(
         None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
@@ -44,22 +44,22 @@ class SchedulerConfig:
     )
     image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
     max_num_seqs: int = opt(64, "most requests that hold KV blocks at once")
-    max_queue: int = opt(512, "most requests accepted and not finished; beyond it 503")
-    encode_patience_s: float = 2.0  # an image that has waited this long is encoded next, whatever is more urgent
+    max_queue: int = opt(512, "most requests accepted and not finished; above it 503")
+    encode_patience_s: float = 2.0  # an image that has waited this long is encoded next
     max_bypass: int = opt(16, "how many later requests may overtake a waiting one before blocks are reserved for it")
     look_ahead: bool | None = opt(
         None,
-        "plan the next language step while one runs; without a word on a GPU only, for on a CPU it gains little and "
-        "costs goodput under mixed load",
+        "plan the next language step while one runs; default: on a GPU only, because on a CPU it costs goodput under "
+        "mixed load",
     )
 
     @property
     def slices_layers(self) -> bool:
-        """Encodes can pause inside layers and not only between them, which costs something."""
+        """Encodes can pause inside layers and not only between them; that costs some speed."""
         return self.tpot_slo is not None
 
     def __post_init__(self) -> None:
-        """Durations may come as text; here they become seconds."""
+        """Converts durations given as text to seconds."""
         for f in fields(self):
             value = getattr(self, f.name)
             if f.metadata.get("kind") == "seconds" and value is not None:
@@ -70,14 +70,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Sizes hold for each instance that has such a cache."""
+    """Cache sizes, for each instance that has such a cache."""
 
     kv_cache_gib: float | None = opt(
         None,
-        "memory of each instance's KV cache in GiB; default: room for max_num_seqs, bounded; on a GPU what is left",
+        "memory of each instance's KV cache in GiB; default: enough for max_num_seqs, bounded; on a GPU the rest",
     )
     image_cache_gib: float | None = opt(
-        None, "memory of each instance's image cache in GiB; default: room for 16 large images"
+        None, "memory of each instance's image cache in GiB; default: enough for 16 large images"
     )
     block_size: int = opt(16, "tokens per KV block")
     image_block_size: int = 64  # feature rows
@@ -102,7 +102,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Limits that hold before bytes or pixels exist."""
+    """Limits that are checked before bytes are read or pixels decoded."""
 
     max_images: int = opt(16, "most images of one request")
     max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
@@ -114,9 +114,9 @@ class MediaConfig:
     max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
     fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
     max_fetched_bytes: int = opt(
-        1 << 30, "most bytes of fetched images and videos that are not decoded yet; beyond it 503"
+        1 << 30, "most bytes of fetched images and videos that are not decoded yet; above it 503"
     )
-    allow_private_media: bool = opt(False, "fetch images from private network addresses too")
+    allow_private_media: bool = opt(False, "also fetch images from private network addresses")
     allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
     allowed_media_path: str | None = opt(
         None,
@@ -126,7 +126,7 @@ class MediaConfig:
     )
     local_files: bool = opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
     decode_workers: int = opt(2, "threads that decode and resize images")
-    pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: none")
+    pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: off")
     min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
     max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
 
@@ -146,7 +146,7 @@ class MediaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """How several instances work together and what happens when one of them fails. Seconds."""
+    """Routing, leases and timeouts of several instances. Seconds."""
 
     router: str = opt(
         "least-loaded",
@@ -154,13 +154,13 @@ class ClusterConfig:
         "busier; round-robin",
         choices=("least-loaded", "affinity", "round-robin"),
     )
-    lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn when it is silent for this long")
+    lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn if it is silent for this long")
     suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests move to others")
     fence_s: float = opt(10.0, "an instance that is silent for this long is killed and restarted")
     recovery_s: float = opt(5.0, "how long a request waits for an instance that can continue it before it fails")
     max_attempts: int = opt(3, "most attempts of a request whose instance dies")
     steal_decodes: bool = opt(
-        True, "instances that encode and decode take decodes over from busy ones while they have nothing to encode"
+        True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
     )
     check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
 
@@ -171,7 +171,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that makes an engine. `model` is a Hugging Face directory, a hub id such as org/name, the word `demo`
+    """All settings of an engine. `model` is a Hugging Face directory, a hub id such as org/name, the word `demo`
     or one of SHAPES; `model_folder` is where the files of a hub id are, once `find_model` has found them."""
 
     model: str = opt(
@@ -194,57 +194,55 @@ class EngineConfig:
     threads: int | None = opt(None, "CPU threads per lane; default: all cores that this process may use")
     lane_priority: str = opt(
         "auto",
-        "which lane goes first if both compete for cores: throughput lets encodes finish and decodes batch up, "
-        "latency keeps tokens flowing beside encodes, balanced shares evenly; auto: balanced with a TPOT limit, whose "
-        "budgets say how long encodes run beside tokens, else throughput",
+        "the lane with priority if both compete for cores: throughput lets encodes finish and decodes batch up, "
+        "latency prefers tokens to encodes, balanced shares evenly; auto: balanced with a TPOT limit, else throughput",
         choices=("auto", "throughput", "balanced", "latency"),
     )
     sm_split: str = opt(
         "off",
-        "multiprocessors of a GPU that tokens have to themselves while pictures are encoded beside them: off, a number "
-        "such as 32, or several such as 32,64, of which the first is taken; rounded up to what the device divides by",
+        "multiprocessors of a GPU that are reserved for tokens while pictures are encoded: off, a number such as 32, or "
+        "several such as 32,64, of which the first is used; rounded up to the device's granularity",
     )
     attention_backend: str = opt(
         "auto",
-        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: triton, and where "
-        "that package is installed and can be used what a measurement at start finds to be faster for the model",
+        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: triton, or if that "
+        "package is installed the faster one by a measurement at start",
         choices=("auto", "triton", "flashinfer"),
     )
     deterministic: bool | None = opt(
         None,
-        "batch-invariant ops: a request's tokens do not depend on its neighbours; default: on a CPU, where it costs "
-        "nothing, and not on a GPU",
+        "batch-invariant ops: a request's tokens do not depend on its batch; default: on for a CPU, where it costs "
+        "nothing, off for a GPU",
     )
     model_impl: str = opt(
         "auto",
-        "auto or native: the engine's own models; transformers: its modules inside our stages (slower, any "
-        "image-text-to-text model that it can load)",
+        "auto or native: the engine's own models; transformers: modules of transformers inside the engine's stages "
+        "(slower, any image-text-to-text model)",
         choices=("auto", "native", "transformers"),
     )
     load_format: str = opt(
         "auto",
-        "auto: the directory's safetensors files; random: weights drawn from a seed, to measure a model's shape",
+        "auto: the directory's safetensors files; random: weights drawn from a seed, for measurements without weights",
         choices=("auto", "random"),
     )
     trust_remote_code: bool = opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"
     )
-    backend: str = opt("auto", "which CPU implementation of the ops to use", choices=("auto", "native", "reference"))
+    backend: str = opt("auto", "CPU implementation of the ops", choices=("auto", "native", "reference"))
     enforce_eager: bool = opt(
         False,
-        "launch every op of every step; off: where a GPU computes, steps of decodes alone and encodes replay captured "
-        "graphs",
+        "launch every op of every step; off: on a GPU, encodes and steps with decodes only replay captured graphs",
     )
     cuda_graph_sizes: tuple[int, ...] = opt(
         (),
-        "numbers of requests for which a decode step is captured; steps of fewer are padded. Default: 1, 2, 4, 8, 16, "
+        "numbers of requests for which a decode step is captured; smaller steps are padded. Default: 1, 2, 4, 8, 16, "
         "24 and so on up to --max-num-seqs",
         aliases=("cudagraph-capture-sizes",),
     )
     encoder_cuda_graph_sizes: tuple[int, ...] = opt(
         (),
-        "numbers of patches for which an encode is captured, rounded up to what pictures of the model have; encodes of "
-        "fewer are padded. Default: 64, 128, 256, 512, 768 and so on up to 4096 or the largest encode",
+        "numbers of patches for which an encode is captured, rounded up to picture sizes of the model; smaller encodes "
+        "are padded. Default: 64, 128, 256, 512, 768 and so on up to 4096 or the largest encode",
     )
     seed: int = opt(0, "seed for requests without a seed of their own")
     chat_template: str | None = opt(None, "file with a chat template that replaces the model's", kind="file")
@@ -255,15 +253,13 @@ class EngineConfig:
         choices=("auto", "none"),
     )
     override_generation_config: str | None = opt(
-        None, 'a JSON object that wins over that file, such as \'{"temperature": 0.7, "top_p": 0.9}\'', kind="json"
+        None, 'a JSON object that overrides that file, such as \'{"temperature": 0.7, "top_p": 0.9}\'', kind="json"
     )
     profile_dir: str | None = opt(
         None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder", kind="folder"
     )
-    log_level: str = opt("warning", "least serious lines to log", choices=("debug", "info", "warning", "error"))
-    log_format: str = opt(
-        "text", "text: readable lines; json: one object a line, the lines at start too", choices=LOG_FORMATS
-    )
+    log_level: str = opt("warning", "lowest level of lines to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = opt("text", "text: readable lines; json: one object a line, also at start", choices=LOG_FORMATS)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
@@ -278,7 +274,7 @@ class EngineConfig:
             object.__setattr__(self, "override_generation_config", json.dumps(self.override_generation_config))
         if self.trust_remote_code and self.model_impl != "transformers":
             raise ConfigError(
-                "trust_remote_code needs model_impl transformers; the native models run no code of a checkpoint",
+                "trust_remote_code needs model_impl transformers; native models run no code of a checkpoint",
                 param="trust_remote_code",
             )
         parse_sm_split(self.sm_split)
@@ -308,7 +304,7 @@ class EngineConfig:
 
     @property
     def profile_folder(self) -> Path:
-        """Where measured step times are kept. Raises ConfigError where the user has no folder for such things."""
+        """The folder of measured step times. Raises ConfigError if there is neither an option nor a home directory."""
         if self.profile_dir is not None:
             return Path(self.profile_dir)
         folder = user_folder("XDG_CACHE_HOME", "~/.cache")
@@ -325,12 +321,12 @@ class EngineConfig:
 
     @property
     def sm_counts(self) -> tuple[int, ...]:
-        """Of `sm_split`; none: off."""
+        """The counts of `sm_split`; empty: off."""
         return parse_sm_split(self.sm_split)
 
     @property
     def model_name(self) -> str:
-        """What the API calls the model unless --served-model-name says otherwise."""
+        """The model's name in the API without --served-model-name."""
         return self.model if self.model == DEMO_MODEL else self.model.rstrip("/")
 
 

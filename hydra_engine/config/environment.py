@@ -1,12 +1,12 @@
-"""Environment variables. They are read here and nowhere else: HYDRA_* (HYDRA_FAULTS, HYDRA_API_KEY and
-HYDRA_ADMIN_KEY wherever an engine runs; the others only for the command line), XDG_CACHE_HOME and XDG_STATE_HOME."""
+"""Environment variables, which only this module reads: HYDRA_* (HYDRA_FAULTS, HYDRA_API_KEY and HYDRA_ADMIN_KEY for
+every engine, the others for the command line only), XDG_CACHE_HOME and XDG_STATE_HOME."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # which only the front process needs
+SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # only the front process needs them
 
 
 def environment_settings() -> dict[str, str]:
@@ -15,7 +15,7 @@ def environment_settings() -> dict[str, str]:
 
 
 def state_folder() -> Path | None:
-    """Where the command line remembers what was typed; None where the user has no home directory."""
+    """The folder of the command line's history; None if the user has no home directory."""
     return user_folder("XDG_STATE_HOME", "~/.local/state")
 
 
@@ -39,5 +39,5 @@ def environment_admin_key() -> str | None:
 
 
 def fault_points_enabled() -> bool:
-    """Fault points answer only where a test has asked for them before start."""
+    """Whether HYDRA_FAULTS=1 enables fault points, for tests."""
     return os.environ.get("HYDRA_FAULTS", "") == "1"

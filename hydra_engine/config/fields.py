@@ -40,9 +40,8 @@ def positive(group: object, *names: str) -> None:
 
 
 def parse_seconds(value: object, name: str, *, param: str | None = None) -> float:
-    """A latency limit in seconds from what a flag, a file or a caller gives: a number of seconds, or text with a unit
-    (40ms, 1.5s, 2m). Raises ConfigError, in which `name` is what the user wrote, unless it is more than 0 and less
-    than an hour."""
+    """A latency limit in seconds, from a number of seconds or a text with a unit (40ms, 1.5s, 2m). Raises ConfigError
+    with `name`, the option as the user wrote it, unless it is more than 0 and less than an hour."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip())
         seconds = float(match[1]) * _UNITS[match[2]] if match else None
@@ -56,7 +55,7 @@ def parse_seconds(value: object, name: str, *, param: str | None = None) -> floa
 
 
 def parse_sm_split(text: str) -> tuple[int, ...]:
-    """Counts of multiprocessors; none for "off"."""
+    """Counts of multiprocessors; empty for "off"."""
     if text.strip().lower() == "off":
         return ()
     counts = [part.strip() for part in text.split(",", MAX_SM_SPLITS)]
@@ -69,7 +68,7 @@ def parse_sm_split(text: str) -> tuple[int, ...]:
 
 
 def parse_graph_sizes(given: Iterable[object], name: str, most: int) -> tuple[int, ...]:
-    """Ascending, for the option of that name. They may come as text, several with commas."""
+    """Ascending sizes, from numbers or comma-separated texts; `name`: the option."""
     words = [word for item in given for word in str(item).split(",")]
     try:
         sizes = sorted({int(word) for word in words})

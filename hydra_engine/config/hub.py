@@ -1,8 +1,7 @@
 """Where the files of `model` are: a folder, or for a hub id such as Qwen/Qwen2-VL-2B-Instruct the Hugging Face cache
-(HF_HOME and its other variables hold). Asks the hub for nothing unless the configuration says `download`.
+(HF_HOME and its other variables apply). Contacts the hub only with `download`.
 
-Knows which files make a model complete, not what is in them. Imports huggingface_hub only where there is an id to look
-up.
+Checks that the files of a model are there, not their contents. Imports huggingface_hub only to look up an id.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _cached(config: EngineConfig) -> tuple[Path | None, list[str]]:
 
 
 def _missing(folder: Path, config: EngineConfig) -> list[str]:
-    """Files without which no model of ours starts. Links whose blobs are not there are missing."""
+    """Required files that are missing, broken links included."""
     there = {path.name for path in folder.iterdir() if path.is_file()}
     missing = [] if _CONFIG in there else [_CONFIG]
     if there.isdisjoint(_TOKENIZERS):
@@ -86,13 +85,13 @@ def _missing(folder: Path, config: EngineConfig) -> list[str]:
         return missing + sorted(_shards(folder / _INDEX) - there)
     if any(name.startswith("model-") and name.endswith(".safetensors") for name in there):
         missing.append(_INDEX)
-    elif not any(name.endswith(_PICKLES) for name in there):  # of which the loader says what to do with them
+    elif not any(name.endswith(_PICKLES) for name in there):  # the loader reports how to convert them
         missing.append(_WEIGHTS)
     return missing
 
 
 def _shards(index: Path) -> set[str]:
-    """None of a damaged file, of which the loader says what is wrong."""
+    """The names of the weight files; empty for a damaged index, which the loader reports."""
     try:
         places = json.loads(index.read_bytes())["weight_map"].values()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -11,8 +11,8 @@ from hydra_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    host: str = opt("127.0.0.1", "address to listen on; anything but loopback is reachable by others")
-    port: int = opt(8000, "port to listen on; 0 takes a free one")
+    host: str = opt("127.0.0.1", "address to listen on; other machines can reach any address but loopback")
+    port: int = opt(8000, "port to listen on; 0: a free one")
     served_model_name: str | None = opt(None, "model name that the API shows and accepts; default: MODEL")
     api_key: tuple[str, ...] = opt(
         (),
@@ -27,40 +27,42 @@ class ServerConfig:
     )
     admin_key: str | None = opt(
         None,
-        "the key that opens /admin (also HYDRA_ADMIN_KEY), which an API key does not; none: no /admin",
+        "the key of the /admin routes (also HYDRA_ADMIN_KEY), which API keys do not open; default: no /admin",
         secret=True,
     )
     share_caches: bool = opt(False, "share cached prompts and pictures between API keys")
     max_requests_per_client: int = opt(
-        0, "most unfinished answers of one API key (without keys: of one address); beyond it 429; 0: no limit"
+        0, "most unfinished answers of one API key (without keys: of one address); above it 429; 0: no limit"
     )
     requests_per_minute: int = opt(
-        0, "most requests a minute of one API key (without keys: of one address); beyond it 429; 0: no limit"
+        0, "most requests a minute of one API key (without keys: of one address); above it 429; 0: no limit"
     )
-    shutdown_timeout_s: float = opt(30.0, "how long SIGTERM lets running requests finish", flag="shutdown-timeout")
+    shutdown_timeout_s: float = opt(
+        30.0, "time that running requests have to finish after SIGTERM", flag="shutdown-timeout"
+    )
     max_body_bytes: int = opt(64 << 20, "largest request body")
     max_inflight_body_bytes: int = opt(
         1 << 30,
-        "most bytes of all request bodies that are read or being answered; one API key (without keys: one address) may "
-        "hold as much as it leaves free, beyond it 503",
+        "most bytes of all request bodies in progress; one API key (without keys: one address) may hold as much as it "
+        "leaves free; above it 503",
     )
     max_logprob_entries: int = opt(
         1 << 20,
-        "most log probabilities in one answer: answers x tokens x (1 + candidates), and those of the prompt; beyond it "
+        "most log probabilities in one answer: answers x tokens x (1 + candidates), and those of the prompt; above it "
         "400",
     )
     body_timeout_s: float = opt(
-        30.0, "how long a request body may take to arrive; a sixth of it without 1024 bytes a second ends it too"
+        30.0, "time to receive a request body; also the time limit, divided by six, for less than 1024 bytes a second"
     )
     keepalive_s: float = opt(
         15.0,
-        "a comment line keeps idle streams open this often",
+        "interval of comment lines that keep idle streams open",
         flag="sse-keep-alive",
         aliases=("sse-keep-alive-interval",),
     )
     allow_origins: tuple[str, ...] = opt((), "CORS origins; none by default", aliases=("allowed-origins",))
     enable_log_requests: bool = opt(False, "one log line per request")
-    disable_log_stats: bool = opt(False, "no log line with the load every ten seconds")
+    disable_log_stats: bool = opt(False, "do not log the load every ten seconds")
     access_log: str = opt(
         "off",
         "one line per HTTP request (except health probes) with sizes, times, counts and the client: text or "
@@ -73,11 +75,11 @@ class ServerConfig:
         "span per stage; needs hydra-engine[otel]",
     )
     server_timing: bool = opt(
-        False, "a Server-Timing header on every whole answer; tells clients how busy the server is"
+        False, "a Server-Timing header on every answer that is not streamed; reveals the load to clients"
     )
     tool_parser: str = opt(
         "auto",
-        "how the model writes tool calls: hermes (<tool_call>), json (a bare object), none; auto: hermes if the chat "
+        "format of the model's tool calls: hermes (<tool_call>), json (a bare object), none; auto: hermes if the chat "
         "template has <tool_call>, else none",
         choices=("auto", "hermes", "json", "none"),
     )
@@ -102,11 +104,11 @@ def _check_endpoint(url: str) -> None:
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # an odd port or address
+    except ValueError:  # an invalid port or address
         known = False
     if not known:
         raise ConfigError("otlp_endpoint must be a URL such as http://127.0.0.1:4318", param="otlp_endpoint")
     if "@" in parts.netloc:
         raise ConfigError(
-            "otlp_endpoint must not hold a password; OTEL_EXPORTER_OTLP_HEADERS is the place", param="otlp_endpoint"
+            "otlp_endpoint must not contain a password; use OTEL_EXPORTER_OTLP_HEADERS", param="otlp_endpoint"
         )

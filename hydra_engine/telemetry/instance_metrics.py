@@ -153,7 +153,7 @@ _COUNTERS: tuple[_Reading, ...] = (
     ("hydra:transfer_pulled", "Offers of other instances fetched whole.", lambda s: s.transfer.pulled),
     ("hydra:transfer_pulled_bytes", "Bytes copied from other instances.", lambda s: s.transfer.pulled_bytes),
     ("hydra:transfer_pull_seconds", "Seconds that copies took.", lambda s: s.transfer.pull_s),
-    ("hydra:transfer_invalid", "Copies that came too late and were thrown away.", lambda s: s.transfer.invalid),
+    ("hydra:transfer_invalid", "Copies discarded because the offer was withdrawn.", lambda s: s.transfer.invalid),
     ("hydra:transfer_ignored", "Messages about unknown offers.", lambda s: s.transfer.ignored),
 )
 

@@ -132,7 +132,7 @@ def test_every_command(server: Started, environment: dict[str, str], tmp_path: P
     assert shown[0] == "Answer briefly." and shown[1] == ", ".join(["my stars.png (336 x 336, 2.5 KiB)"] * 2)
     assert shown[3] == "user: [my stars.png] [my stars.png] How many objects are there?"
     assert shown[4] == f"assistant: {shown[2]}" and shown[5] == shown[2]  # the same seed, the same text
-    assert shown[6] == "nothing was said yet" and "/retry" in done.stdout
+    assert shown[6] == "the conversation is empty" and "/retry" in done.stdout
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert saved["model"] == "demo" and saved["settings"] == {"temperature": 0.5, "seed": 7}
     assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
@@ -143,12 +143,12 @@ WRONG = (
     ("/nonsense", "there is no command /nonsense; /help lists them"),
     ("/image no-such.png", "cannot read no-such.png: No such file or directory"),
     ("/image ~/text.png", "is not a picture"),
-    ("/set colour red", "'colour' cannot be set; there are temperature,"),
+    ("/set colour red", "'colour' cannot be set; the names are temperature,"),
     ("/set top_k many", "top_k takes a whole number, or off"),
     ("/set temperature", "give a value: /set temperature 0.7"),
-    ("/save ~/talk.json", "is there already; choose another name"),
+    ("/save ~/talk.json", "exists already; choose another name"),
     ("/save", "give one file name"),
-    ("/retry", "nothing was asked yet"),
+    ("/retry", "there is no question to repeat"),
     ("/timeline maybe", "/timeline on, or /timeline off"),
     ("/set temperature 5\nHello!\n/set temperature 0", "temperature: Expected number <= 2.0"),
     ("/image http://127.0.0.1:8081/x.png\nHello!", "private"),

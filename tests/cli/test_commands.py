@@ -173,7 +173,7 @@ def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here
         (("serve", "--context_length", "4096"), "--context-length is not an option here: give --max-model-len"),
         (("serve", "demo", "-ngl", "99"), "-ngl is not an option here: a model runs on one device"),
         (("serve", "demo", "--tp-size", "2"), "--tp-size is not an option here: a model runs on one device"),
-        (("generate", "x", "-n", "5"), "-n is not an option here: a request says how long its answer may be"),
+        (("generate", "x", "-n", "5"), "-n is not an option here: the length of an answer is set by the request"),
         (("serve", "--mem-fraction-static", "0.8"), "give --gpu-memory-utilization"),
         (("demo", "--model", "x"), "--model is not an option here: the demo's questions are about its own model"),
         (("serve", "--max-num-sequences", "2"), "--max-num-sequences is not an option; the nearest one is --max-num"),

@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from hydra_engine.cli.talk.screen import Screen, clean
-from hydra_engine.cli.timeline import coloured
+from hydra_engine.cli.talk.screen import Screen, clean, coloured
 
 
 def test_an_answer_cannot_drive_the_terminal() -> None:

@@ -152,15 +152,15 @@ def test_media_limits_as_vllm_writes_them(tmp_path: Path, monkeypatch: pytest.Mo
     media = chosen("--max-images", "9").engine().media
     assert (media.max_images, media.max_videos) == (9, 0)
     for wrong, words in (
-        ("4", "must say how many"),
-        ('{"image": true}', "must say how many"),
-        ('{"image": -1}', "must say how many"),
-        ("{" * 5000, "must say how many"),
+        ("4", "must be counts"),
+        ('{"image": true}', "must be counts"),
+        ('{"image": -1}', "must be counts"),
+        ("{" * 5000, "must be counts"),
         ('{"audio": 1}', "'audio' is not served here"),
     ):
         with pytest.raises(ConfigError, match=words):
             chosen("--limit-mm-per-prompt", wrong)
-    with pytest.raises(ConfigError, match="say different things"):
+    with pytest.raises(ConfigError, match="contradict each other"):
         chosen("--limit-mm-per-prompt", limits, "--max-images", "9")
 
 
@@ -185,13 +185,13 @@ def test_media_limits_as_vllm_writes_them(tmp_path: Path, monkeypatch: pytest.Mo
         ("api-key: [1, 2]\n", "must be a list of texts; put numbers in quotes"),
         ("dtype: float8\n", "must be auto, float32, bfloat16 or float16, not 'float8'"),
         ("max-num-seqs: 0\n", "max_num_seqs must be positive (set by serve.yaml, line 1)"),
-        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "max_num_seqs (line 2 of the configuration file) is there twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "max_num_seqs (line 2 of the configuration file) is given twice"),
         ("local-files: true\n", "'local-files' is not an option"),
         ("tensor-parallel-size: 2\n", "'tensor-parallel-size' is not an option here: a model runs on one device"),
         ("[1, 2]: 3\n", "line 1 of the configuration file: a key must be the name of an option"),
         ("port: 8000\n host: x\n", "is not valid YAML: line 2, column 6: mapping values are not allowed here"),
         ("port: [\n", "is not valid YAML: line 2"),
-        ("port: \x01\n", "is not valid YAML: it holds characters that no YAML file has"),
+        ("port: \x01\n", "is not valid YAML: it contains characters that YAML does not allow"),
         ("token-budget = 7\n", "must hold lines such as `max-num-seqs: 8`"),
         ("port: 1\n---\nport: 2\n", "is not valid YAML"),
         ("scheduler: 3\n", "the section scheduler"),
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_read(path: str, tmp_path: Path) -> None:
         ("HYDRA_DTYPE", "int4", "HYDRA_DTYPE must be auto, float32, bfloat16 or float16, not 'int4'"),
         ("HYDRA_PORT", "tcp://10.0.0.1:8000", "Kubernetes sets it for a Service named hydra"),
         ("HYDRA_THREADS", "0", "threads must be between 1 and 1024 (set by HYDRA_THREADS)"),
-        ("HYDRA_ALLOW_ORIGINS", "[1", "HYDRA_ALLOW_ORIGINS begins like a JSON list and is none"),
+        ("HYDRA_ALLOW_ORIGINS", "[1", "HYDRA_ALLOW_ORIGINS begins like a JSON list but is not one"),
     ],
 )
 def test_a_wrong_variable_is_one_sentence(name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

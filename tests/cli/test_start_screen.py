@@ -57,12 +57,10 @@ def test_sampling_defaults_and_where_they_are_from() -> None:
         if line.startswith("  sampling")
     ]
     assert line(none) == []
-    assert line(greedy) == [
-        "  sampling     temperature 0, top_k 3, max_tokens 200 unless a request says (generation_config.json)"
-    ]
+    assert line(greedy) == ["  sampling     temperature 0, top_k 3, max_tokens 200 by default (generation_config.json)"]
     overridden = {"override_generation_config": '{"top_k": 3}', "generation_config": "none"}
     assert line(SamplingParams(top_k=3), **overridden) == [
-        "  sampling     top_k 3 unless a request says (--override-generation-config)"
+        "  sampling     top_k 3 by default (--override-generation-config)"
     ]
 
 
@@ -73,7 +71,7 @@ def test_with_a_limit_the_budgets_are_those_that_follow() -> None:
     )
     assert sum(line.startswith("  budgets") for line in lines) == 1
     assert not any("--tpot-slo" in line for line in lines)
-    assert "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision all along" in lines
+    assert "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision for the whole step" in lines
     assert 10 <= len(lines) + 1 <= 17
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hydra_engine import __version__
-from hydra_engine.cli.summary import limit_lines, seconds, start_lines
-from hydra_engine.cli.timeline import timeline_lines
+from hydra_engine.cli.summary import limit_lines, seconds, start_lines, timeline_lines
 from hydra_engine.core.messages import InstanceSummary, LimitBudget, LimitSummary
 from hydra_engine.core.outputs import SloReport, StageSpan
 
@@ -25,7 +24,7 @@ def test_limits_budgets_and_where_they_come_from() -> None:
     limits = LimitSummary(0.04, 1.0, "measured just now in 9.1 s", BUDGETS)
     assert limit_lines(limits) == [
         "  latency      40 ms between tokens, 1 s to the first token; costs: measured just now in 9.1 s",
-        "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision all along",
+        "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision for the whole step",
         "               beside 8 decodes (17.4 ms alone): 320 prefill tokens, or 31.2 ms of vision",
         "               beside 64 decodes (39.1 ms alone): 0 prefill tokens, or 0 ms of vision",
     ]
@@ -148,7 +147,7 @@ def test_what_all_say_is_said_once_and_the_rest_with_names() -> None:
     assert lines[2].startswith("  topology     EP+2PD: 3 instances")
     assert [line for line in lines if line.startswith(("  latency", "  budgets"))] == [
         "  latency      40 ms between tokens",
-        "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision all along",
+        "  budgets      beside 1 decode (12.3 ms alone): 480 prefill tokens, or vision for the whole step",
     ]
     assert lines[-4:] == [
         "  in torch     rope",

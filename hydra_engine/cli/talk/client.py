@@ -1,6 +1,6 @@
 """The HTTP client of `chat`: the server's model, and answers as streams of events. Errors have the server's messages.
 
-Does not know the terminal. Speaks to any server with OpenAI's API; timings are this engine's own.
+For any server with OpenAI's API; only this engine sends timings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Answer:
 
 
 class Client:
-    """Lives on one event loop. `url` may end in /v1, as clients of OpenAI's API write it."""
+    """For one event loop. `url` may end in /v1, as in other clients of OpenAI's API."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         url = url if "://" in url else f"http://{url}"
@@ -63,7 +63,7 @@ class Client:
 
     async def model(self, waiting: Callable[[str], object]) -> str:
         """The first model that the server has, once it is loaded; `waiting` is called once, with the server's message.
-        Raises ResourceError when nobody answers, ServerError."""
+        Raises ResourceError when there is no server, ServerError."""
         announced = False
         while True:
             try:
@@ -85,13 +85,13 @@ class Client:
                 return str((await response.json(content_type=None))["data"][0]["id"])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ResourceError(
-                f"no server answers at {self.url}; start one with `hydra-engine serve`, or say where one is with --url"
+                f"no server answers at {self.url}; start one with `hydra-engine serve`, or give its address with --url"
             ) from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ResourceError(f"what answers at {self.url} is no server of models") from error
+            raise ResourceError(f"{self.url} is not a server with OpenAI's API") from error
 
     async def stream(self, body: dict[str, Any], answer: Answer) -> AsyncGenerator[str]:
-        """Pieces of text; the rest of what comes goes into `answer`. Raises ServerError."""
+        """Pieces of text; usage, metrics and the finish reason are stored in `answer`. Raises ServerError."""
         assert self._session is not None
         sent_s = time.monotonic()
         try:
@@ -104,11 +104,11 @@ class Client:
                             answer.first_s = time.monotonic() - sent_s
                         yield piece
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ServerError("the connection to the server broke; /retry asks again") from error
+            raise ServerError("the connection to the server was lost; /retry sends the question again") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ServerError("the server sent something that is no chat stream") from error
+            raise ServerError("the server sent an invalid chat stream") from error
         if answer.finish_reason is None:
-            raise ServerError("the stream ended before the answer did; /retry asks again")
+            raise ServerError("the stream ended before the answer; /retry sends the question again")
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> ServerError:
         code = None

@@ -1,7 +1,4 @@
-"""What lines that begin with a slash do: attach, set, show, save, start over.
-
-Does not send anything itself: it says what `chat` has to do next.
-"""
+"""The slash commands of `chat`: attach, set, show, save, start over. A command returns what `chat` does next."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from hydra_engine.cli.talk.screen import Screen
 from hydra_engine.errors import ConfigError
 
 HELP = """\
-  /image PATH...    attach pictures to the next question (paths, quoted or with ~, or http addresses); alone: which
-  /video PATH       attach a video, for models that take them
+  /image PATH...    attach pictures to the next question (paths, quoted or with ~, or http addresses); alone: list them
+  /video PATH       attach a video, for models that support videos
   /system TEXT      set the system prompt; alone: show it; `/system off` removes it
   /set NAME VALUE   temperature, top_p, top_k, seed, max_tokens, ...; alone: show them; VALUE off: the server's default
-  /retry            ask the last question again
+  /retry            send the last question again
   /new              start over, with the same system prompt and settings
   /history          show the conversation
   /save FILE        write the conversation as JSON
-  /timeline on|off  show what each stage took after an answer
-  /help, /quit      this text; leave (also Ctrl-D)
-A line that ends with \\ goes on in the next one. Ctrl-C stops an answer. // sends a line that begins with a slash."""
+  /timeline on|off  show the time of each stage after an answer
+  /help, /quit      this text; quit (also Ctrl-D)
+A line that ends with \\ continues on the next one. Ctrl-C stops an answer. // sends a line that begins with a slash."""
 
 
 class Next(Enum):
@@ -36,7 +33,7 @@ class Next(Enum):
 
 
 class Commands:
-    """`model` is what the conversation is with. `timeline` is whether stages are shown."""
+    """`model`: the name in saved conversations; `timeline`: whether timelines are shown."""
 
     def __init__(self, conversation: Conversation, screen: Screen, *, model: str, timeline: bool) -> None:
         self._conversation = conversation
@@ -45,7 +42,7 @@ class Commands:
         self.timeline = timeline
 
     def do(self, line: str) -> Next:
-        """A line that is not empty. Raises ConfigError with what to say."""
+        """Executes a line that is not empty. Raises ConfigError with a message for the user."""
         if not line.startswith("/") or line.startswith("//"):
             self._conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
             return Next.SEND
@@ -85,7 +82,7 @@ class Commands:
 
     def retry(self, _: str) -> Next:
         if not self._conversation.take_back():
-            raise ConfigError("nothing was asked yet")
+            raise ConfigError("there is no question to repeat")
         return Next.SEND
 
     def new(self, _: str) -> None:
@@ -95,7 +92,7 @@ class Commands:
     def history(self, _: str) -> None:
         turns = self._conversation.turns
         if not turns:
-            self._screen.say("nothing was said yet")
+            self._screen.say("the conversation is empty")
         for turn in turns:
             self._screen.say(_shown(turn))
 
@@ -114,7 +111,7 @@ class Commands:
                 json.dump(document, file, ensure_ascii=False, indent=1)
                 file.write("\n")
         except FileExistsError as error:
-            raise ConfigError(f"{path} is there already; choose another name") from error
+            raise ConfigError(f"{path} exists already; choose another name") from error
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         self._screen.note(f"written to {path}")
@@ -143,7 +140,7 @@ COMMANDS: dict[str, Callable[[Commands, str], Next | None]] = {
 
 
 def _words(text: str) -> list[str]:
-    """Words as a shell reads them; a quote that is never closed is part of a name."""
+    """Words as a shell splits them; an unclosed quote is part of a name."""
     try:
         return shlex.split(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""A conversation as `chat` keeps it: turns, what will go along with the next question, and how answers are sampled.
+"""The conversation of `chat`: turns, attachments of the next question, and sampling settings.
 
-Does not know the terminal or the server; pictures are checked only as far as a typing mistake goes.
+The server checks pictures; here a path is only checked for typing mistakes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydra_engine.errors import ConfigError
 _LIMITS = MediaConfig()  # a server's, unless it was started with others
 MAX_BYTES = {"image": _LIMITS.max_image_bytes, "video": _LIMITS.max_video_bytes}
 _KINDS = ("image", "video")
-# What /set takes: fields of a request that have numbers.
+# The names that /set accepts: numeric fields of a request.
 NUMBERS: dict[str, type] = {
     **{name: kind for name, kind, _ in SAMPLING},
     **{"min_tokens": int, "priority": int, "ttft_ms": float, "tpot_ms": float},
@@ -29,7 +29,7 @@ NUMBERS: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A picture or a video: `url` is what the server gets, `name` and `note` are for people."""
+    """A picture or a video: `url` is sent to the server, `name` and `note` are displayed."""
 
     kind: str  # image or video
     name: str
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """`question` is the last one that got no answer; `/retry` sends it again."""
+    """`question`: the last question without an answer; `/retry` sends it again."""
 
     system: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Conversation:
             self.settings["stop"] = text
             return
         if name not in NUMBERS:
-            raise ConfigError(f"{name[:40]!r} cannot be set; there are {', '.join((*NUMBERS, 'stop'))}")
+            raise ConfigError(f"{name[:40]!r} cannot be set; the names are {', '.join((*NUMBERS, 'stop'))}")
         if text in ("off", "default", "none"):
             self.settings.pop(name, None)
             return
@@ -130,7 +130,7 @@ def attachment(word: str, kind: str = "image") -> Attachment:
 
 
 def _pixels(path: Path) -> str:
-    """Raises ConfigError for what is no picture, so that a wrong path is said at once."""
+    """The size in pixels as text. Raises ConfigError for a file that is not a picture."""
     from PIL import Image, UnidentifiedImageError  # takes a while, and only pictures need it
 
     try:
@@ -139,4 +139,4 @@ def _pixels(path: Path) -> str:
     except UnidentifiedImageError as error:
         raise ConfigError(f"{path} is not a picture") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return ""  # the server says what is wrong with it
+        return ""  # the server reports the error

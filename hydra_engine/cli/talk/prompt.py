@@ -1,5 +1,5 @@
-"""Lines as they are typed or piped in: line editing, completion of commands and paths, a history that is kept, and
-lines that go on after a backslash. Does not know what a line means.
+"""Input lines from a terminal or a pipe: line editing, completion of commands and paths, a saved history, and lines
+that continue after a backslash.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import ModuleType
 from hydra_engine.config import state_folder
 
 _HISTORY_LINES = 1000
-_MAX_LINES = 10_000  # of one message that goes on and on
+_MAX_LINES = 10_000  # of one message
 
 
 class Prompt:
-    """`commands` are completed at the start of a line, paths behind them."""
+    """`commands` complete at the start of a line, paths after them."""
 
     def __init__(self, interactive: bool, commands: Sequence[str]) -> None:
         self._interactive = interactive
@@ -42,7 +42,7 @@ class Prompt:
         return text.strip()
 
     def close(self) -> None:
-        """Keeps what was typed, for its owner only."""
+        """Saves the history in a file that only its owner can read."""
         if self._readline is None or self._history is None:
             return
         try:
@@ -50,7 +50,7 @@ class Prompt:
             os.close(os.open(self._history, os.O_CREAT | os.O_WRONLY, 0o600))
             self._readline.write_history_file(self._history)
         except OSError:
-            return  # a home that cannot be written is no reason to fail
+            return  # without a writable home there is no history
 
     def _line(self, mark: str) -> str:
         if self._interactive:
@@ -63,7 +63,7 @@ class Prompt:
     def _set_up(self) -> None:
         try:
             import readline
-        except ImportError:  # a Python without it: lines are read as they come
+        except ImportError:  # not in every build of Python: no line editing
             return
         self._readline = readline
         folder = state_folder()

@@ -1,4 +1,4 @@
-"""The loop of `chat`: a line is read, a command done or a question sent, and its answer shown as it comes."""
+"""The loop of `chat`: reads a line, executes a command or sends a question, and shows the answer as it arrives."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from hydra_engine.cli.options import sampling_from
+from hydra_engine.cli.summary import timeline_lines
 from hydra_engine.cli.talk.client import Answer, Client, ServerError
 from hydra_engine.cli.talk.commands import COMMANDS, Commands, Next
 from hydra_engine.cli.talk.conversation import Conversation
 from hydra_engine.cli.talk.prompt import Prompt
 from hydra_engine.cli.talk.screen import Screen
-from hydra_engine.cli.timeline import timeline_lines
 from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.errors import ConfigError
 
@@ -26,8 +26,6 @@ _DETAILS = (("image_tokens", "of pictures"), ("cached_tokens", "cached"))
 
 
 class Session:
-    """`model` is what the conversation is with."""
-
     def __init__(self, arguments: argparse.Namespace, runner: asyncio.Runner, client: Client, model: str) -> None:
         self._runner = runner
         self._client = client
@@ -70,7 +68,7 @@ class Session:
         return 1 if failed and not self._interactive else 0
 
     def _do(self, line: str) -> bool | None:
-        """None to leave, False where the line could not be done."""
+        """None to quit, False if the line failed."""
         if not line:
             return True
         try:
@@ -83,7 +81,7 @@ class Session:
         return None if step is Next.LEAVE else True
 
     def _send(self) -> bool:
-        """Sends the open question. What was stopped stays in the conversation as far as it had come."""
+        """Sends the open question. A stopped answer stays in the conversation as far as it has arrived."""
         answer = Answer()
         try:
             self._runner.run(self._receive(answer))
@@ -125,7 +123,7 @@ class Session:
             slo = msgspec.convert(metrics.get("slo") or {}, SloReport)
             spans = msgspec.convert(metrics.get("timeline") or [], list[StageSpan])
         except msgspec.ValidationError:
-            return []  # another server's idea of metrics
+            return []  # metrics of another server
         return timeline_lines(spans, slo, width=max(_MIN_BAR, min(self._screen.width - _OTHER_COLUMNS, _MAX_BAR)))
 
 
