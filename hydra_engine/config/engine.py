@@ -200,13 +200,13 @@ class EngineConfig:
     )
     sm_split: str = opt(
         "off",
-        "multiprocessors of a GPU that are reserved for tokens while pictures are encoded: off, a number such as 32, or "
+        "multiprocessors of a GPU that are reserved for tokens while pictures are encoded: off, a number such as 32 or "
         "several such as 32,64, of which the first is used; rounded up to the device's granularity",
     )
     attention_backend: str = opt(
         "auto",
-        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: triton, or if that "
-        "package is installed the faster one by a measurement at start",
+        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: triton, or if "
+        "that package is installed the faster one by a measurement at start",
         choices=("auto", "triton", "flashinfer"),
     )
     deterministic: bool | None = opt(

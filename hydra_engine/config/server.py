@@ -52,7 +52,7 @@ class ServerConfig:
         "400",
     )
     body_timeout_s: float = opt(
-        30.0, "time to receive a request body; also the time limit, divided by six, for less than 1024 bytes a second"
+        30.0, "time to receive a request body; also refused if slower than 1024 bytes a second for a sixth of that time"
     )
     keepalive_s: float = opt(
         15.0,
