@@ -55,7 +55,6 @@ def build_app(
     app[STATE] = ServerState(config, app[MODEL_NAME])
     app[admin.SWITCH] = admin.TopologySwitch(engine)
     app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=debug_endpoints))
-    app[openapi.KEYS] = openapi.Keys(api=keys.asks, admin=keys.has_admin_key)
     if config.ui:
         page.install(app)
     if config.otlp_endpoint is not None:

@@ -224,8 +224,8 @@ async def server_info(request: web.Request) -> web.Response:
             limits=Limits(
                 max_model_len=engine.max_model_len,
                 max_body_bytes=request.app[CONFIG].max_body_bytes,
-                tpot_s=max((one.tpot_limit_s for one in limits), default=0.0) or None,
-                ttft_s=max((one.ttft_limit_s for one in limits), default=0.0) or None,
+                tpot_s=max((limit.tpot_limit_s for limit in limits), default=0.0) or None,
+                ttft_s=max((limit.ttft_limit_s for limit in limits), default=0.0) or None,
             ),
             default_sampling_params=engine.default_sampling_params.chosen,
             instances=[_instance(summary, by_name.get(summary.name)) for summary in summaries],

@@ -10,11 +10,10 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from hydra_engine import log
 from hydra_engine.core.messages import Status
-from hydra_engine.core.outputs import Result
+from hydra_engine.core.outputs import Result, Usage
 from hydra_engine.server.port import EnginePort
 
 EVERY_S = 10.0
@@ -33,33 +32,17 @@ _WORDS = (
 )
 
 
-@dataclass(slots=True)
-class _Ended:
-    """Of the requests that ended well in one interval."""
-
-    num: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    images: int = 0
-    cached_images: int = 0
-
-
 class Load:
     """Fed with every result; each `take` begins a new interval. `stats` as `Engine.stats`."""
 
     def __init__(self, stats: Callable[[], Status | None], now_s: float) -> None:
         self._stats = stats
-        self._ended = _Ended()
+        self._ended: list[Usage] = []  # of the requests that ended in this interval
         self._began_s = now_s
         self._before = self._totals(stats())
 
     def add(self, result: Result) -> None:
-        usage, ended = result.usage, self._ended
-        ended.num += 1
-        ended.prompt_tokens += usage.prompt_tokens
-        ended.cached_tokens += usage.cached_tokens
-        ended.images += usage.num_images
-        ended.cached_images += usage.cached_images
+        self._ended.append(result.usage)
 
     def take(self, now_s: float) -> dict[str, object] | None:
         """The interval's facts; None: nothing ran in it. Hit rates are those of the requests that ended in it."""
@@ -67,9 +50,9 @@ class Load:
         totals = self._totals(status)
         # Less where an instance was started again.
         prompt, generated = (max(now - before, 0) for now, before in zip(totals, self._before, strict=True))
-        self._ended, self._began_s, self._before = _Ended(), now_s, totals
+        self._ended, self._began_s, self._before = [], now_s, totals
         if status is None or not (
-            prompt or generated or ended.num or status.num_running or status.num_encoding or status.num_waiting
+            prompt or generated or ended or status.num_running or status.num_encoding or status.num_waiting
         ):
             return None
         facts: dict[str, object] = {
@@ -82,10 +65,10 @@ class Load:
         }
         if status.image_blocks_total:
             facts["image_cache_usage"] = round(status.image_cache_used, 6)
-        if ended.prompt_tokens:
-            facts["prefix_cache_hit_rate"] = round(ended.cached_tokens / ended.prompt_tokens, 6)
-        if ended.images:
-            facts["image_cache_hit_rate"] = round(ended.cached_images / ended.images, 6)
+        if prompt_tokens := sum(usage.prompt_tokens for usage in ended):
+            facts["prefix_cache_hit_rate"] = round(sum(usage.cached_tokens for usage in ended) / prompt_tokens, 6)
+        if images := sum(usage.num_images for usage in ended):
+            facts["image_cache_hit_rate"] = round(sum(usage.cached_images for usage in ended) / images, 6)
         return facts
 
     @staticmethod
@@ -94,20 +77,20 @@ class Load:
 
 
 @contextlib.asynccontextmanager
-async def telling(engine: EnginePort) -> AsyncIterator[None]:
-    """Lines are written, whatever the level of the rest of the log, until this is left."""
+async def load_lines(engine: EnginePort) -> AsyncIterator[None]:
+    """Writes lines until this is left, whatever the level of the rest of the log."""
     load = Load(engine.stats, time.monotonic())
     engine.add_observer(load.add)
     logger.setLevel(logging.INFO)
 
-    async def tell() -> None:
+    async def write() -> None:
         while True:
             await asyncio.sleep(EVERY_S)
             if (facts := load.take(time.monotonic())) is not None:
                 words = (form.format(facts[name]) for name, form in _WORDS if name in facts)
                 logger.info("%s", ", ".join(words), extra={log.FACTS: facts})
 
-    task = asyncio.create_task(tell())
+    task = asyncio.create_task(write())
     try:
         yield
     finally:

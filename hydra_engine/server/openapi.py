@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.errors import CODES
 from hydra_engine.server.http.access import has_anthropic_style
-from hydra_engine.server.http.auth import ADMIN_PATHS, OPEN_PATHS, PAGE_FILES
+from hydra_engine.server.http.auth import ADMIN_PATHS, KEYS, OPEN_PATHS, PAGE_FILES
 from hydra_engine.server.http.body import refused_fields
 from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
@@ -45,26 +44,16 @@ _WORDS = {
 PAGE_PATHS = PAGE_FILES | {"/ui/events"}  # between the server and its own page
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Which kinds of keys are asked for."""
-
-    api: bool
-    admin: bool
-
-
-KEYS = web.AppKey("documented_keys", Keys)
-
-
 async def show(request: web.Request) -> web.Response:
-    routes = tuple(routes_of(request.app))
-    return web.Response(body=await asyncio.to_thread(_written, routes, request.app[KEYS]), content_type=_JSON)
+    routes, keys = tuple(routes_of(request.app)), request.app[KEYS]
+    body = await asyncio.to_thread(_encoded, routes, keys.asks, keys.has_admin_key)
+    return web.Response(body=body, content_type=_JSON)
 
 
 @lru_cache(maxsize=4)
-def _written(routes: tuple[tuple[str, str], ...], keys: Keys) -> bytes:
+def _encoded(routes: tuple[tuple[str, str], ...], has_api_keys: bool, has_admin_key: bool) -> bytes:
     """Takes longer than the loop may be held."""
-    return msgspec.json.encode(document(routes, keys))
+    return msgspec.json.encode(document(routes, has_api_keys, has_admin_key))
 
 
 def routes_of(app: web.Application) -> list[tuple[str, str]]:
@@ -78,17 +67,17 @@ def routes_of(app: web.Application) -> list[tuple[str, str]]:
     return routes
 
 
-def document(routes: Iterable[tuple[str, str]], keys: Keys) -> Json:
+def document(routes: Iterable[tuple[str, str]], has_api_keys: bool, has_admin_key: bool) -> Json:
     """Routes that `OPERATIONS` does not have are left out."""
-    known = {route: OPERATIONS[route] for route in routes if route in OPERATIONS}
-    schemas, components = _schemas(known.values())
-    security = _security_schemes(keys)
+    operations = {route: OPERATIONS[route] for route in routes if route in OPERATIONS}
+    schemas, components = _schemas(operations.values())
+    security = _security_schemes(has_api_keys, has_admin_key)
     paths: Json = {}
-    for (method, path), operation in known.items():
+    for (method, path), operation in operations.items():
         described = _operation(method, path, operation, schemas)
         if path in ADMIN_PATHS:
             described["security"] = [{"admin": []}]
-        elif keys.api and path not in OPEN_PATHS:
+        elif has_api_keys and path not in OPEN_PATHS:
             described["security"] = [{"bearer": []}, {"x_api_key": []}]
         if "security" in described:
             described["responses"]["401"] = {"$ref": f"#/components/responses/{_error_name(path, 401)}"}
@@ -239,11 +228,11 @@ def _plain(schema: Any) -> Any:
     return [_plain(item) for item in schema] if isinstance(schema, list | tuple) else schema
 
 
-def _security_schemes(keys: Keys) -> Json:
+def _security_schemes(has_api_keys: bool, has_admin_key: bool) -> Json:
     schemes: Json = {}
-    if keys.api:
+    if has_api_keys:
         schemes["bearer"] = {"type": "http", "scheme": "bearer", "description": "An API key"}
         schemes["x_api_key"] = {"type": "apiKey", "in": "header", "name": "X-Api-Key", "description": "An API key"}
-    if keys.admin:
+    if has_admin_key:
         schemes["admin"] = {"type": "http", "scheme": "bearer", "description": "The admin key"}
     return schemes

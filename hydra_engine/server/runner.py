@@ -56,7 +56,7 @@ async def serve(
     sys.setswitchinterval(SWITCH_S)
     try:
         _warn_of_exposure(listening, app[KEYS], config)
-        with signals.installed(), _reloading(app[KEYS]):
+        with signals.installed(app[KEYS]):
             return await _run(engine, config, app[STATE], listening.url, signals, start, ready)
     finally:
         try:
@@ -77,19 +77,6 @@ def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig)
             "a key was given on the command line or in the file of --config, where others may read it; "
             "--api-key-file, HYDRA_API_KEY and HYDRA_ADMIN_KEY are safer"
         )
-
-
-@contextlib.contextmanager
-def _reloading(keys: KeyRing) -> Iterator[None]:
-    if not keys.has_file:
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, keys.reload)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _run(
@@ -113,8 +100,8 @@ async def _run(
     logger.info("ready on %s", url)
     if ready is not None:
         ready(url)
-    load_lines = contextlib.nullcontext() if config.disable_log_stats else load_log.telling(engine)
-    async with load_lines:
+    lines = contextlib.nullcontext() if config.disable_log_stats else load_log.load_lines(engine)
+    async with lines:
         well = await _until_signal_or_loss(engine, signals)
     if not well:
         logger.error("the instances of a stage have ended for good; the server ends too")
@@ -187,7 +174,7 @@ async def _drain(lifecycle: Lifecycle, timeout_s: float, signals: _Signals) -> i
 
 
 class _Signals:
-    """The first and the second SIGTERM or SIGINT as events."""
+    """The first and the second SIGTERM or SIGINT as events; SIGHUP reads the file of keys again."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -195,14 +182,17 @@ class _Signals:
         self.number: int | None = None
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, keys: KeyRing) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if keys.has_file:
+            loop.add_signal_handler(signal.SIGHUP, keys.reload)
         try:
             yield
         finally:
             self._remove()
+            loop.remove_signal_handler(signal.SIGHUP)
 
     def _on_signal(self, number: int) -> None:
         self.number = number

@@ -69,15 +69,15 @@ class ClientLimits:
         """One request has come. Raises RateLimited."""
         if not self._per_minute:
             return
-        known = self._find(client)
-        if known.tokens < 1:
-            wait_s = max(1, math.ceil((1 - known.tokens) * 60 / self._per_minute))
+        state = self._find(client)
+        if state.tokens < 1:
+            wait_s = max(1, math.ceil((1 - state.tokens) * 60 / self._per_minute))
             raise RateLimited(
                 f"Rate limit reached: this client may send {self._per_minute} requests a minute. Please try again in "
                 f"{wait_s} s.",
                 retry_after_s=wait_s,
             )
-        known.tokens -= 1
+        state.tokens -= 1
 
     @contextmanager
     def running(self, client: str, num_answers: int) -> Iterator[None]:
@@ -85,18 +85,18 @@ class ClientLimits:
         if not self._most_at_once:
             yield
             return
-        known = self._find(client)
-        if known.running + num_answers > self._most_at_once:
+        state = self._find(client)
+        if state.running + num_answers > self._most_at_once:
             raise RateLimited(
-                f"Rate limit reached: this client waits for {known.running} answers and asks for {num_answers} more; "
+                f"Rate limit reached: this client waits for {state.running} answers and asks for {num_answers} more; "
                 f"at most {self._most_at_once} at once are allowed. Please wait for one of them.",
                 retry_after_s=1,
             )
-        known.running += num_answers
+        state.running += num_answers
         try:
             yield
         finally:
-            known.running -= num_answers
+            state.running -= num_answers
 
     def _find(self, name: str) -> _Client:
         """With its tokens up to date. An idle client is forgotten when there are too many; it starts anew then."""

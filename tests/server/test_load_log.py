@@ -97,7 +97,7 @@ async def test_lines_are_vllms_words_or_facts_until_the_server_ends(
 ) -> None:
     engine = StubEngine(status=example_status(num_running=2, num_waiting=0))
     load_log.logger.addHandler(caplog.handler)
-    async with load_log.telling(engine):
+    async with load_log.load_lines(engine):
         engine.report(ended(10, 5))
         await until(lambda: bool(said.getvalue()))
     count = len(said.getvalue().splitlines())

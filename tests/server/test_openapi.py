@@ -21,14 +21,13 @@ from tests.server.stub import StubEngine
 from tests.server.test_info import summary
 
 Json = dict[str, Any]
-KEYS = openapi.Keys(api=True, admin=True)
 KEYED = {"Authorization": "Bearer open-api"}
 ADMIN = {"Authorization": "Bearer open-admin"}
 FILLED = {"{model}": "stub", "{id}": "nobody-s"}  # what stands in paths
 
 
 def everything() -> Json:
-    return openapi.document(OPERATIONS, KEYS)
+    return openapi.document(OPERATIONS, has_api_keys=True, has_admin_key=True)
 
 
 def validator(document: Json, schema: Json) -> jsonschema_rs.Draft202012Validator:

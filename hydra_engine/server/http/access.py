@@ -44,22 +44,8 @@ class Access:
 
     @property
     def answers(self) -> list[tuple[Result, float]]:
-        """Each alone, and when it was known."""
-        return [(answer, known_s) for result, known_s in self.results for answer in (result.choices or (result,))]
-
-    @property
-    def ttft_s(self) -> float | None:
-        return min(
-            (answer.metrics.ttft_s for answer, _ in self.answers if answer.metrics.ttft_s is not None), default=None
-        )
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(answer.usage.completion_tokens for answer, _ in self.answers)
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        return list(dict.fromkeys(answer.finish_reason.value for answer, _ in self.answers))
+        """Each alone, and when it ended."""
+        return [(answer, ended_s) for result, ended_s in self.results for answer in (result.choices or (result,))]
 
 
 ACCESS = web.RequestKey("access", Access)
@@ -98,10 +84,12 @@ def _write_line(request: web.Request, status: int, access: Access) -> None:
         facts["prompt_tokens"] = access.prompt.prompt_tokens
         facts["image_tokens"] = access.prompt.image_tokens
     if access.results:
-        facts["completion_tokens"] = access.completion_tokens
-        facts["finish_reason"] = ",".join(access.finish_reasons)
-        if (ttft_s := access.ttft_s) is not None:
-            facts["ttft_s"] = round(ttft_s, 6)
+        answers = [answer for answer, _ in access.answers]
+        facts["completion_tokens"] = sum(answer.usage.completion_tokens for answer in answers)
+        facts["finish_reason"] = ",".join(dict.fromkeys(answer.finish_reason.value for answer in answers))
+        ttfts_s = [answer.metrics.ttft_s for answer in answers if answer.metrics.ttft_s is not None]
+        if ttfts_s:
+            facts["ttft_s"] = round(min(ttfts_s), 6)
     if access.error_code is not None:
         facts["error_code"] = access.error_code
     text = " ".join(f"{name}={value}" for name, value in facts.items())

@@ -168,4 +168,4 @@ def _is_one_of(raw: bytes, accepted: tuple[Any, ...]) -> bool:
         value = msgspec.json.decode(raw)
     except msgspec.DecodeError:  # a number that does not fit
         return False
-    return any(type(value) is type(one) and value == one for one in accepted)
+    return any(type(value) is type(other) and value == other for other in accepted)

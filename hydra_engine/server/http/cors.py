@@ -73,10 +73,10 @@ class Cors:
             return
         try:
             name = urlsplit(origin).hostname
-            asked = urlsplit(f"//{request.host}").hostname
+            host = urlsplit(f"//{request.host}").hostname
         except ValueError:
             return  # not what a browser sends
-        if name is not None and name == asked and not _is_local_name(name):
+        if name is not None and name == host and not _is_local_name(name):
             raise InvalidRequest("web pages of this name may not use this server; see --allow-origins and --api-key")
 
 

@@ -118,8 +118,8 @@ class TextEvents:
         return head, middle, tail
 
 
-def _halves(one: bytes, other: bytes) -> tuple[bytes, bytes]:
+def _halves(first: bytes, second: bytes) -> tuple[bytes, bytes]:
     """What is before and after the only byte in which they differ."""
-    place = next(place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
-    assert one[place + 1 :] == other[place + 1 :], "the values are in several places"
-    return one[:place], one[place + 1 :]
+    place = next(place for place, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
+    assert first[place + 1 :] == second[place + 1 :], "the values are in several places"
+    return first[:place], first[place + 1 :]

@@ -171,10 +171,10 @@ class Layout:
     def _colon_follows(self) -> npt.NDArray[np.bool_]:
         behind = np.minimum(self._ends + 1, len(self._bytes) - 1)
         following = self._bytes[behind]
-        found: npt.NDArray[np.bool_] = following == _COLON
+        follows: npt.NDArray[np.bool_] = following == _COLON
         for place in np.flatnonzero(np.isin(following, np.frombuffer(_SPACES, np.uint8))).tolist():
-            found[place] = _BEHIND.match(self._body, int(behind[place])) is not None
-        return found
+            follows[place] = _BEHIND.match(self._body, int(behind[place])) is not None
+        return follows
 
     def _containers_of(self, positions: Positions) -> Positions:
         """The number of the array or object around each position. Containers are numbered by their depth and, within
@@ -198,15 +198,15 @@ def layout_of(body: bytes | bytearray, most: int) -> Layout | None:
     view = memoryview(body)
     for begin in range(0, len(body), _SLICE):
         part = np.frombuffer(view[begin : begin + _SLICE], np.uint8)
-        found, num_backslashes = _quotes(part, num_backslashes)
+        marks, num_backslashes = _quotes(part, num_backslashes)
         folded = part | _AS_CURLY
         places = np.flatnonzero((folded == _OPEN) | (folded == _CLOSE))
-        outside = places[(np.searchsorted(found, places) + num_quotes) % 2 == 0]
-        num_quotes += len(found)
+        outside = places[(np.searchsorted(marks, places) + num_quotes) % 2 == 0]
+        num_quotes += len(marks)
         num_opens += int(np.count_nonzero(folded[outside] == _OPEN))
         if num_quotes // 2 + num_opens > most:
             return None
-        quotes.append(found + begin)
+        quotes.append(marks + begin)
         brackets.append(outside + begin)
     return Layout(body, np.concatenate(quotes), np.concatenate(brackets))
 

@@ -59,19 +59,6 @@ class BatchResult(msgspec.Struct, frozen=True):
     error: ErrorBody | None
 
 
-class _Error(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class _Refusal(msgspec.Struct):
-    """Of OpenAI's form or Anthropic's."""
-
-    error: _Error
-
-
 class _Streaming(msgspec.Struct, frozen=True):
     stream: bool | None = None
 
@@ -176,8 +163,8 @@ def _is_streamed(body: bytes) -> bool:
 
 def _error_of(answer: BatchAnswer) -> ErrorBody:
     """In OpenAI's form, of a route with errors of another form too."""
-    error = msgspec.json.decode(answer.body, type=_Refusal).error
-    return ErrorBody(error.message, error.type, error.param, error.code)
+    error = msgspec.json.decode(answer.body)["error"]
+    return ErrorBody(error["message"], error["type"], error.get("param"), error.get("code"))
 
 
 @asynccontextmanager

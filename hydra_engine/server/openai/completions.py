@@ -65,11 +65,11 @@ async def _read_back(
 ) -> tuple[list[Prompt], list[Echo]]:
     """The prompts, as token ids where log probabilities are asked for, and what of them goes into the answers."""
     try:
-        known = [await _echo(engine, prompt, body, call) for prompt in prompts]
+        pairs = [await _echo(engine, prompt, body, call) for prompt in prompts]
     except InvalidRequest as error:
         error.param = "prompt"
         raise
-    return [prompt for prompt, _ in known], [echo for _, echo in known]
+    return [prompt for prompt, _ in pairs], [echo for _, echo in pairs]
 
 
 async def _echo(

@@ -94,8 +94,7 @@ async def static_file(request: web.Request) -> web.Response:
 
 
 def _answer(request: web.Request, file: File) -> web.Response:
-    known = request.if_none_match or ()
-    if any(tag.value in (file.etag, "*") for tag in known):
+    if any(tag.value in (file.etag, "*") for tag in request.if_none_match or ()):
         response = web.Response(status=304, headers=_HEADERS)
     else:
         charset = None if file.content_type.startswith(("image/png", "font/")) else "utf-8"

@@ -231,9 +231,9 @@ def _turn(block: Block, role: Role, message: str, where: str) -> ChatMessage:
             return ChatMessage(role, (_part(block, where),), message)
 
 
-def _check_role(role: str, wanted: str, kind: str, where: str) -> None:
-    if role != wanted:
-        raise InvalidRequest(f"{where}: {kind} blocks belong to turns of the {wanted}", param=where)
+def _check_role(role: str, required: str, kind: str, where: str) -> None:
+    if role != required:
+        raise InvalidRequest(f"{where}: {kind} blocks belong to turns of the {required}", param=where)
 
 
 def _joined(turn: ChatMessage, more: ChatMessage) -> ChatMessage:

@@ -197,10 +197,10 @@ class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
     """Of `mm_processor_kwargs`, which may change nothing else."""
     param = "mm_processor_kwargs"
-    known = _PixelSettings.__struct_fields__
-    if other := next((name for name in settings or {} if name not in known), None):
+    names = _PixelSettings.__struct_fields__
+    if other := next((name for name in settings or {} if name not in names), None):
         raise InvalidRequest(
-            f"{param} may have {' and '.join(known)} only; leave out {other[:64]!r}",
+            f"{param} may have {' and '.join(names)} only; leave out {other[:64]!r}",
             param=f"{param}.{other[:64]}",
             code="unsupported_parameter",
         )
@@ -208,7 +208,7 @@ def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
         chosen = msgspec.convert(settings or {}, _PixelSettings)
     except msgspec.ValidationError:
         raise InvalidRequest(
-            f"{' and '.join(known)} of {param} must be integers from 1 to {MAX_PIXELS}", param=param
+            f"{' and '.join(names)} of {param} must be integers from 1 to {MAX_PIXELS}", param=param
         ) from None
     if chosen.min_pixels is not None and chosen.max_pixels is not None and chosen.min_pixels > chosen.max_pixels:
         raise InvalidRequest(f"{param}: min_pixels must not exceed max_pixels", param=f"{param}.min_pixels")

@@ -337,8 +337,8 @@ def _of_rules(source: str | None, param: str) -> list[Grammar]:
 
 def plain_function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     described = {"description": description, "parameters": parameters}
-    known = {key: value for key, value in described.items() if value is not None}
-    return {"type": "function", "function": {"name": name, **known}}
+    given = {key: value for key, value in described.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **given}}
 
 
 def unsupported_tool(param: str, kind: str) -> InvalidRequest:
