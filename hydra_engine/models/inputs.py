@@ -27,7 +27,7 @@ SCORED_ROWS = 256
 
 
 class Scored(NamedTuple):
-    """Rows of a step whose logits are wanted besides those of `logit_rows`, and who looks at them: `take` gets slices
+    """Rows of a step whose logits are wanted besides those of `logit_rows`, and what takes them: `take` gets slices
     [<= SCORED_ROWS, V] float32, in the order of `rows`, and keeps nothing of them."""
 
     rows: Tensor  # [M] int64, M > 0
@@ -49,7 +49,7 @@ class LanguageInput:
 
 
 def go_on() -> None:
-    """A checkpoint at which nobody waits."""
+    """A checkpoint without a wait."""
 
 
 @dataclass(frozen=True, slots=True)

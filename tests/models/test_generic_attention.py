@@ -77,7 +77,7 @@ def test_only_tokens_whose_window_slides_leave_the_paged_kernel(directories: Map
         work = [(pair.driver.request([6, 7, 8]), 3), (request, count)]
         batch = batch_of(pair, work)
         step = Step(pair.driver.backend.ops, pair.driver.kv_cache, batch, sees_itself=False)
-        (chosen,) = step.selections(rule, everybody=False) or [None]
+        (chosen,) = step.selections(rule, all_tokens=False) or [None]
         places = [] if chosen is None else (chosen.tokens - 3 + request.num_computed - count).tolist()
         assert all(token >= 3 for token in ([] if chosen is None else chosen.tokens.tolist()))
         seen += places

@@ -81,8 +81,8 @@ class InternVlVisionSpec(SquareVisionSpec):
 def arrangements_of(min_tiles: int, max_tiles: int) -> tuple[Arrangement, ...]:
     """All (columns, rows) with that many tiles, fewer tiles first, among those fewer columns first."""
     sides = range(1, max_tiles + 1)
-    found = [(c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles]
-    return tuple(sorted(found, key=lambda arrangement: arrangement[0] * arrangement[1]))
+    arrangements = [(c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles]
+    return tuple(sorted(arrangements, key=lambda arrangement: arrangement[0] * arrangement[1]))
 
 
 def best_arrangement(width: int, height: int, side: int, arrangements: Sequence[Arrangement]) -> Arrangement:
@@ -132,7 +132,7 @@ def _vision(files: ModelFiles, feature_size: int) -> InternVlVisionSpec:
         merge=merge,
         projector_act=activation(config, "projector_hidden_act", "gelu"),
         feature_size=feature_size,
-        # `crop_to_patches` of the settings is not read: InternVL's processor always asks for it.
+        # `crop_to_patches` of the settings is not read: InternVL's processor always cuts.
         arrangements=arrangements_of(min_tiles, max_tiles),
         frame=_frame(files),
         preprocess=normalisation(settings, f"internvl/{tower.image_size}"),

@@ -87,36 +87,20 @@ class PackedAttention:
         self._num_heads = num_heads
         self._scale = (num_channels // num_heads) ** -0.5
         parts = {name: 3 * num_channels // len(qkv) for name in qkv}
-        self._qkv = Linear(scope, parts, num_channels, bias=qkv_bias)
+        self.project = Linear(scope, parts, num_channels, bias=qkv_bias)
         self._norms = tuple(RmsNorm(scope.at(name), num_channels, _QK_NORM_EPS) for name in qk_norm or ())
-        self._out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
+        self.out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
 
-    def __call__(self, x: Tensor, residual: Tensor, cu_seqlens: Segments, rotary: Rotary | None = None) -> Tensor:
-        """attention(x) + residual, both [P, C]; with `rotary`, queries and keys are rotated."""
-        return self.out(self.mix(self.project(x), cu_seqlens, rotary), residual)
-
-    def project(self, x: Tensor) -> Tensor:
-        """[P, 3 * C]: queries, keys and values"""
-        return self._qkv(x)
-
-    def mix(
-        self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices | None = None
-    ) -> Tensor:
-        """[P, C]: what every row takes from the others."""
+    def mix(self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices) -> Tensor:
+        """What `project` gives, [P, 3 * C] -> [P, C]: what every row takes from the others. `rotary` turns queries and
+        keys."""
         q, k, v = projected.chunk(3, dim=1)
         if self._norms:
             q, k = (norm(part) for norm, part in zip(self._norms, (q, k), strict=True))
         q, k, v = (part.unflatten(1, (self._num_heads, -1)) for part in (q, k, v))  # each [P, H, D]
         if rotary is not None:
             q, k = self._ops.rotate(q, *rotary), self._ops.rotate(k, *rotary)
-        if slices is None:
-            mixed = self._attend(q, k, v, cu_seqlens)
-        else:
-            mixed = slices.attention(self._attend, q, k, v, cu_seqlens)
-        return mixed.view(-1, self._num_channels)
-
-    def out(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        return self._out(mixed, residual=residual)
+        return slices.attention(self._attend, q, k, v, cu_seqlens).view(-1, self._num_channels)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
         return self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)

@@ -1,7 +1,7 @@
 """How an encode is cut into pieces, so that a vision step can wait between them: at layers, and inside large ones.
 
 Where a step waits never changes a result, and what is computed in pieces is row-wise (or head by head), so that with
-deterministic ops the cut changes none either. Does not know why anyone waits.
+deterministic ops the cut changes none either. Does not know what a wait is for.
 
 What a piece can cost. Between layers a piece is a layer of the whole batch. With `piece_rows` it is that many rows of a
 layer's products, or the attention of a few segments or heads with about as many (query, key) pairs as those products
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """Segments [first, last) of a packed batch, heads [head, head_end)."""
 
     first: int
@@ -76,28 +76,23 @@ class Slices:
             self.checkpoint()
             rows = slice(cu_seqlens[piece.first], cu_seqlens[piece.last])
             heads = slice(piece.head, piece.head_end)
-            own = [end - rows.start for end in cu_seqlens[piece.first : piece.last + 1]]
-            out[rows, heads] = mix(q[rows, heads], k[rows, heads], v[rows, heads], own)
+            bounds = [end - rows.start for end in cu_seqlens[piece.first : piece.last + 1]]
+            out[rows, heads] = mix(q[rows, heads], k[rows, heads], v[rows, heads], bounds)
         self.checkpoint()
         return out
 
 
-def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> Iterator[Piece]:
-    """Each with at most `most` (query, key) pairs, counted once per head, where one head of a segment has no more."""
-    first = pairs = 0
+def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> Iterator[AttentionPiece]:
+    """Each with at most `most` (query, key) pairs, counted once per head, where one head of a segment has no more. The
+    heads of a run of segments are cut into pieces as equal as they can be."""
+    runs: list[tuple[int, int, int]] = []  # segments [first, last) and the pairs of one head
     for segment, (begin, end) in enumerate(pairwise(cu_seqlens)):
-        own = (end - begin) ** 2
-        if first < segment and (pairs + own) * num_heads > most:
-            yield from _by_heads(first, segment, pairs, num_heads, most)
-            first, pairs = segment, 0
-        pairs += own
-    if first < len(cu_seqlens) - 1:
-        yield from _by_heads(first, len(cu_seqlens) - 1, pairs, num_heads, most)
-
-
-def _by_heads(first: int, last: int, pairs: int, num_heads: int, most: int) -> Iterator[Piece]:
-    """As equal as they can be."""
-    num_pieces = -(-num_heads // max(most // max(pairs, 1), 1))
-    ends = [num_heads * i // num_pieces for i in range(num_pieces + 1)]
-    for head, head_end in pairwise(ends):
-        yield Piece(first, last, head, head_end)
+        first, pairs = segment, (end - begin) ** 2
+        if runs and (runs[-1][2] + pairs) * num_heads <= most:
+            first, _, earlier = runs.pop()
+            pairs += earlier
+        runs.append((first, segment + 1, pairs))
+    for first, last, pairs in runs:
+        num_pieces = -(-num_heads // max(most // max(pairs, 1), 1))
+        for head, head_end in pairwise(num_heads * i // num_pieces for i in range(num_pieces + 1)):
+            yield AttentionPiece(first, last, head, head_end)

@@ -65,7 +65,7 @@ def fill_random(
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Fills every slot that a checkpoint must have, one tensor at a time, drawn in its dtype where it stays; `progress`
-    is told bytes. At most the model, one tensor and the parts of one fused matrix exist at a time."""
+    counts bytes. At most the model, one tensor and the parts of one fused matrix exist at a time."""
     slots = {name: slot for name, slot in model.slots.items() if not slot.optional}
     sizes = {name: torch.Size(slot.shape).numel() * (slot.dtype or dtype).itemsize for name, slot in slots.items()}
     total, done = sum(sizes.values()), 0

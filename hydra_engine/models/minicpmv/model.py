@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PackedPlan, Segments
-from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.inputs import VisionInput, go_on
 from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
 from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer
 from hydra_engine.models.layers.vision_packing import (
-    Grid,
     Ints,
     Packing,
     TowerInput,
@@ -30,6 +29,8 @@ from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
 
 MERGER_EPS = 1e-6  # of the norms behind the tower, whatever the config says of the tower's
+
+_WHOLE = Slices(go_on)  # windows are computed in the pieces that rows are cut into
 
 
 class MiniCpmVision:
@@ -47,7 +48,10 @@ class MiniCpmVision:
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         self._spec = spec
         tower = scope.at("vision_tower")
-        self._embed = PackedPatches(tower.at("embeddings"), spec)
+        size, patch = spec.tower.hidden_size, (spec.patch_size, spec.patch_size)
+        embeddings = tower.at("embeddings")
+        self._positions = Weight(embeddings, "position_embedding.weight", (spec.num_positions**2, size))
+        self._embed = PatchProjection(embeddings, "patch_embedding", size, patch, spec.preprocess)
         layers = range(spec.tower.num_layers)
         self._layers = tuple(VisionLayer(tower.at(f"encoder.layers.{i}"), spec.tower, LayerNames()) for i in layers)
         self._inner: WindowMerger | None = None
@@ -55,10 +59,10 @@ class MiniCpmVision:
             tower.skip("vit_merger.")
         else:
             self._inner = WindowMerger(tower.at("vit_merger"), spec)
-        self._norm = LayerNorm(tower.at("post_layernorm"), spec.tower.hidden_size, spec.tower.norm_eps)
+        self._norm = LayerNorm(tower.at("post_layernorm"), size, spec.tower.norm_eps)
         self._merge = Merger(scope.at("merger"), spec)
-        self._side = 2**spec.all_rounds  # patches that both sides of a picture are multiples of
-        self.granule, self.num_values = self._side**2, self._embed.num_values
+        self._merges = (2,) * spec.all_rounds
+        self.granule, self.num_values = 4**spec.all_rounds, self._embed.num_values
         # What comes before the layers, the layers, a merger between them, what comes behind. The layers before that
         # merger have four times the rows of the others.
         self.num_slices = len(self._layers) + 2 + (self._inner is not None)
@@ -69,11 +73,11 @@ class MiniCpmVision:
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
         """Indices: positions of the patches. Segments: pictures, and where the merger inside comes what is left of them
         behind it, and its windows."""
-        fitted = packed(batch.grids, room, self._side)
+        fitted = packed(batch.grids, room, 2 ** len(self._merges))
         if fitted is None:
             return None
         grids, packing = fitted
-        packing = packing._replace(indices=(self._embed.places(grids),))
+        packing = packing._replace(indices=(np.concatenate([self._places(*grid[1:]) for grid in grids]),))
         if self._inner is None:
             return packing
         (bounds,), (longest,) = packing.bounds, packing.longest
@@ -81,12 +85,17 @@ class MiniCpmVision:
         return packing._replace(bounds=(bounds, bounds // 4, windows), longest=(longest, longest // 4, 4))
 
     def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        merges = (2,) * self._spec.all_rounds
-        return [cut_in_merge_order(picture, self._spec.patch_size, merges) for picture in pixels]
+        return [cut_in_merge_order(picture, self._spec.patch_size, self._merges) for picture in pixels]
+
+    def _places(self, rows: int, columns: int) -> Ints:
+        """[P]: rows of the table of positions, those nearest to the patches of a picture."""
+        side = self._spec.num_positions
+        row, column = nearest_positions(rows, side), nearest_positions(columns, side)
+        return in_merge_order(row[:, None] * side + column, self._merges).numpy()
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         (places,), slices, cu_seqlens = inputs.indices, inputs.slices, inputs.segments[0]
-        x = self._embed(inputs.patches, places, slices)
+        x = slices.rows(self._embed, inputs.patches, self._positions.tensor.index_select(0, places))
         for index, layer in enumerate(slices.between(self._layers)):
             x = layer(x, cu_seqlens, slices)
             if self._inner is not None and index == self._spec.insert_layer:
@@ -94,29 +103,6 @@ class MiniCpmVision:
                 _, cu_seqlens, windows = inputs.segments
                 x = slices.rows(partial(self._inner, windows=windows), x, group=4)
         return (slices.rows(self._merge, self._norm(x), group=4**self._spec.num_rounds),)
-
-
-class PackedPatches:
-    """Projected patches, plus the learned positions nearest to their places."""
-
-    def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
-        size, patch = spec.tower.hidden_size, spec.patch_size
-        self._merges, self._side = (2,) * spec.all_rounds, spec.num_positions
-        self._positions = Weight(scope, "position_embedding.weight", (spec.num_positions**2, size))
-        self._project = PatchProjection(scope, "patch_embedding", size, (patch, patch), spec.preprocess)
-        self.num_values = self._project.num_values
-
-    def __call__(self, patches: Tensor, places: Tensor, slices: Slices) -> Tensor:
-        """uint8 [P, num_values], and `places` -> [P, C]"""
-        return slices.rows(self._project, patches, self._positions.tensor.index_select(0, places))
-
-    def places(self, grids: Sequence[Grid]) -> Ints:
-        """[P]: rows of the table of positions."""
-        return np.concatenate([self._places(rows, columns) for _, rows, columns in grids])
-
-    def _places(self, rows: int, columns: int) -> Ints:
-        row, column = nearest_positions(rows, self._side), nearest_positions(columns, self._side)
-        return in_merge_order(row[:, None] * self._side + column, self._merges).numpy()
 
 
 @lru_cache(maxsize=512)
@@ -142,9 +128,10 @@ class WindowMerger:
         """[P, C] -> [P / 4, C]; there may be more windows than the rows have, unless they are planned."""
         if not isinstance(windows, PackedPlan):
             windows = windows[: x.shape[0] // 4 + 1]
-        x = self._attention(self._norm1(x), x, windows)
-        one, two, three, four = x.view(-1, 4, self._size).float().unbind(1)
-        mean = (((one + two) + three) + four).mul_(0.25).to(x.dtype)
+        mixed = self._attention.mix(self._attention.project(self._norm1(x)), windows, None, _WHOLE)
+        x = self._attention.out(mixed, residual=x)
+        first, second, third, fourth = x.view(-1, 4, self._size).float().unbind(1)
+        mean = (((first + second) + third) + fourth).mul_(0.25).to(x.dtype)
         return self._mlp(self._norm2(x.view(-1, 4 * self._size)), residual=mean)
 
 
@@ -152,19 +139,17 @@ class Merger:
     """Four rows become one, as often as the checkpoint has MLPs; the last leads to the decoder's width."""
 
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
-        widths = [spec.tower.hidden_size] * (spec.num_rounds - 1) + [spec.feature_size]
-        self._steps = tuple(
-            _step(scope.at(f"mlp.{index}"), 4 * spec.tower.hidden_size, width) for index, width in enumerate(widths)
-        )
+        width = 4 * spec.tower.hidden_size
+        self._steps = []
+        for index in range(spec.num_rounds):
+            num_out = spec.feature_size if index == spec.num_rounds - 1 else spec.tower.hidden_size
+            step = scope.at(f"mlp.{index}")
+            norm = LayerNorm(step.at("pre_norm"), width, MERGER_EPS)
+            mlp = Mlp(step, ("linear_1", "linear_2"), width, width, num_out, "gelu")
+            self._steps.append(PatchMerger(norm, mlp, width, norm_merged=True))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M * 4 ** rounds, C] -> [M, C of the decoder]"""
         for step in self._steps:
             x = step(x)
         return x
-
-
-def _step(scope: Scope, width: int, num_out: int) -> PatchMerger:
-    norm = LayerNorm(scope.at("pre_norm"), width, MERGER_EPS)
-    mlp = Mlp(scope, ("linear_1", "linear_2"), width, width, num_out, "gelu")
-    return PatchMerger(norm, mlp, width, norm_merged=True)

@@ -54,7 +54,7 @@ class Marks:
     number: Pair | None  # None: pictures are not numbered
 
 
-class Cut(NamedTuple):
+class SlicedPicture(NamedTuple):
     """A picture as the tower sees it: the whole, then slices row by row, `columns` in a row."""
 
     views: tuple[View, ...]
@@ -143,23 +143,23 @@ class MiniCpmVisionSpec(VisionSpec):
             work += rows * (16 * c * c + 4 * c * width)
         return 2 * work
 
-    def _cut(self, slicing: Slicing, width: int, height: int) -> Cut:
+    def _cut(self, slicing: Slicing, width: int, height: int) -> SlicedPicture:
         whole = slicing.fitted(width, height)
         grid = slicing.grid(width, height)
         if grid is None:
-            return Cut((View.whole(*whole),), self._item(whole))
+            return SlicedPicture((View.whole(*whole),), self._item(whole))
         rows, columns = grid
         tile = slicing.slice_size(width, height, grid)
         canvas = (tile[0] * columns, tile[1] * rows)
         views = (View.whole(*whole), View(canvas, canvas, (0, 0), tile))
-        return Cut(views, self._item(whole), (self._item(tile),) * (rows * columns), columns)
+        return SlicedPicture(views, self._item(whole), (self._item(tile),) * (rows * columns), columns)
 
     def _item(self, size: tuple[int, int]) -> ItemPlan:
         width, height = size
         rows, columns = height // self.patch_size, width // self.patch_size
         return ItemPlan(width, height, 1, rows * columns, rows * columns // 4**self.all_rounds, (1, rows, columns))
 
-    def _marked(self, cut: Cut, times: int) -> tuple[str | ItemPlan, ...]:
+    def _marked(self, cut: SlicedPicture, times: int) -> tuple[str | ItemPlan, ...]:
         """Marks around every item, and a line break between rows of slices, as often as there are frames."""
         (opening, closing), (slice_opening, slice_closing) = self.marks.picture, self.marks.slice
         parts: list[str | ItemPlan] = []
@@ -267,20 +267,20 @@ def _frames(settings: Fields, pictures: PreprocessSpec) -> int:
 
 def _marks(files: ModelFiles, images: Fields) -> Marks:
     tokenizer = read_json(files.model_dir, "tokenizer_config.json")
-    known = dict(tokenizer.values)
+    values = dict(tokenizer.values)
     for name in ("model_specific_special_tokens", "extra_special_tokens"):
         section = tokenizer.get(name)
-        known |= section if isinstance(section, dict) else {}
-    tokens = Fields(known, tokenizer.where)
+        values |= section if isinstance(section, dict) else {}
+    tokens = Fields(values, tokenizer.where)
     numbered = images.flag("use_image_id", True)
     if files.processor is not None:
         numbered = files.processor.flag("use_image_id", numbered)
     return Marks(
-        picture=_pair(tokens, "image"),
-        slice=_pair(tokens, "slice"),
-        number=_pair(tokens, "image_id") if numbered else None,
+        picture=_marks_around(tokens, "image"),
+        slice=_marks_around(tokens, "slice"),
+        number=_marks_around(tokens, "image_id") if numbered else None,
     )
 
 
-def _pair(tokens: Fields, name: str) -> Pair:
+def _marks_around(tokens: Fields, name: str) -> Pair:
     return tokens.token_text(f"{name}_start_token"), tokens.token_text(f"{name}_end_token")

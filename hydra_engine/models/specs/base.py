@@ -274,7 +274,7 @@ class VisionSpec(ABC):
 
     @abstractmethod
     def num_parameters(self) -> int:
-        """Of tower and projector, as far as they are held: layers that nobody reads are not."""
+        """Of tower and projector, as far as they are held: layers that are not read are not."""
 
     @abstractmethod
     def flops(self, num_patches: int) -> int:

@@ -228,13 +228,13 @@ def stored_dtype(config: Fields, text: Fields) -> str:
 
 def layer_kinds(config: Fields, num_layers: int) -> tuple[LayerKind, ...]:
     """From layer_types, or full_attention_interval in configs without it."""
-    named = config.get("layer_types")
-    if named is None:
+    names = config.get("layer_types")
+    if names is None:
         interval = config.integer("full_attention_interval", INTERVAL)
-        named = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)]
-    if not isinstance(named, list) or len(named) != num_layers or any(name not in LAYER_KINDS for name in named):
+        names = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)]
+    if not isinstance(names, list) or len(names) != num_layers or any(name not in LAYER_KINDS for name in names):
         raise config.wrong("layer_types", f"a list of {num_layers} times linear_attention or full_attention")
-    kinds = tuple(LAYER_KINDS[name] for name in named)
+    kinds = tuple(LAYER_KINDS[name] for name in names)
     if "attention" not in kinds:
         raise config.wrong("layer_types", "a list with at least one full_attention: the KV cache counts tokens")
     return kinds

@@ -36,9 +36,9 @@ def default_sampling(model_dir: Path, override: str | None = None, *, use_file: 
     """
     fields = read_json_if_present(model_dir, _FILE) if use_file else None
     shipped = _checked({} if fields is None else fields.values, _wrong_in_file)
-    given = _checked(_parsed(override), _wrong_in_override)
-    greedy = given.get(_DO_SAMPLE, shipped.get(_DO_SAMPLE) if "temperature" not in given else None) is False
-    values = {_FIELDS[key]: value for key, value in (shipped | given).items() if key != _DO_SAMPLE}
+    overrides = _checked(_parsed(override), _wrong_in_override)
+    greedy = overrides.get(_DO_SAMPLE, shipped.get(_DO_SAMPLE) if "temperature" not in overrides else None) is False
+    values = {_FIELDS[key]: value for key, value in (shipped | overrides).items() if key != _DO_SAMPLE}
     return SamplingParams(**(values | ({"temperature": 0.0} if greedy else {})))
 
 
@@ -53,8 +53,8 @@ def _parsed(override: str | None) -> dict[str, Any]:
         example = '\'{"temperature": 0.7, "top_p": 0.9}\''
         raise ConfigError(f"{_OVERRIDE} must be a JSON object such as {example}", param=_OVERRIDE)
     if unknown := [key for key in values if key not in (*_FIELDS, _DO_SAMPLE)]:
-        known = ", ".join(_FIELDS)
-        raise ConfigError(f"{_OVERRIDE} takes {known} and {_DO_SAMPLE}, not {unknown[0][:40]!r}", param=_OVERRIDE)
+        names = ", ".join(_FIELDS)
+        raise ConfigError(f"{_OVERRIDE} takes {names} and {_DO_SAMPLE}, not {unknown[0][:40]!r}", param=_OVERRIDE)
     return values
 
 

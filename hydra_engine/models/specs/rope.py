@@ -42,8 +42,8 @@ def rope_settings(
     """From `rope_parameters`, or the older `rope_theta` and `rope_scaling`; the keywords are what the model type has
     where the config is silent. `share` of a head's numbers turn, None where the type knows only all of them; a type
     that has it is served with one position per token, for which sections change nothing."""
-    given = config.section_if_present("rope_parameters") or config.section_if_present("rope_scaling")
-    values = given or Fields({}, config.where)
+    section = config.section_if_present("rope_parameters") or config.section_if_present("rope_scaling")
+    values = section or Fields({}, config.where)
     kind = values.text("rope_type", values.text("type", "default"))
     if kind == "mrope":  # what configs with sections called the default before sections were a field beside the type
         kind = "default"
@@ -110,10 +110,9 @@ def _magnitude(factor: float, share: float) -> float:
 
 
 def _sections(values: Fields, head_dim: int, default: Sections | None) -> Sections | None:
-    given = values.get("mrope_section")
-    if given is None and default is None:
+    if "mrope_section" not in values and default is None:
         return None
-    sections = list(default or ()) if given is None else given
+    sections = values.get("mrope_section") if "mrope_section" in values else list(default or ())
     if not isinstance(sections, list) or len(sections) != 3 or any(type(n) is not int or n < 0 for n in sections):
         raise values.wrong("mrope_section", "a list of three whole numbers")
     if sum(sections) != head_dim // 2:

@@ -131,9 +131,9 @@ class SquareVisionSpec(VisionSpec):
 def tower_config(config: Fields, model_type: str) -> Fields:
     """`vision_config`, of that model type where it names one."""
     tower = config.section("vision_config")
-    named = tower.text("model_type", model_type)
-    if named != model_type:
-        raise CheckpointError(f"vision model type {named[:40]!r} is not supported; supported is {model_type}")
+    name = tower.text("model_type", model_type)
+    if name != model_type:
+        raise CheckpointError(f"vision model type {name[:40]!r} is not supported; supported is {model_type}")
     return tower
 
 

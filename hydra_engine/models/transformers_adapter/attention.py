@@ -45,7 +45,7 @@ class Selection(NamedTuple):
     """Tokens of one request with the positions that each sees."""
 
     tokens: Tensor  # [n] int64, rows of the step
-    slots: Tensor  # [context] int64, of the request's positions from the first that anyone here sees
+    slots: Tensor  # [context] int64, of the request's positions from the first that is seen
     table: Tensor  # [n, most] int32, indices into `slots`; what is beyond a token's count is arbitrary
     counts: Tensor  # [n] int32
     plan: AttentionPlan  # over the gathered context, a block per position and a row per token
@@ -63,15 +63,15 @@ class Step:
     layers: list[int] = field(default_factory=list)  # that have written, in order
     _selections: dict[tuple[MaskRule, bool], list[Selection]] = field(default_factory=dict)
 
-    def selections(self, rule: MaskRule, *, everybody: bool) -> list[Selection]:
+    def selections(self, rule: MaskRule, *, all_tokens: bool) -> list[Selection]:
         """The tokens that the causal kernel cannot serve, or all; made once per rule."""
-        key = (rule, everybody)
+        key = (rule, all_tokens)
         if key not in self._selections:
-            self._selections[key] = self._select(rule, everybody)
+            self._selections[key] = self._select(rule, all_tokens)
         return self._selections[key]
 
-    def _select(self, rule: MaskRule, everybody: bool) -> list[Selection]:
-        if rule.is_causal and not everybody and not (self.sees_itself and self.batch.image_rows is not None):
+    def _select(self, rule: MaskRule, all_tokens: bool) -> list[Selection]:
+        if rule.is_causal and not all_tokens and not (self.sees_itself and self.batch.image_rows is not None):
             return []
         plan, ends, device = self.batch.attention, self._picture_ends(), self.batch.slots.device
         bounds, selections = plan.cu_q.tolist(), []
@@ -85,9 +85,9 @@ class Step:
             seen_until = queries if ends is None else torch.maximum(queries, ends[begin:end, None] - begin + start)
             before = torch.as_tensor(rule.allowed(0, 0, queries, keys)).expand(end - begin, num_context)
             sees = (before & (keys <= queries)) | ((keys > queries) & (keys <= seen_until))
-            chosen = torch.ones_like(sees[:, 0]) if everybody else (sees != (keys <= queries)).any(1)
-            if chosen.any():
-                selections.append(self._selection(row, begin + chosen.nonzero()[:, 0], sees[chosen]))
+            selected = torch.ones_like(sees[:, 0]) if all_tokens else (sees != (keys <= queries)).any(1)
+            if selected.any():
+                selections.append(self._selection(row, begin + selected.nonzero()[:, 0], sees[selected]))
         return selections
 
     def _selection(self, row: int, tokens: Tensor, sees: Tensor) -> Selection:
@@ -97,12 +97,12 @@ class Step:
         # Stable, so that the positions of each token come in order; the unseen ones end up behind.
         table = (~sees[:, low:]).to(torch.int8).argsort(dim=1, stable=True)[:, : int(counts.max())]
         size = self.cache.block_size
-        places = torch.arange(low, sees.shape[1], device=sees.device)
-        blocks = self.batch.attention.block_tables[row].to(places).index_select(0, places // size)
+        positions = torch.arange(low, sees.shape[1], device=sees.device)
+        blocks = self.batch.attention.block_tables[row].to(positions).index_select(0, positions // size)
         cu_q = torch.arange(len(tokens) + 1, dtype=torch.int32)
         table = table.to(torch.int32).contiguous()
         plan = self.ops.plan_attention(cu_q, counts.cpu(), table.cpu())
-        return Selection(tokens, blocks * size + places % size, table, counts, plan)
+        return Selection(tokens, blocks * size + positions % size, table, counts, plan)
 
     def _picture_ends(self) -> Tensor | None:
         """[T] int64: the last row of the picture that a row belongs to, -1 for text. Rows of pictures that touch count
@@ -159,14 +159,16 @@ def paged_attention(
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if softcap is None and s_aux is None:
         out = ops.attention_paged(q, cache, layer, step.batch.attention, scale)
-        for chosen in step.selections(attention_mask, everybody=False):
-            context = _gathered(ops, cache, layer, chosen.slots)
-            out[chosen.tokens] = ops.attention_paged(q.index_select(0, chosen.tokens), context, 0, chosen.plan, scale)
+        for selection in step.selections(attention_mask, all_tokens=False):
+            context = _gathered(ops, cache, layer, selection.slots)
+            out[selection.tokens] = ops.attention_paged(
+                q.index_select(0, selection.tokens), context, 0, selection.plan, scale
+            )
     else:
         out = torch.empty_like(q)
-        for chosen in step.selections(attention_mask, everybody=True):
-            context = _gathered(ops, cache, layer, chosen.slots)
-            out[chosen.tokens] = _with_bounded_scores(q, context, chosen, scale, softcap, s_aux)
+        for selection in step.selections(attention_mask, all_tokens=True):
+            context = _gathered(ops, cache, layer, selection.slots)
+            out[selection.tokens] = _with_bounded_scores(q, context, selection, scale, softcap, s_aux)
     return out[None].to(query.dtype), None
 
 
@@ -177,15 +179,15 @@ def _gathered(ops: Ops, cache: PagedCache, layer: int, slots: Tensor) -> PagedCa
 
 
 def _with_bounded_scores(
-    q: Tensor, context: PagedCache, chosen: Selection, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor, context: PagedCache, selection: Selection, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """[n, Hq, D] in float32 arithmetic, a token at a time: its result depends on nothing but what it sees."""
     keys, values = (context.data[:, 0, index, 0].float() for index in (0, 1))  # [context, Hkv, D]
     num_heads, num_kv_heads, dim = q.shape[1], keys.shape[1], q.shape[2]
-    out = q.new_empty((len(chosen.tokens), num_heads, dim))
-    for index, (token, count) in enumerate(zip(chosen.tokens.tolist(), chosen.counts.tolist(), strict=True)):
-        places = chosen.table[index, :count].to(torch.int64)
-        seen, mixed = keys.index_select(0, places), values.index_select(0, places)
+    out = q.new_empty((len(selection.tokens), num_heads, dim))
+    for index, (token, count) in enumerate(zip(selection.tokens.tolist(), selection.counts.tolist(), strict=True)):
+        rows = selection.table[index, :count].to(torch.int64)
+        seen, mixed = keys.index_select(0, rows), values.index_select(0, rows)
         query = q[token].float().view(num_kv_heads, num_heads // num_kv_heads, dim)
         scores = torch.matmul(query, seen.permute(1, 2, 0)).view(num_heads, count) * scale
         if softcap is not None:

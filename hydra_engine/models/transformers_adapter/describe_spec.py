@@ -24,7 +24,12 @@ from hydra_engine.errors import CheckpointError, HydraError
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json
-from hydra_engine.models.transformers_adapter.processor_spec import PROCESSOR_ERRORS, PictureProcessor, num_runs
+from hydra_engine.models.transformers_adapter.processor_spec import (
+    PROCESSOR_ERRORS,
+    PictureProcessor,
+    in_one_line,
+    num_runs,
+)
 from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
 
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
@@ -48,7 +53,7 @@ def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
     try:
         language = _language(text, config)
     except PROCESSOR_ERRORS as error:  # fields that transformers computes, or that differ from layer to layer
-        raise CheckpointError(f"{model.__name__} cannot run through transformers here: {_words(error)}") from error
+        raise CheckpointError(f"{model.__name__} cannot run through transformers here: {in_one_line(error)}") from error
     vision = _vision(config, model_dir, inputs, language.hidden_size, trust_remote_code) if inputs else None
     raw = read_json(model_dir, "config.json")
     return ModelSpec(
@@ -75,7 +80,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
             str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot read config.json: {_words(error)}") from error
+        raise CheckpointError(f"transformers cannot read config.json: {in_one_line(error)}") from error
 
 
 def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:
@@ -98,8 +103,8 @@ def image_inputs(model: Any) -> tuple[str, ...]:
     function = getattr(model, "get_image_features", None)
     if function is None:
         return ()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in named)[1:]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
 
 
 def _check_known(config: Fields) -> None:
@@ -203,15 +208,15 @@ def _tokenizer_class(model_dir: Path, trust_remote_code: bool) -> str:
         auto = transformers.AutoTokenizer
         tokenizer = auto.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code)
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot load the model's tokenizer: {_words(error)}") from error
+        raise CheckpointError(f"transformers cannot load the model's tokenizer: {in_one_line(error)}") from error
     return type(tokenizer).__name__
 
 
 def _vision(
     config: Any, model_dir: Path, inputs: tuple[str, ...], feature_size: int, trust_remote_code: bool
 ) -> GenericVisionSpec:
-    named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-    image_token_id = next((id for id in named if id is not None), None)
+    token_ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    image_token_id = next((id for id in token_ids if id is not None), None)
     if type(image_token_id) is not int:
         raise CheckpointError("config.json names no image_token_id, by which features find their place in a prompt")
     processor = PictureProcessor(
@@ -264,10 +269,6 @@ def _digest(model_dir: Path) -> str:
         path = model_dir / name
         digest.update(path.read_bytes() if path.is_file() else b"")
     return digest.hexdigest()
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160]
 
 
 def main() -> None:

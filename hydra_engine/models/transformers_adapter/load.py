@@ -24,7 +24,7 @@ from hydra_engine.models.loading.weights import Checkpoint, Progress, all_finite
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class, probe_picture
 from hydra_engine.models.transformers_adapter.model import GenericModel
-from hydra_engine.models.transformers_adapter.processor_spec import PROCESSOR_ERRORS, PictureProcessor
+from hydra_engine.models.transformers_adapter.processor_spec import PROCESSOR_ERRORS, PictureProcessor, in_one_line
 from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import accepts, set_attention
 
@@ -57,7 +57,7 @@ def load_generic(
         try:
             model = _checked(module, spec, backend)
         except PROCESSOR_ERRORS as error:
-            raise _refused(spec, " ".join(str(error).split())[:160]) from error
+            raise _refused(spec, in_one_line(error)) from error
     model.keep(role)
     backend.device.trim()
     report(total, total)
@@ -78,8 +78,7 @@ def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend) -> Any:
             output_loading_info=True,
         )
     except PROCESSOR_ERRORS as error:
-        reason = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"transformers cannot load the weights: {reason}") from error
+        raise CheckpointError(f"transformers cannot load the weights: {in_one_line(error)}") from error
     missing = sorted(map(str, info["missing_keys"]))
     if missing or info["mismatched_keys"]:
         wrong = listed(missing) if missing else listed(str(key) for key, *_ in info["mismatched_keys"])
@@ -109,11 +108,11 @@ class Probe:
         processor = PictureProcessor.of(spec.processor)
         outputs = processor.outputs(probe_picture(), _PROBE_TEXT)
         ids = outputs["input_ids"][0]
-        places = (ids == spec.processor.image_token_id).nonzero()[:, 0]
-        span = int(places[0]), int(places[-1]) + 1
+        image_rows = (ids == spec.processor.image_token_id).nonzero()[:, 0]
+        span = int(image_rows[0]), int(image_rows[-1]) + 1
         arrays = {name: torch.from_numpy(array) for name, array in processor.expand(probe_picture()).arrays.items()}
-        known = {name: value for name, value in outputs.items() if accepts(module.forward, name)}
-        return cls(known, span, {SPAN_TOKEN_IDS: ids[slice(*span)], **arrays})
+        inputs = {name: value for name, value in outputs.items() if accepts(module.forward, name)}
+        return cls(inputs, span, {SPAN_TOKEN_IDS: ids[slice(*span)], **arrays})
 
     @property
     def token_ids(self) -> Tensor:
@@ -155,11 +154,11 @@ class Probe:
         keys = _cache(num_tokens, (language.num_layers, 2), (language.num_kv_heads, language.head_dim), backend)
         cut = end or num_tokens // 2
         image_rows = torch.arange(begin, end, device=device) if num_image else None
-        first, layers = model.step(self._piece(0, cut, begin, keys, backend, image_rows, image_slots), keys, images)
-        rest, _ = model.step(self._piece(cut, num_tokens, num_tokens - 1, keys, backend), keys, None)
+        first, layers = model.step(self._chunk(0, cut, begin, keys, backend, image_rows, image_slots), keys, images)
+        rest, _ = model.step(self._chunk(cut, num_tokens, num_tokens - 1, keys, backend), keys, None)
         return torch.cat((first, rest)), layers
 
-    def _piece(
+    def _chunk(
         self,
         begin: int,
         end: int,
@@ -171,13 +170,13 @@ class Probe:
     ) -> LanguageInput:
         """Tokens [begin, end), with the logits of one of them."""
         device = backend.device.torch_device
-        places = torch.arange(begin, end, device=device)
+        positions = torch.arange(begin, end, device=device)
         count, context = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
         blocks = torch.arange(keys.num_blocks, dtype=torch.int32)[None]
         return LanguageInput(
             token_ids=self.token_ids[begin:end].to(device),
-            positions=places,
-            slots=places,
+            positions=positions,
+            slots=positions,
             attention=backend.ops.plan_attention(count, context, blocks),
             logit_rows=torch.tensor([row - begin], device=device),
             position_end=end,

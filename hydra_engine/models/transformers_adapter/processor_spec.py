@@ -40,6 +40,10 @@ PROCESSOR_ERRORS = (
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
+def in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160]
+
+
 @dataclass(frozen=True, slots=True)
 class Expansion:
     """What one picture is in a prompt: text, then `token_ids` from the first image token to the last, then text.
@@ -71,8 +75,8 @@ class PictureProcessor:
         self._inputs = tuple(inputs)
         self._processor = load_processor(model_dir, model_type, trust_remote_code=trust_remote_code)
         self._tokenizer = self._processor.tokenizer
-        named = getattr(self._processor, "image_token", None)
-        self.placeholder = str(named or self._tokenizer.convert_ids_to_tokens(image_token_id))
+        image_token = getattr(self._processor, "image_token", None)
+        self.placeholder = str(image_token or self._tokenizer.convert_ids_to_tokens(image_token_id))
         self.placeholder_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
 
     @classmethod
@@ -146,24 +150,23 @@ def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         if not trust_remote_code and not import_utils.is_torchvision_available():
-            known = _class_of(model_dir, model_type)
-            if known is not None and "video_processor" in known.get_attributes():
-                return _pictures_only(known).from_pretrained(str(model_dir), **options)
+            processor_class = _class_of(model_dir, model_type)
+            if processor_class is not None and "video_processor" in processor_class.get_attributes():
+                return _pictures_only(processor_class).from_pretrained(str(model_dir), **options)
         return transformers.AutoProcessor.from_pretrained(str(model_dir), **options)
     except PROCESSOR_ERRORS as error:
-        reason = " ".join(str(error).split())[:160]
         hint = "" if import_utils.is_torchvision_available() else "; it may need torchvision, which is not installed"
-        raise CheckpointError(f"transformers cannot load the model's processor: {reason}{hint}") from error
+        raise CheckpointError(f"transformers cannot load the model's processor: {in_one_line(error)}{hint}") from error
 
 
 def _class_of(model_dir: Path, model_type: str) -> Any:
     """The processor's class as the directory's files or else transformers' table name it; None where neither does."""
     files = (read_json_if_present(model_dir, name) or Fields({}, name) for name in _FILES)
-    named = next((name for file in files if (name := file.get("processor_class"))), None)
-    if isinstance(named, str):
-        return getattr(transformers, named, None)
-    known = transformers.CONFIG_MAPPING
-    return transformers.PROCESSOR_MAPPING.get(known[model_type], None) if model_type in known else None
+    class_name = next((name for file in files if (name := file.get("processor_class"))), None)
+    if isinstance(class_name, str):
+        return getattr(transformers, class_name, None)
+    configs = transformers.CONFIG_MAPPING
+    return transformers.PROCESSOR_MAPPING.get(configs[model_type], None) if model_type in configs else None
 
 
 def _pictures_only(processor: Any) -> Any:
