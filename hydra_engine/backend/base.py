@@ -285,17 +285,10 @@ class Ops(Protocol):
         ...
 
     def merge_image_tokens(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        cache: PagedCache,
-        slots: Tensor,
-        plane: int = 0,
-        *,
-        accumulate: bool = False,
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
-        """hidden[rows[m]] = cache feature at slots[m], in place; with `accumulate` it is added, in float32 and rounded
-        once. hidden [T, C] contiguous; rows (none twice), slots [M] int64."""
+        """hidden[rows[m]] = cache feature at slots[m], in place; those of a plane above 0 (deepstack) are added, in
+        float32 and rounded once. hidden [T, C] contiguous; rows (none twice), slots [M] int64."""
         ...
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:

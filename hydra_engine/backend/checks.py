@@ -65,6 +65,12 @@ def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:
     return shape[0]
 
 
+def check_whole(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Contiguous, of this shape and dtype."""
+    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous {list(shape)} {dtype}, got {described(tensor)}")
+
+
 def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
     """[T, H, D] where each rows[t] is one piece of memory: only the first stride is free, and returned."""
     if rows.shape == shape and rows.dtype is dtype:
@@ -137,8 +143,8 @@ def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int, in
 def check_head_norms(norms: HeadNorms, dim: int, dtype: torch.dtype) -> None:
     """Weights [D] of the cache's dtype where they are given."""
     for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
-        if weight is not None and (weight.shape != (dim,) or weight.dtype is not dtype or not weight.is_contiguous()):
-            raise ValueError(f"{name}: expected contiguous [{dim}] {dtype}, got {described(weight)}")
+        if weight is not None:
+            check_whole(name, weight, (dim,), dtype)
 
 
 def _check_angles(name: str, angles: Tensor, shape: tuple[int, int]) -> int:
@@ -154,13 +160,7 @@ def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, 
     shape = cache.data.shape
     check_cache(cache, plane, num_tensors=1)
     width = shape[4] * shape[5]
-    if (
-        hidden.dim() != 2
-        or hidden.shape[1] != width
-        or hidden.dtype is not cache.data.dtype
-        or not hidden.is_contiguous()
-    ):
-        raise ValueError(f"hidden: expected contiguous [T, {width}] {cache.data.dtype}, got {described(hidden)}")
+    check_whole("hidden", hidden, (*hidden.shape[:1], width), cache.data.dtype)
     return check_indices("slots", slots, check_indices("rows", rows))
 
 
@@ -171,8 +171,7 @@ def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
             f"target: expected blocks of {list(source.data.shape[1:])} {source.data.dtype}, "
             f"got {list(target.data.shape[1:])} {target.data.dtype}"
         )
-    if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype is not torch.int64 or not pairs.is_contiguous():
-        raise ValueError(f"pairs: expected contiguous [n, 2] torch.int64, got {described(pairs)}")
+    check_whole("pairs", pairs, (*pairs.shape[:1], 2), torch.int64)
     return pairs.shape[0]
 
 
@@ -306,20 +305,19 @@ def check_rows(
     return shape[0], strides[0]
 
 
-def check_gate(x: Tensor, gate: Tensor) -> None:
-    check_strided_heads("x", x, None)
+def check_gate(x: Tensor, gate: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the strides between tokens and between heads of both."""
+    strides = check_strided_heads("x", x, None)
     if gate.shape != x.shape:
         raise ValueError(f"gate: expected {list(x.shape)} {x.dtype}, got {described(gate)}")
-    check_strided_heads("gate", gate, x.shape[2], x.dtype)
+    return strides, check_strided_heads("gate", gate, x.shape[2], x.dtype)
 
 
 def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) -> None:
     """x [T, C] with dense rows, weight [C, K] and the cache of its dtype."""
     _, _, before, channels = cache.conv.shape
     check_rows("x", x, channels, cache.conv.dtype, on_host=False)
-    if weight.shape != (channels, before + 1) or weight.dtype is not x.dtype or not weight.is_contiguous():
-        wanted = f"contiguous [{channels}, {before + 1}] {x.dtype}"
-        raise ValueError(f"weight: expected {wanted}, got {described(weight)}")
+    check_whole("weight", weight, (channels, before + 1), x.dtype)
     if not cache.conv.is_contiguous():
         raise ValueError(f"cache: expected contiguous [N, L, K - 1, C], got {described(cache.conv)}")
     check_state_rows(rows)
@@ -339,8 +337,7 @@ def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None
     for name, gate in (("a", a), ("b", b)):
         check_rows(name, gate, heads, v.dtype, tokens, on_host=False)
     for name, vector in (("rates", rates), ("shift", shift)):
-        if vector.shape != (heads,) or vector.dtype is not torch.float32 or not vector.is_contiguous():
-            raise ValueError(f"{name}: expected contiguous [{heads}] torch.float32, got {described(vector)}")
+        check_whole(name, vector, (heads,), torch.float32)
     check_state_rows(rows)
 
 

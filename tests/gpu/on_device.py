@@ -57,18 +57,11 @@ class OnDevice:
             cache.data.copy_(there.data)
 
     def merge_image_tokens(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        cache: PagedCache,
-        slots: Tensor,
-        plane: int = 0,
-        *,
-        accumulate: bool = False,
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
         there, target = self.cache(cache), self.moved(hidden)
         try:
-            self._ops.merge_image_tokens(target, rows, there, slots, plane, accumulate=accumulate)
+            self._ops.merge_image_tokens(target, rows, there, slots, plane)
         finally:
             hidden.copy_(target)
 

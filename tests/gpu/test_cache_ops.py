@@ -63,7 +63,7 @@ def check(result: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_indices_on_the_device_do_the_same(cuda: torch.device, dtype: torch.dtype) -> None:
-    shape = (9, 1, 1, 16, 1, 640)
+    shape = (9, 2, 1, 16, 1, 640)
     features = cases.random(100, 1, 640, dtype=dtype).to(cuda)
     slots = cases.some_slots(PagedCache(torch.empty(shape)), 100)
     rows = torch.randperm(150)[:100]
@@ -71,16 +71,16 @@ def test_indices_on_the_device_do_the_same(cuda: torch.device, dtype: torch.dtyp
     for where in (torch.device("cpu"), cuda):
         cache, hidden = filled(shape, dtype, cuda), torch.zeros(150, 640, dtype=dtype, device=cuda)
         ops = cuda_cache.CudaCacheOps()
-        ops.write_cache(cache, 0, [features], slots.to(where))
-        for accumulate in (False, True):
-            ops.merge_image_tokens(hidden, rows.to(where), cache, slots.to(where), accumulate=accumulate)
+        for plane in (0, 1):
+            ops.write_cache(cache, plane, [features], slots.to(where))
+            ops.merge_image_tokens(hidden, rows.to(where), cache, slots.to(where), plane)
         results.append((cache.data, hidden, ops.gather_cache(cache, 0, 0, slots.to(where))))
     for host, device in zip(*results, strict=True):
         assert torch.equal(cases.bits(host), cases.bits(device))
 
 
 def test_a_kernel_skips_a_bad_index_and_the_next_call_says_so(cuda: torch.device) -> None:
-    cache = filled((2, 1, 1, 4, 1, 8), torch.float32, cuda)
+    cache = filled((2, 2, 1, 4, 1, 8), torch.float32, cuda)
     ops = cuda_cache.CudaCacheOps()
     rows = torch.ones(3, 1, 8, device=cuda)
     for bad in (8, -2, 2**40):
@@ -92,7 +92,7 @@ def test_a_kernel_skips_a_bad_index_and_the_next_call_says_so(cuda: torch.device
         cache.data.fill_(float("nan"))
     hidden = torch.zeros(3, 8, device=cuda)
     none = torch.tensor([0], device=cuda)
-    ops.merge_image_tokens(hidden, torch.tensor([3], device=cuda), cache, none, accumulate=True)
+    ops.merge_image_tokens(hidden, torch.tensor([3], device=cuda), cache, none, 1)
     torch.cuda.synchronize(cuda)
     with pytest.raises(ValueError, match=r"rows: .*index 0"):
         _C.cuda_check_faults(0)

@@ -97,7 +97,7 @@ def test_features_reach_the_hidden_rows(side: Side, cuda: torch.device) -> None:
     hidden = torch.ones(6, 24, dtype=torch.bfloat16, device=cuda)
     side.ops.merge_image_tokens(hidden, rows, cache, slots)
     assert torch.equal(hidden[rows], features[:, 0])
-    side.ops.merge_image_tokens(hidden, rows, cache, slots, 1, accumulate=True)
+    side.ops.merge_image_tokens(hidden, rows, cache, slots, 1)
     assert torch.equal(hidden[rows], 2 * features[:, 0]) and (hidden[[2, 4]] == 1).all()
 
 

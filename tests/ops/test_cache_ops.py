@@ -134,12 +134,12 @@ def test_image_features_replace_hidden_rows(ops: Ops, dtype: torch.dtype) -> Non
     cache = poisoned((3, 2, 1, 8, 1, 33), dtype)
     slots = some_slots(cache, 10)
     features = random(10, 1, 33, dtype=dtype)
-    ops.write_cache(cache, 1, (features,), slots)
+    ops.write_cache(cache, 0, (features,), slots)
     hidden = random(25, 33, dtype=dtype, seed=5)
     rows = torch.randperm(25, generator=torch.Generator().manual_seed(7))[:10]
     expected = hidden.clone()
     expected[rows] = features[:, 0]
-    ops.merge_image_tokens(hidden, rows, cache, slots, plane=1)
+    ops.merge_image_tokens(hidden, rows, cache, slots)
     assert torch.equal(hidden, expected)
 
 
@@ -157,7 +157,7 @@ def test_image_features_are_added_to_hidden_rows(
     rows = torch.randperm(count + 15, generator=torch.Generator().manual_seed(7))[:count]
     expected = hidden.clone()
     expected[rows] = (hidden[rows].float() + features[:, 0].float()).to(dtype)
-    ops.merge_image_tokens(hidden, rows, cache, slots, plane=1, accumulate=True)
+    ops.merge_image_tokens(hidden, rows, cache, slots, plane=1)
     assert torch.equal(hidden, expected)
 
 
@@ -180,14 +180,14 @@ def test_blocks_copy_within_one_cache(ops: Ops) -> None:
 
 def test_empty_calls_do_nothing(ops: Ops) -> None:
     cache = poisoned((2, 1, 2, 4, 2, 8), torch.float32)
-    image = poisoned((2, 1, 1, 4, 1, 8), torch.float32)
+    image = poisoned((2, 2, 1, 4, 1, 8), torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     k = torch.empty(0, 2, 8)
     angles = torch.empty(0, 4)
     ops.write_cache(cache, 0, (k, k), none)
     assert ops.rope_and_write(torch.empty(0, 4, 8), k, k, (angles, angles), cache, 0, none).shape == (0, 4, 8)
-    for accumulate in (False, True):
-        ops.merge_image_tokens(torch.empty(3, 8), none, image, none, accumulate=accumulate)
+    for plane in (0, 1):
+        ops.merge_image_tokens(torch.empty(3, 8), none, image, none, plane)
     assert ops.gather_cache(cache, 0, 1, none).shape == (0, 2, 8)
     ops.copy_blocks(cache, cache, torch.empty(0, 2, dtype=torch.int64))
     assert cache.data.isnan().all()
@@ -203,12 +203,10 @@ def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(ops: Ops)
             ops.gather_cache(cache, 0, 0, torch.tensor([bad]))
     with pytest.raises(ValueError, match="slots"):
         ops.gather_cache(cache, 0, 0, torch.tensor([-1]))
-    image = poisoned((2, 1, 1, 4, 1, 8), torch.float32)
-    for accumulate in (False, True):
+    image = poisoned((2, 2, 1, 4, 1, 8), torch.float32)
+    for plane in (0, 1):
         with pytest.raises(ValueError, match="rows"):
-            ops.merge_image_tokens(
-                torch.zeros(3, 8), torch.tensor([3]), image, torch.tensor([0]), accumulate=accumulate
-            )
+            ops.merge_image_tokens(torch.zeros(3, 8), torch.tensor([3]), image, torch.tensor([0]), plane)
     with pytest.raises(ValueError, match="pairs"):
         ops.copy_blocks(cache, cache, torch.tensor([[0, 2]]))
     assert cache.data.isnan().all()

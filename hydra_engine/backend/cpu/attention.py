@@ -6,7 +6,6 @@ decided in csrc/cpu/attention.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydra_engine import _C
@@ -23,8 +22,7 @@ def plan_attention(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> A
     return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context, native)
 
 
-def plan_decode(num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-    checks.check_decode_plan(num_context, block_tables)
+def plan_decode(num_context: Tensor, block_tables: Tensor) -> AttentionPlan:  # noqa: ARG001
     raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
 
 
@@ -33,13 +31,12 @@ def attention_paged(
 ) -> Tensor:
     max_blocks = plan.block_tables.shape[1]
     tokens, num_heads, stride = checks.check_paged(q, cache, layer, max_blocks, plan.max_context)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = q.new_empty(q.shape)
     _C.attention_paged(plan.native, desc, layer, q.data_ptr(), stride, num_heads, tokens, out.data_ptr(), scale)
     return out
 
 
-def plan_packed(cu_seqlens: Tensor, max_length: int) -> PackedPlan:
-    checks.check_packed_plan(cu_seqlens, max_length)
+def plan_packed(cu_seqlens: Tensor, max_length: int) -> PackedPlan:  # noqa: ARG001
     raise ValueError("plan_packed: expected ops that plan without contents; these cut their work by them")
 
 
@@ -47,8 +44,8 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scal
     if isinstance(cu_seqlens, PackedPlan):
         raise ValueError("cu_seqlens: expected numbers, got a plan of other ops")
     checks.check_packed(q, k, v, cu_seqlens)
-    _, num_heads, dim = shape = q.shape
-    out = torch.empty(shape, dtype=q.dtype)
+    _, num_heads, dim = q.shape
+    out = q.new_empty(q.shape)
     _C.attention_packed(
         q.data_ptr(),
         q.stride(0),

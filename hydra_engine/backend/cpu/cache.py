@@ -98,18 +98,11 @@ class CacheOps:
         return out
 
     def merge_image_tokens(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        cache: PagedCache,
-        slots: Tensor,
-        plane: int = 0,
-        *,
-        accumulate: bool = False,
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
         desc = self.desc(cache)
         count = checks.check_merge(hidden, rows, cache, slots, plane)
-        desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], accumulate)
+        desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], plane > 0)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         desc = self.desc(cache)

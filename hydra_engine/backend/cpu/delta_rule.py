@@ -5,7 +5,6 @@ Knows tensors: checks shapes, dtypes and strides and passes addresses. Rows and 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydra_engine import _C
@@ -22,13 +21,13 @@ def plan_states(rows: StateRows) -> StateRows:
 
 
 def plan_decode_states(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:  # noqa: ARG001
-    """As native_attention.plan_decode: no launch of these ops is captured."""
+    """As `plan_decode` of attention.py: no launch of these ops is captured."""
     raise ValueError("plan_decode_states: expected ops that plan without contents; these check places before they run")
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     checks.check_conv(x, weight, cache, rows)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     _C.causal_conv(
         (x.data_ptr(), x.stride(0)),
         weight.data_ptr(),
@@ -45,7 +44,7 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     checks.check_delta(inputs, cache, rows)
     q, k, v, a, b, rates, shift = inputs
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = v.new_empty(v.shape)
     _C.delta_rule(
         (q.data_ptr(), q.stride(0)),
         (k.data_ptr(), k.stride(0)),
@@ -64,41 +63,21 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    checks.check_gate(x, gate)
+    strides, gate_strides = checks.check_gate(x, gate)
     checks.check_norm_weight(weight, x, wide=False)
-    tokens, heads, dim = x.shape
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
-    _C.gated_rms_norm(
-        x.data_ptr(),
-        (x.stride(0), x.stride(1)),
-        weight.data_ptr(),
-        gate.data_ptr(),
-        (gate.stride(0), gate.stride(1)),
-        out.data_ptr(),
-        tokens,
-        heads,
-        dim,
-        eps,
-        DTYPE_CODES[x.dtype],
-    )
+    (tokens, heads, dim), dtype = x.shape, DTYPE_CODES[x.dtype]
+    out = x.new_empty(x.shape)
+    addresses = x.data_ptr(), strides, weight.data_ptr(), gate.data_ptr(), gate_strides, out.data_ptr()
+    _C.gated_rms_norm(*addresses, tokens, heads, dim, eps, dtype)
     return out
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    checks.check_gate(x, gate)
-    tokens, heads, dim = x.shape
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
-    _C.sigmoid_mul(
-        x.data_ptr(),
-        (x.stride(0), x.stride(1)),
-        gate.data_ptr(),
-        (gate.stride(0), gate.stride(1)),
-        out.data_ptr(),
-        tokens,
-        heads,
-        dim,
-        DTYPE_CODES[x.dtype],
-    )
+    strides, gate_strides = checks.check_gate(x, gate)
+    (tokens, heads, dim), dtype = x.shape, DTYPE_CODES[x.dtype]
+    out = x.new_empty(x.shape)
+    addresses = x.data_ptr(), strides, gate.data_ptr(), gate_strides, out.data_ptr()
+    _C.sigmoid_mul(*addresses, tokens, heads, dim, dtype)
     return out
 
 

@@ -88,24 +88,16 @@ def linear(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: [T, C] or, head by head, [T, H, D]."""
     if x.dim() == 3:
-        return _rms_norm_heads(x, weight, eps)
-    columns = x.shape[-1]
-    rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
+        stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
+        tokens, heads, columns = x.shape
+    else:
+        tokens, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
+        heads, head_stride, columns = 1, 0, x.shape[1]
     wide = checks.check_norm_weight(weight, x)
-    out = torch.empty((rows, columns), dtype=x.dtype)
-    dtype = DTYPE_CODES[x.dtype]
-    _C.rms_norm(x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, columns, eps, dtype, wide_weight=wide)
-    return out
-
-
-def _rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
-    wide = checks.check_norm_weight(weight, x)
-    tokens, heads, dim = x.shape
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    out = x.new_empty(x.shape)
     dtype = DTYPE_CODES[x.dtype]
     addresses = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr()
-    _C.rms_norm(*addresses, tokens, dim, eps, dtype, heads, head_stride, wide)
+    _C.rms_norm(*addresses, tokens, columns, eps, dtype, heads, head_stride, wide)
     return out
 
 
@@ -115,8 +107,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     _, residual_stride = checks.check_rows("residual", residual, columns, x.dtype, rows)
     wide = checks.check_norm_weight(weight, x)
-    out = torch.empty((rows, columns), dtype=x.dtype)
-    total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
+    out = x.new_empty(x.shape)
+    total = residual if residual.is_contiguous() else x.new_empty(x.shape)
     _C.add_rms_norm(
         x.data_ptr(),
         stride,
@@ -140,7 +132,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     checks.check_norm_weight(weight, x, wide=False)
     checks.check_norm_weight(bias, x, wide=False, name="bias")
-    out = torch.empty((rows, columns), dtype=x.dtype)
+    out = x.new_empty(x.shape)
     _C.layer_norm(
         x.data_ptr(),
         stride,
@@ -161,7 +153,7 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
     rows, stride = checks.check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:
         raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
-    out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
+    out = gate_up.new_empty((rows, both // 2))
     _C.act_and_mul(
         gate_up.data_ptr(),
         stride,
@@ -178,7 +170,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], pairs (i, i + D/2) turned by cos, sin [T, D/2] float32 of their token."""
     stride, head_stride, cos_stride, sin_stride = checks.check_rotate(x, cos, sin)
     tokens, heads, dim = x.shape
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    out = x.new_empty(x.shape)
     _C.rotate(
         x.data_ptr(),
         stride,

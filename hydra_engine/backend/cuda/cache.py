@@ -98,19 +98,12 @@ class CudaCacheOps(CacheOps):
         return super().rope_and_write(q, k, v, rotary, cache, layer, _slots(cache, slots, least=-1), norms)
 
     def merge_image_tokens(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        cache: PagedCache,
-        slots: Tensor,
-        plane: int = 0,
-        *,
-        accumulate: bool = False,
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
         device = cache.data.device
         checks.check_device(device, (("hidden", hidden),))
         rows = step_indices("rows", rows, device, least=0, size=hidden.shape[0])
-        super().merge_image_tokens(hidden, rows, cache, _slots(cache, slots), plane, accumulate=accumulate)
+        super().merge_image_tokens(hidden, rows, cache, _slots(cache, slots), plane)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         checks.check_plane(cache, layer, index)

@@ -217,22 +217,15 @@ class ReferenceOps:
         return _rotated(q, *rotary)
 
     def merge_image_tokens(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        cache: PagedCache,
-        slots: Tensor,
-        plane: int = 0,
-        *,
-        accumulate: bool = False,
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
-        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m], or += that."""
+        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m], or += that above plane 0."""
         checks.check_merge(hidden, rows, cache, slots, plane)
         _check_slots(slots, cache)
         _check_range("rows", rows, hidden.shape[0])
         block, offset = _split(slots, cache)
         features = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
-        hidden[rows] = hidden[rows] + features if accumulate else features
+        hidden[rows] = hidden[rows] + features if plane else features
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         """data[slot / S, layer, index, slot % S] for every slot."""

@@ -83,7 +83,7 @@ class Decoder:
         """Features of plane 0 replace image rows, those of other planes are added to them."""
         if images is None or batch.image_rows is None or batch.image_slots is None:
             raise ValueError("image_rows: expected their slots and an image cache to read from")
-        self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane, accumulate=plane > 0)
+        self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane)
 
 
 def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:

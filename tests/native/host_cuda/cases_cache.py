@@ -120,13 +120,13 @@ def test_rope_of_unaligned_memory_takes_single_elements(
 def test_unaligned_rows_arrive_in_smaller_pieces(
     ops: OnDevice, launches: Launches, dtype: torch.dtype, which: str
 ) -> None:
-    cache = cases.poisoned((3, 1, 1, 8, 1, 264), dtype)
+    cache = cases.poisoned((3, 2, 1, 8, 1, 264), dtype)
     cache = PagedCache(shifted(cache.data)) if which == "cache" else cache
     features, slots = cases.random(11, 1, 264, dtype=dtype), cases.some_slots(cache, 11)
     sources = {"rows": shifted(features), "stride": torch.cat((features, features[..., :1]), dim=2)[..., :264]}
     ops.write_cache(cache, 0, [sources.get(which, features)], slots)
-    expected = cases.poisoned((3, 1, 1, 8, 1, 264), dtype)
-    cases.slot_rows(expected, 0, 0)[slots] = features
+    expected = cases.poisoned((3, 2, 1, 8, 1, 264), dtype)
+    expected.data[slots // 8, 0, 0, slots % 8] = features
     assert torch.equal(cases.bits(cache.data), cases.bits(expected.data))
     gathered = ops.gather_cache(cache, 0, 0, slots)
     assert torch.equal(gathered, features)
@@ -134,11 +134,13 @@ def test_unaligned_rows_arrive_in_smaller_pieces(
     element = dtype.itemsize
     # Slots take 8 bytes.
     assert written.widest == (16 if which == "none" else 8) and read.widest == (8 if which == "cache" else 16)
+    ops.write_cache(cache, 1, [features], slots)
+    launches()
     hidden = shifted(torch.zeros(11, 264, dtype=dtype), 16 // element)
     unaligned = shifted(torch.zeros(11, 264, dtype=dtype))
     for target in (hidden, unaligned):
-        for accumulate in (False, True):
-            ops.merge_image_tokens(target, torch.arange(11), cache, slots, accumulate=accumulate)
+        for plane in (0, 1):
+            ops.merge_image_tokens(target, torch.arange(11), cache, slots, plane)
         assert torch.equal(target, (2 * features.float()).to(dtype)[:, 0])
     assert [launch.widest for launch in launches()] == [8 if which == "cache" else 16] * 2 + [8] * 2
 
