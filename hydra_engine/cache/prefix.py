@@ -36,18 +36,6 @@ def chain_seed(block_size: int, cache_salt: str = "") -> BlockHash:
     return BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-seed").digest())
 
 
-def block_hashes(
-    token_ids: Sequence[int], images: Sequence[ImageItem], *, block_size: int, cache_salt: str = ""
-) -> tuple[BlockHash, ...]:
-    """The hashes of the full blocks of a sequence, in order; a partly filled last block has none.
-
-    `images` are the spans in order; a span may cross blocks and may reach beyond the tokens given.
-    """
-    chain: list[BlockHash] = []
-    extend_chain(chain, token_ids, images, block_size=block_size, cache_salt=cache_salt)
-    return tuple(chain)
-
-
 def extend_chain(
     chain: list[BlockHash],
     token_ids: Sequence[int],
@@ -56,8 +44,11 @@ def extend_chain(
     block_size: int,
     cache_salt: str = "",
 ) -> None:
-    """Appends the hashes of the next full blocks to those that a sequence has; `token_ids` are its tokens from position
-    `len(chain) * block_size` on."""
+    """Appends the hashes of the next full blocks to those that a sequence has; a partly filled last block has none.
+
+    `token_ids` are its tokens from position `len(chain) * block_size` on. `images` are its spans in order; a span may
+    cross blocks and may reach beyond the tokens given.
+    """
     assert block_size > 0, "a block has at least one token"
     first = len(chain) * block_size
     parent = chain[-1] if chain else chain_seed(block_size, cache_salt)

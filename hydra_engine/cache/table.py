@@ -14,7 +14,7 @@ from hydra_engine.core.plans import BlockIds
 
 
 class BlockTable:
-    """`block_ids[: num_blocks]` is valid; entries once written never change. Token position p is at `slot(p)`."""
+    """`block_ids[: num_blocks]` is valid; entries once written never change. Slots are as `core/plans.py` says."""
 
     __slots__ = ("block_ids", "block_size", "num_blocks", "num_slots")
 
@@ -40,10 +40,6 @@ class BlockTable:
         self.block_ids[self.num_blocks] = block
         self.num_blocks += 1
         self.num_slots += self.block_size
-
-    def slot(self, position: int) -> int:
-        assert 0 <= position < self.num_slots, f"position {position} has no slot"
-        return int(self.block_ids[position // self.block_size]) * self.block_size + position % self.block_size
 
     def blocks(self) -> list[int]:
         """The blocks held, in token order."""

@@ -79,8 +79,8 @@ class LanguagePlanner:
             prefill_pairs=sum(row.num_pairs for row in chunks),
             num_chunks=len(chunks),
         )
-        named = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
-        return LanguageStep(LanguagePlan(step_id, decodes, chunks, budget.vision_s), load, budget, named)
+        chunk_tokens = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
+        return LanguageStep(LanguagePlan(step_id, decodes, chunks, budget.vision_s), load, budget, chunk_tokens)
 
     # ---- decodes
 
@@ -111,11 +111,9 @@ class LanguagePlanner:
                     table.show(np.array([table.index_of(requests.seq_slots.of(request_id))]), blocks)
                     break
                 victim = requests.youngest_running()
-                if victim is None or (victim is state and self._runs_alone()) or not builder.preempt(victim):
+                alone = len(requests.prefilling) + len(requests.decoding) == 1
+                if victim is None or (victim is state and alone) or not builder.preempt(victim):
                     break
-
-    def _runs_alone(self) -> bool:
-        return len(self._requests.prefilling) + len(self._requests.decoding) == 1
 
     # ---- running prefills
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.cache.prefix import block_hashes, chain_seed, extend_chain, feature_hashes, feature_key
+from hydra_engine.cache.prefix import chain_seed, extend_chain, feature_hashes, feature_key
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ImageItem, RopeSpan
 
@@ -15,7 +15,9 @@ def image(start: int, count: int, name: int = 0, rope: RopeSpan | None = None) -
 
 
 def hashes(tokens, images=(), size=4, salt=""):
-    return block_hashes(tuple(tokens), images, block_size=size, cache_salt=salt)
+    chain = []
+    extend_chain(chain, tuple(tokens), images, block_size=size, cache_salt=salt)
+    return tuple(chain)
 
 
 def test_only_full_blocks_have_a_hash() -> None:
