@@ -2,10 +2,10 @@
 
 Pure and clock-injected: the same calls with the same `now` give the same plans. It owns the state of its requests and
 the bookkeeping of both caches (`request_table.py`). A language step is filled in `language.py` (decodes, running
-prefills) and `prefill.py` (requests that start), a vision step in `vision.py`; the rules of which request goes first and
-which gives way are in `policy.py`, and what a result means for each is in `results.py`. What only some instances need
-hangs on it (`hooks.py`, `budget.py`): a connector where other instances take part, budgets where there are latency limits, an
-observer that explains late tokens. Does not know tensors, threads, channels, other instances or text.
+prefills) and `prefill.py` (requests that start), a vision step in `vision.py`; the rules of which request goes first
+and which gives way are in `policy.py`, and what a result means for each is in `results.py`. What only some instances
+need hangs on it (`hooks.py`, `budget.py`): a connector where other instances take part, budgets where there are latency
+limits, an observer that explains late tokens. Does not know tensors, threads, channels, other instances or text.
 """
 
 from __future__ import annotations
