@@ -46,7 +46,7 @@ RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _OfferedBlocks:
     """The blocks that a request offers to its next instance, now or when that is there and a slot is free."""
 
     peer: str
@@ -84,7 +84,7 @@ class Migration(NoPeers):
         self._requests: dict[RequestId, Request] = {}
         self._targets: dict[RequestId, str] = {}  # of requests and encode jobs that go to another instance
         self._jobs: dict[RequestId, Encode] = {}
-        self._leaving: dict[Owner, _Leaving] = {}
+        self._offered: dict[Owner, _OfferedBlocks] = {}
         self._unsent: dict[Owner, None] = {}  # of these, those without an offer: no slot, or the target is not up yet
         self._plans: dict[StepId, PullPlan] = {}
         self._pulled_bytes = 0
@@ -108,7 +108,7 @@ class Migration(NoPeers):
             self._targets[request.id] = target
 
     def finished(self, request_id: RequestId) -> None:
-        for owner in [owner for owner in self._leaving if owner[0] == request_id]:
+        for owner in [owner for owner in self._offered if owner[0] == request_id]:
             self._withdraw(owner)
         for peer, refusal in self._destination.forget(request_id):
             self._peers.send(peer, [refusal])
@@ -132,7 +132,7 @@ class Migration(NoPeers):
             self._peers.send(peer, [withdrawal])
             events += self._give_up(owner, now)
         overdue = now - self._config.lease_s
-        for owner in [owner for owner in self._unsent if self._leaving[owner].since_s < overdue]:
+        for owner in [owner for owner in self._unsent if self._offered[owner].since_s < overdue]:
             events += self._give_up(owner, now)
         for peer, renewal in self._destination.renewals(now):
             self._peers.send(peer, [renewal])
@@ -198,8 +198,8 @@ class Migration(NoPeers):
         match event:
             case FeaturesEvent(job_id, index, block_ids):
                 job = self._jobs[job_id]
-                leaving = _Leaving(job.target, job.target_request, job.indices[index], now, list(block_ids))
-                self._leave((job_id, index), leaving, now)
+                offered = _OfferedBlocks(job.target, job.target_request, job.indices[index], now, list(block_ids))
+                self._begin_offer((job_id, index), offered, now)
             case FeaturesGoneEvent(job_id, index):
                 self._withdraw((job_id, index))
             case KvEvent(request_id, block_ids, end):
@@ -212,22 +212,22 @@ class Migration(NoPeers):
 
     def _more_kv(self, request_id: RequestId, block_ids: Sequence[int], end: KvEnd | None, now: float) -> None:
         owner: Owner = (request_id, None)
-        leaving = self._leaving.get(owner)
-        if leaving is None:
-            leaving = _Leaving(self._targets[request_id], request_id, None, now, list(block_ids), end)
-            self._leave(owner, leaving, now)
+        offered = self._offered.get(owner)
+        if offered is None:
+            offered = _OfferedBlocks(self._targets[request_id], request_id, None, now, list(block_ids), end)
+            self._begin_offer(owner, offered, now)
             return
-        leaving.blocks += block_ids
-        leaving.end = end
+        offered.blocks += block_ids
+        offered.end = end
         if owner in self._unsent:
             return
         checksums = self._checksums(PoolKind.KV, block_ids)
         message = self._source.more(owner, block_ids, end=end, checksums=checksums)
         if message is not None:
-            self._peers.send(leaving.peer, [message])
+            self._peers.send(offered.peer, [message])
 
-    def _leave(self, owner: Owner, leaving: _Leaving, now: float) -> None:
-        self._leaving[owner] = leaving
+    def _begin_offer(self, owner: Owner, offered: _OfferedBlocks, now: float) -> None:
+        self._offered[owner] = offered
         self._unsent[owner] = None
         self._send(owner, now)
 
@@ -236,28 +236,28 @@ class Migration(NoPeers):
             self._send(owner, now)
 
     def _send(self, owner: Owner, now: float) -> None:
-        leaving = self._leaving[owner]
-        if leaving.peer not in self._up:
+        offered = self._offered[owner]
+        if offered.peer not in self._up:
             return
-        kind = PoolKind.KV if leaving.image_index is None else PoolKind.FEATURES
+        kind = PoolKind.KV if offered.image_index is None else PoolKind.FEATURES
         offer = self._source.offer(
             owner,
-            leaving.peer,
-            leaving.request_id,
-            leaving.image_index,
-            tuple(leaving.blocks),
+            offered.peer,
+            offered.request_id,
+            offered.image_index,
+            tuple(offered.blocks),
             now=now,
-            end=leaving.end,
-            checksums=self._checksums(kind, leaving.blocks),
+            end=offered.end,
+            checksums=self._checksums(kind, offered.blocks),
         )
         if offer is not None:
             del self._unsent[owner]
-            self._peers.send(leaving.peer, [offer])
+            self._peers.send(offered.peer, [offer])
             self._hit(AFTER_OFFER, [self._requests[owner[0]]])
 
     def _withdraw(self, owner: Owner) -> None:
         """The control word is over when this returns; the blocks may be used for something else."""
-        self._leaving.pop(owner, None)
+        self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         withdrawn = self._source.withdraw(owner)
         if withdrawn is not None:
@@ -267,7 +267,7 @@ class Migration(NoPeers):
         """The target has copied the offer, or does not want it."""
         if owner is None:
             return []
-        self._leaving.pop(owner, None)
+        self._offered.pop(owner, None)
         request_id, index = owner
         self._hit(BEFORE_FREE, [self._requests[request_id]])
         if index is None:
@@ -276,7 +276,7 @@ class Migration(NoPeers):
 
     def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
         """The offer was not fetched, or cannot be."""
-        self._leaving.pop(owner, None)
+        self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
 
@@ -340,7 +340,7 @@ class Migration(NoPeers):
 
     @property
     def next_deadline_s(self) -> float:
-        waiting = min((self._leaving[owner].since_s for owner in self._unsent), default=math.inf)
+        waiting = min((self._offered[owner].since_s for owner in self._unsent), default=math.inf)
         return min(self._source.next_deadline(), self._destination.next_deadline(), waiting + self._config.lease_s)
 
     def report(self) -> TransferReport:

@@ -231,7 +231,7 @@ class Destination:
         if not valid and not pull.cancelled:
             # If it was not too late, but the bytes were wrong, the source still holds the blocks for us.
             self._refusals.append((pull.peer, Refuse(pull.incarnation, pull.sequence, failed=True)))
-            self._records.doom(pull)
+            self._records.cancel(pull)
         pull.copies -= 1
         pull.last_ended |= last
         if pull.copies:
@@ -327,7 +327,7 @@ class Destination:
     def _give_up(self, pull: Pull) -> list[Gone]:
         """Over at once, or when its last copy in flight has ended."""
         if pull.copies:
-            self._records.doom(pull)
+            self._records.cancel(pull)
             return []
         self._records.remove(pull)
         return [Gone(pull.handle, pull.request_id, pull.image_index)]

@@ -106,7 +106,7 @@ class Records:
         if not of_request:
             del self._wanted[pull.request_id]
 
-    def doom(self, pull: Pull) -> None:
+    def cancel(self, pull: Pull) -> None:
         self.remove(pull)
         pull.cancelled = True
         self.pulls[pull.handle] = pull

@@ -25,7 +25,7 @@ OUT_OF_MEMORY = Unavailable(
 
 
 def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """The result of `run`, or what to tell the owner of the request that made it raise; OUT_OF_MEMORY if memory was
+    """The result of `run`, or the error for the request that made it raise; OUT_OF_MEMORY if memory was
     missing, which is the caller's to give back: here all that the failed call held is free again. Raises BackendError
     as `run` does."""
     try:

@@ -1,4 +1,4 @@
-"""Named fault points: places in a step or a migration where a test may make something go wrong on purpose.
+"""Named fault points: lines of a step or a migration where a test may make something go wrong on purpose.
 
 Off unless enabled before start; a point that is not armed costs one look at an empty dict. Does not know the steps
 themselves. Armed from the instance thread, hit from the lanes and, where blocks move, from the instance thread.

@@ -111,15 +111,15 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPositions:
-    """`prompt` is [3, num_prompt]; behind the prompt a token sits at its place plus `delta`."""
+    """`prompt` is [3, num_prompt]; behind the prompt a token's position is its index plus `delta`."""
 
     prompt: Int64s
     delta: int
 
     @classmethod
     def of_request(cls, request: Request) -> PromptPositions:
-        places = np.arange(request.num_prompt, dtype=np.int64)
-        prompt = np.broadcast_to(places, (3, request.num_prompt)).copy()
+        text_positions = np.arange(request.num_prompt, dtype=np.int64)
+        prompt = np.broadcast_to(text_positions, (3, request.num_prompt)).copy()
         for image in request.images:
             rope = image.rope
             assert rope is not None, "an image span without positions"
@@ -127,7 +127,7 @@ class PromptPositions:
             prompt[0, image.start : image.end] = rope.time
             prompt[1, image.start : image.end] = rope.row + rows
             prompt[2, image.start : image.end] = rope.column + columns
-            prompt[:, image.end :] = places[image.end :] + rope.text_delta
+            prompt[:, image.end :] = text_positions[image.end :] + rope.text_delta
         return cls(prompt, request.rope_delta)
 
     def of(self, start: int, count: int) -> Int64s:

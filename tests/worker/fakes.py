@@ -307,6 +307,12 @@ def outcomes_of(rows: Sequence[Row], result: LanguageResult) -> tuple[Outcome, .
     return tuple(found[index] for index in range(len(rows)))
 
 
+def poisoned(*tensors: Tensor) -> None:
+    """Fills them with NaN, so that a read of what was never written shows."""
+    for tensor in tensors:
+        tensor.fill_(float("nan"))
+
+
 class Rig:
     """A worker, over fakes unless told otherwise, with helpers that play the scheduler: block ids, plans, waiting."""
 

@@ -22,7 +22,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache
 from hydra_engine.worker.memory.plan import plan_memory
-from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig
+from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, poisoned
 
 VALID = (7 << 8) | 1
 
@@ -45,17 +45,15 @@ def make_rig(
     plan = plan_memory(spec, role, config, dtype.itemsize, 1 << 30, shares=3)
     share = backend.device.share if shared else None
     kv_share = share if Role.P in role else None
-    kv = allocate_kv_cache(spec, plan, block, dtype, device=on, poison=True, share=kv_share)
+    kv = allocate_kv_cache(spec, plan, block, dtype, device=on, share=kv_share)
+    image_share = share if role.needs_vision else None
+    images = allocate_image_cache(spec, plan, IMAGE_BLOCK, dtype, device=on, share=image_share)
+    poisoned(kv.data, *(() if images is None else (images.data,)))
     return Rig(
         load_model(model_dir, spec, backend, role),
         backend=backend,
         spec=spec,
-        caches=(
-            kv if role.needs_language else None,
-            allocate_image_cache(
-                spec, plan, IMAGE_BLOCK, dtype, device=on, poison=True, share=share if role.needs_vision else None
-            ),
-        ),
+        caches=(kv if role.needs_language else None, images),
         faults=FaultPoints(enabled=True),
         role=role,
         shared=shared,

@@ -25,7 +25,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import plan_memory
-from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, make_request
+from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, make_request, poisoned
 from tools.miniatures import make_tiny
 from tools.miniatures.base import IMAGE_ID
 
@@ -70,17 +70,19 @@ def make_rig(
         **options,
     )
     plan, on = plan_memory(spec, EPD, config, 4, 1 << 30), backend.device.torch_device
-    images = allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, device=on, poison=True)
+    images = allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, device=on)
     caches = (
-        allocate_kv_cache(spec, plan, BLOCK, torch.float32, device=on, poison=True),
+        allocate_kv_cache(spec, plan, BLOCK, torch.float32, device=on),
         PagedCache(torch.zeros(1, 1, 1, IMAGE_BLOCK, 1, 1)) if images is None else images,
     )
+    states = allocate_states(spec, plan, torch.float32, device=on)
+    poisoned(*(cache.data for cache in caches), *(() if states is None else (states.conv, states.recurrent)))
     return Rig(
         load_model(model_dir, spec, backend, EPD),
         backend=backend,
         spec=spec,
         caches=caches,
-        states=allocate_states(spec, plan, torch.float32, device=on, poison=True),
+        states=states,
         faults=FaultPoints(enabled=True),
         asynchronous=asynchronous,
         config=config,

@@ -131,8 +131,8 @@ def _mixed_rows(
     num_context = starts + counts
     tables = _block_tables(plan, -(-num_context // block_size))
     row_of_token = np.repeat(np.arange(num_rows), counts)
-    places = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
-    positions = places
+    indices = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
+    positions = indices
     if rope is not None:
         pieces = [prompt.of(chunk.start, len(chunk.token_ids)) for chunk, prompt in zip(plan.chunks, rope, strict=True)]
         positions = np.concatenate([_decode_positions(plan.decodes, slot_table, multimodal=True), *pieces], axis=1)
@@ -146,7 +146,7 @@ def _mixed_rows(
         token_ids=token_ids,
         positions=positions,
         position_end=int(positions.max()) + 1,
-        slots=tables[row_of_token, places // block_size].astype(np.int64) * block_size + places % block_size,
+        slots=tables[row_of_token, indices // block_size].astype(np.int64) * block_size + indices % block_size,
         logit_rows=cu_q[1:][sampled] - 1,
         cu_q=cu_q.astype(np.int32),
         num_context=num_context.astype(np.int32),

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from hydra_engine.worker.language.graphs import DecodeGraphs
 
 
+_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+_NO_TOKEN: Ints = np.full(1, -1, dtype=np.int64)
+
+
 class Unread(NamedTuple):
     """A step whose tokens the device samples; the fetch brings (token ids, finite) of the rows that sample, or nothing
     where none does."""
@@ -50,6 +54,17 @@ class Unread(NamedTuple):
         """Waits for the device. Raises BackendError where it failed."""
         arrays = self.fetch.result()
         return sampled(self.num_rows, self.rows, *arrays) if arrays else Samples.none(self.num_rows)
+
+
+def sampled(num_rows: int, rows: Ints, token_ids: npt.NDArray[np.generic], finite: npt.NDArray[np.generic]) -> Samples:
+    """Of the rows that sample, those that are finite have their tokens, and the others have failed."""
+    samples = Samples.none(num_rows)
+    if finite.all():
+        samples.token_ids[rows] = token_ids
+        return samples
+    samples.token_ids[rows] = np.where(finite, token_ids, -1)
+    samples.failures += [(int(row), not_finite("logits")) for row in rows[np.logical_not(finite)]]
+    return samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +212,6 @@ class SynchronousStep(StepForm):
             for index in np.flatnonzero(finite & ~sampling.fast_path).tolist():
                 self._draw(samples, sampling, index, logits[index])
         return samples
-
-
-def sampled(num_rows: int, rows: Ints, token_ids: npt.NDArray[np.generic], finite: npt.NDArray[np.generic]) -> Samples:
-    """Of the rows that sample, those that are finite have their tokens, and the others have failed."""
-    samples = Samples.none(num_rows)
-    if finite.all():
-        samples.token_ids[rows] = token_ids
-        return samples
-    samples.token_ids[rows] = np.where(finite, token_ids, -1)
-    samples.failures += [(int(row), not_finite("logits")) for row in rows[np.logical_not(finite)]]
-    return samples
-
-
-_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
-_NO_TOKEN: Ints = np.full(1, -1, dtype=np.int64)
 
 
 class AsynchronousStep(StepForm):

@@ -31,15 +31,13 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     *,
     device: torch.device = _CPU,
-    poison: bool = False,
     share: Share | None = None,
 ) -> PagedCache:
-    """[N, L, 2, S, Hkv, D]. `poison` fills it with NaN, so that a read of what was never written shows (tests).
-    `share`: peers read this cache, which they do where prefill is computed. Elsewhere own memory is better: the
-    system gives it larger pages."""
+    """[N, L, 2, S, Hkv, D]. `share`: peers read this cache, which they do where prefill is computed.
+    Elsewhere own memory is better: the system gives it larger pages."""
     language = spec.language
     shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
-    return _paged(shape, dtype, device, poison, share)
+    return _paged(shape, dtype, device, share)
 
 
 def allocate_image_cache(
@@ -49,7 +47,6 @@ def allocate_image_cache(
     dtype: torch.dtype,
     *,
     device: torch.device = _CPU,
-    poison: bool = False,
     share: Share | None = None,
 ) -> PagedCache | None:
     """[N, planes, 1, S, 1, C]; None where no image feature ever comes. `share`: peers read this cache, which they do
@@ -57,11 +54,11 @@ def allocate_image_cache(
     if spec.vision is None or plan.num_image_blocks == 0:
         return None
     shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
-    return _paged(shape, dtype, device, poison, share)
+    return _paged(shape, dtype, device, share)
 
 
 def allocate_states(
-    spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU, poison: bool = False
+    spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU
 ) -> StateCache | None:
     """None where the model keeps none. Every sequence slot has two state slots, 2 * seq_slot and the
     next: a step reads one and writes the other, so that a step that raised can be run again."""
@@ -71,29 +68,20 @@ def allocate_states(
     size = (2 * plan.num_state_slots, spec.language.num_state_layers)
     conv = (*size, shape.num_taps - 1, shape.num_channels)
     recurrent = (*size, shape.num_value_heads, shape.key_dim, shape.value_dim)
-    return StateCache(_allocate(conv, dtype, device, poison), _allocate(recurrent, torch.float32, device, poison))
+    return StateCache(_allocate(conv, dtype, device), _allocate(recurrent, torch.float32, device))
 
 
-def _paged(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool, share: Share | None
-) -> PagedCache:
+def _paged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, share: Share | None) -> PagedCache:
     num_bytes = math.prod(shape) * dtype.itemsize
     if share is None or num_bytes == 0:
-        return PagedCache(_allocate(shape, dtype, device, poison))
+        return PagedCache(_allocate(shape, dtype, device))
     memory = share(num_bytes)
-    data = memory.tensor()[:num_bytes].view(dtype).view(shape)
-    return PagedCache(data.fill_(float("nan")) if poison else data, memory)
+    return PagedCache(memory.tensor()[:num_bytes].view(dtype).view(shape), memory)
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:
-    if device.type == "cpu":
-        data = _lazy_zeros(shape, dtype)
-    else:
-        data = torch.zeros(shape, dtype=dtype, device=device)
-    return data.fill_(float("nan")) if poison else data
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page; calloc, behind numpy, hands out pages that are zero already.
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)

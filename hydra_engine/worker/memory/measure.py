@@ -36,8 +36,8 @@ def measure(
     """Runs the steps in the calling thread. `config` has no "auto" left, `plan` the longest request that there may be.
     For a device that can tell its peaks; what a device cannot compute raises what the device raises."""
     peaks = _Peaks(model, backend, spec, config, plan)
-    captures, places = backend.device.asynchronous, backend.device.partitions.count
-    return working_memory(peaks, spec, role, config, captures=captures, places=places)
+    captures, partitions = backend.device.asynchronous, backend.device.partitions.count
+    return working_memory(peaks, spec, role, config, captures=captures, partitions=partitions)
 
 
 class _Peaks:

@@ -96,7 +96,7 @@ class LargestSteps(Protocol):
 
 
 def working_memory(
-    steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, places: int
+    steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, partitions: int
 ) -> WorkingMemory:
     """Of the steps that the role runs. `captures`: encodes and decodes may be replayed."""
     encode = language = graphs = 0
@@ -107,7 +107,7 @@ def working_memory(
         decode = steps.decode()
         language = max(decode, steps.prefill() if Role.P in role else 0)
         graphs += decode + GRAPH_BYTES if captures and Role.D in role else 0
-    return WorkingMemory(encode, language, graphs).times(places)
+    return WorkingMemory(encode, language, graphs).times(partitions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,9 @@ class _Estimates:
 def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
     """Before anything is loaded: of the right size, not more."""
     both = spec.vision is not None and role.needs_vision and role.needs_language
-    places = 1 + len(config.sm_counts) if both else 1
-    return working_memory(_Estimates(spec, config, dtype_bytes), spec, role, config, captures=True, places=places)
+    partitions = 1 + len(config.sm_counts) if both else 1
+    steps = _Estimates(spec, config, dtype_bytes)
+    return working_memory(steps, spec, role, config, captures=True, partitions=partitions)
 
 
 def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:

@@ -38,17 +38,17 @@ def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
-    """Those of `caches` that peers can map, and the words; and the descriptors, by their place in what is exported."""
+    """Those of `caches` that peers can map, and the words; and the descriptors, by their index in what is exported."""
     pools, descriptors = [], [words.descriptor]
     for kind, cache in caches.items():
         memory = cache.memory
         if memory is None:
             continue
-        place = -1
+        index = -1
         if memory.descriptor >= 0:
-            place = len(descriptors)
+            index = len(descriptors)
             descriptors.append(memory.descriptor)
-        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, place, memory.handle))
+        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, index, memory.handle))
     return Exports(tuple(pools), words=0, num_words=words.num_words), tuple(descriptors)
 
 
@@ -100,10 +100,10 @@ def _cache_in(memory: PeerMemory, export: PoolExport, ours: PagedCache) -> Paged
     return PagedCache(memory.tensor()[: shape[0] * ours.block_bytes].view(ours.data.dtype).view(shape))
 
 
-def _chosen(descriptors: Sequence[int], place: int) -> int:
-    if not 0 <= place < len(descriptors):
-        raise TransferError(f"a peer names descriptor {place} of the {len(descriptors)} that came with its memory")
-    return descriptors[place]
+def _chosen(descriptors: Sequence[int], index: int) -> int:
+    if not 0 <= index < len(descriptors):
+        raise TransferError(f"a peer names descriptor {index} of the {len(descriptors)} that came with its memory")
+    return descriptors[index]
 
 
 class TransferLane:

@@ -1,7 +1,7 @@
 """The vision lane: a plan -> features in the image cache -> a result, and the lane's thread with its graphs.
 
 A picture that makes the tower raise, or whose features are not finite, fails alone. With a gate the tower waits between
-its pieces when a language step has no more room for it; where it never has to, an encode is replayed if a graph fits.
+its pieces when a language step leaves no time for it; where it never has to, an encode is replayed if a graph fits.
 Does not know where pixels come from.
 """
 
