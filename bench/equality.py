@@ -52,11 +52,13 @@ def main() -> None:
             golden = alone(engine, requests)
         for topology in arguments.topology.split(","):
             for name, options in SETTINGS.items():
-                found = row(model, topology, requests, golden, **options) | {"setting": name}
-                results.append(found)
-                first, again = (f"{equal}/{found['of']}" for equal in found["equal"])
-                moved = found["pulled_bytes"] / (1 << 20)
-                print(f"{topology:10} {name:20} {first:>13} {again:>9} {found['pulled']:>6} {moved:>10.1f}", flush=True)
+                result = row(model, topology, requests, golden, **options) | {"setting": name}
+                results.append(result)
+                first, again = (f"{equal}/{result['of']}" for equal in result["equal"])
+                moved = result["pulled_bytes"] / (1 << 20)
+                print(
+                    f"{topology:10} {name:20} {first:>13} {again:>9} {result['pulled']:>6} {moved:>10.1f}", flush=True
+                )
     emit({"bench": "equality", "results": results, "card": card()})
 
 

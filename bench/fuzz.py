@@ -95,7 +95,7 @@ def _end(process: subprocess.Popen[str]) -> int:
     process.send_signal(signal.SIGTERM)
     try:
         return process.wait(60)
-    finally:  # also when somebody loses patience
+    finally:  # also after a timeout
         process.kill()
         process.wait()
 
@@ -162,7 +162,7 @@ async def get(port: int, path: str) -> Any:
 def golden_bodies() -> list[dict[str, Any]]:
     """Two of text and two of pictures; of each kind one at temperature 0 and one that is drawn."""
     questions = json.loads((_DEMO / "questions.json").read_text(encoding="utf-8"))
-    found = []
+    bodies = []
     for index, asked in enumerate([questions[3], questions[3], questions[0], questions[1]]):
         parts: list[dict[str, Any]] = [{"type": "text", "text": asked["question"]}]
         if asked["picture"]:
@@ -177,8 +177,8 @@ def golden_bodies() -> list[dict[str, Any]]:
             "top_logprobs": 2,
             "temperature": index % 2,
         }
-        found.append(body | ({"seed": 11 + index} if index % 2 else {}))
-    return found
+        bodies.append(body | ({"seed": 11 + index} if index % 2 else {}))
+    return bodies
 
 
 async def golden(port: int, body: dict[str, Any]) -> bytes:

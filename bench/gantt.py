@@ -48,7 +48,7 @@ class _Late:
     name: str
     start_s: float
     end_s: float
-    seconds: float  # that somebody is to blame for
+    seconds: float  # of the delay
     cause: str
 
 

@@ -107,7 +107,7 @@ def look() -> Machine:
     """Asks torch in a process of its own: one that hangs over a broken driver ends."""
     toolkits = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*toolkits, "/usr/local/cuda"))]
-    nvcc = next((found for name in candidates if (found := shutil.which(name))), None)
+    nvcc = next((path for name in candidates if (path := shutil.which(name))), None)
     try:
         done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=90, check=False)
     except subprocess.TimeoutExpired:
@@ -115,9 +115,9 @@ def look() -> Machine:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         return Machine(f"torch fails: {last[:200]}", "", "", nvcc)
-    found = json.loads(done.stdout.splitlines()[-1])
-    problem = "" if found["gpu"] else f"torch finds no GPU (built for CUDA {found['cuda']})"
-    return Machine(problem, found["gpu"], found["capability"], nvcc)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    problem = "" if facts["gpu"] else f"torch finds no GPU (built for CUDA {facts['cuda']})"
+    return Machine(problem, facts["gpu"], facts["capability"], nvcc)
 
 
 # ---- what is run
@@ -211,13 +211,13 @@ def chosen(parts: Sequence[Part], only: Sequence[str], skip: Sequence[str]) -> l
 
 
 def versions() -> str:
-    found = []
+    versions = []
     for name in ("torch", "triton", "transformers", "numpy", "setuptools", "pybind11", "pytest"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def introduce(machine: Machine) -> list[str]:
@@ -263,10 +263,10 @@ def check(options: argparse.Namespace) -> int:
     left = [o.name for o in outcomes if o.state == "not run" and o.name not in bad]
     if not machine.usable:
         bad.insert(0, f"no GPU ({machine.problem})")
-    said = f"failed: {', '.join(bad)}" if bad else "nothing failed"
-    said += f"; not run: {', '.join(left)}" if left else ""
-    said += f"; not installed: {', '.join(absent)}" if absent else ""
-    print(f"gpu-check, {runner.elapsed_s:.0f} s: {said}")
+    verdict = f"failed: {', '.join(bad)}" if bad else "nothing failed"
+    verdict += f"; not run: {', '.join(left)}" if left else ""
+    verdict += f"; not installed: {', '.join(absent)}" if absent else ""
+    print(f"gpu-check, {runner.elapsed_s:.0f} s: {verdict}")
     return 1 if bad else 0
 
 

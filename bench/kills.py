@@ -142,11 +142,11 @@ class Campaign:
             if result is None:
                 return
             logprobs = tuple(round(entry.logprob, 4) for entry in result.logprobs or ())
-            found = Outcome(result.token_ids, result.text, result.finish_reason.value, logprobs)
-            if agrees(request, found, self._golden[index]):
+            outcome = Outcome(result.token_ids, result.text, result.finish_reason.value, logprobs)
+            if agrees(request, outcome, self._golden[index]):
                 self.tally.right += 1
             else:
-                self.tally.wrong.append(f"request {index}: {found.token_ids} for {self._golden[index].token_ids}")
+                self.tally.wrong.append(f"request {index}: {outcome.token_ids} for {self._golden[index].token_ids}")
 
 
 def at_rest(engine: Engine, within_s: float = 10.0) -> list[str]:
@@ -163,9 +163,9 @@ def at_rest(engine: Engine, within_s: float = 10.0) -> list[str]:
 
 def footprints(engine: Engine) -> dict[str, Footprint]:
     """Of the front and of all instances, by name."""
-    found = {i.name: footprint(i.pid) for i in engine.instances() if i.pid is not None}
+    footprints = {i.name: footprint(i.pid) for i in engine.instances() if i.pid is not None}
     front = replace(footprint(os.getpid()), threads=0)  # its pools of bounded size fill up in their own time
-    return found | {"front": front}
+    return footprints | {"front": front}
 
 
 def growth(engine: Engine, before: dict[str, Footprint], within_s: float = 5.0) -> list[str]:
@@ -182,8 +182,8 @@ def growth(engine: Engine, before: dict[str, Footprint], within_s: float = 5.0) 
 
 def left_over(pids: set[int]) -> list[str]:
     """Processes of ours that still live, and shared memory with a name."""
-    found = [f"process {pid} is left" for pid in pids if Path(f"/proc/{pid}").exists()]
-    return found + [f"/dev/shm/{name} is left" for name in os.listdir("/dev/shm") if "hydra" in name]
+    problems = [f"process {pid} is left" for pid in pids if Path(f"/proc/{pid}").exists()]
+    return problems + [f"/dev/shm/{name} is left" for name in os.listdir("/dev/shm") if "hydra" in name]
 
 
 @cache

@@ -45,7 +45,7 @@ TOKEN = 7
 @dataclass(frozen=True)
 class Scenario:
     """`running` requests decode while `waiting` more wait for a slot. `output`: how many tokens a request gives in the
-    mean before a new one comes in its place, so that most steps hold whole prompts too; 0: nobody ends."""
+    mean before a new one comes in its place, so that most steps hold whole prompts too; 0: no request ends."""
 
     running: int
     waiting: int = 0

@@ -144,8 +144,8 @@ def _finish(axes: Any) -> None:
 
 def _contexts(decodes: list[LanguageTimes]) -> list[int]:
     """The shortest, a middle and the longest that were measured for several numbers of rows."""
-    found = sorted({_context(point.load) for point in decodes})
-    return sorted({found[0], found[len(found) // 2], found[-1]}) if found else []
+    contexts = sorted({_context(point.load) for point in decodes})
+    return sorted({contexts[0], contexts[len(contexts) // 2], contexts[-1]}) if contexts else []
 
 
 def _context(load: LanguageLoad) -> int:

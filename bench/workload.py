@@ -22,7 +22,7 @@ QUESTION = "Describe this picture in detail: what is shown, which colours are th
 def pictures(count: int, size: int = 336, seed: int = 0) -> list[Image.Image]:
     """Pictures that differ in every patch, so that no cache can help."""
     rng = random.Random(seed)
-    made = []
+    images = []
     for _ in range(count):
         picture = Image.effect_noise((size, size), 60).convert("RGB")
         draw = ImageDraw.Draw(picture)
@@ -30,8 +30,8 @@ def pictures(count: int, size: int = 336, seed: int = 0) -> list[Image.Image]:
             x, y, r = rng.randrange(size), rng.randrange(size), rng.randrange(8, size // 4)
             colour = (rng.randrange(256), rng.randrange(256), rng.randrange(256))
             draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
-        made.append(picture)
-    return made
+        images.append(picture)
+    return images
 
 
 @dataclass(frozen=True, slots=True)

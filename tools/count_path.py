@@ -56,12 +56,12 @@ Places = set[tuple[str, int]]  # a file below the package, and the line where a 
 @cache
 def functions(name: str) -> dict[int, tuple[str, int, int]]:
     """Of a file, by the line where each begins, decorators included: its name, that line and its last."""
-    found = {}
+    files = {}
     for node in ast.walk(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found[first] = (node.name, first, node.end_lineno or first)
-    return found
+            files[first] = (node.name, first, node.end_lineno or first)
+    return files
 
 
 @cache
@@ -115,11 +115,11 @@ def server(folder: Path) -> Iterator[str]:
     with log.open("wb") as errors:
         process = subprocess.Popen(command, stderr=errors, cwd=ROOT, env=environment)
     try:
-        while "ready on " not in (said := log.read_text(encoding="utf-8")):
+        while "ready on " not in (text := log.read_text(encoding="utf-8")):
             if process.poll() is not None:
-                raise RuntimeError(f"the server has not started: {said}")
+                raise RuntimeError(f"the server has not started: {text}")
             time.sleep(0.1)
-        yield said.partition("ready on ")[2].split()[0]
+        yield text.partition("ready on ")[2].split()[0]
     finally:
         process.terminate()
         try:

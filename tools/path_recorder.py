@@ -57,7 +57,7 @@ def _is_below(frame: FrameType | None, entries: Collection[str]) -> bool:
 
 
 def _structs(frame: FrameType) -> list[str]:
-    """Files of the messages that a function names: they are made in C, where nobody sees it."""
+    """Files of the message types that a function names, whose constructors run in C and are not traced."""
     struct = getattr(sys.modules.get("msgspec"), "Struct", ())
     named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
     modules = {value.__module__ for value in named if isinstance(value, type) and issubclass(value, struct)}

@@ -106,7 +106,7 @@ class WholePrompts(LanguagePlanner):
 
 
 class WholeStarter(PrefillStarter):
-    """Nobody starts before all images are encoded, but the oldest, whose images may exceed the cache together."""
+    """A request starts when all its images are encoded, the oldest earlier: its images may exceed the cache."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -117,7 +117,7 @@ class WholeStarter(PrefillStarter):
         assert isinstance(builder, WholeStepBuilder)
         if found is None or builder.takes(state.num_tokens - len(found) * self._kv.block_size):
             return found
-        builder.left = 0  # nobody else gets what is too little for this one
+        builder.left = 0  # no other request gets the rest of the budget
         return None
 
 

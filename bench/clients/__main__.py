@@ -95,12 +95,12 @@ def report(name: str, target: Target, only: list[str] | None, as_json: bool) -> 
 
 def show(name: str, versions: str, outcomes: list[Outcome], seconds: float, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"client": name, "versions": versions, "checks": [one._asdict() for one in outcomes]}))
+        print(json.dumps({"client": name, "versions": versions, "checks": [outcome._asdict() for outcome in outcomes]}))
         return
-    counts = {result: sum(one.result == result for one in outcomes) for result in ("ok", "skipped", "FAILED")}
+    counts = {result: sum(outcome.result == result for outcome in outcomes) for result in ("ok", "skipped", "FAILED")}
     print(f"{name}: {versions}, {seconds:.1f} s, " + ", ".join(f"{n} {r}" for r, n in counts.items()))
-    for one in outcomes:
-        print(f"  {one.result:8} {one.check:22} {one.note[:200]}")
+    for outcome in outcomes:
+        print(f"  {outcome.result:8} {outcome.check:22} {outcome.note[:200]}")
 
 
 if __name__ == "__main__":

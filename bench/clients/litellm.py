@@ -24,8 +24,8 @@ def checks(target: Target) -> dict[str, Check]:
     options: dict[str, Any] = {"api_base": target.v1, "api_key": target.api_key, "temperature": 0, "num_retries": 0}
     found: dict[str, Check] = {}
     for provider in ("openai", "hosted_vllm"):
-        asked = options | {"model": f"{provider}/{target.model}"}
-        for check in _of_provider(target, litellm, asked, question, shown):
+        arguments = options | {"model": f"{provider}/{target.model}"}
+        for check in _of_provider(target, litellm, arguments, question, shown):
             found[f"{provider} {check.__name__}"] = check
 
     def text_completion() -> str:
@@ -39,8 +39,8 @@ def checks(target: Target) -> dict[str, Check]:
         return target.is_answer(answer.output[0].content[0].text)
 
     def anthropic_provider() -> str:
-        asked = options | {"api_base": target.base_url, "model": f"anthropic/{target.model}", "max_tokens": 50}
-        return target.is_answer(litellm.completion(messages=question, **asked).choices[0].message.content)
+        arguments = options | {"api_base": target.base_url, "model": f"anthropic/{target.model}", "max_tokens": 50}
+        return target.is_answer(litellm.completion(messages=question, **arguments).choices[0].message.content)
 
     return found | {check.__name__: check for check in [text_completion, responses, anthropic_provider]}
 

@@ -76,8 +76,10 @@ def checks(target: Target) -> dict[str, Check]:
         return f"{len(answer.choices)} choices"
 
     def parse() -> str:
-        found = client.chat.completions if hasattr(client.chat.completions, "parse") else client.beta.chat.completions
-        answer = found.parse(messages=question, response_format=Weather, **asked)
+        completions = (
+            client.chat.completions if hasattr(client.chat.completions, "parse") else client.beta.chat.completions
+        )
+        answer = completions.parse(messages=question, response_format=Weather, **asked)
         return repr(answer.choices[0].message.parsed)
 
     def tools() -> str:

@@ -39,10 +39,10 @@ def checks(target: Target) -> dict[str, Check]:
             ],
             target, folder, offline=True,
         )  # fmt: skip
-        found = json.loads((folder / "r.json").read_text(encoding="utf-8"))
-        refused = NUM_REQUESTS - found["completed"]
+        report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
+        refused = NUM_REQUESTS - report["completed"]
         assert not refused, f"{refused} of {NUM_REQUESTS} failed"
-        return f"{found['completed']} of {NUM_REQUESTS} requests, median TTFT {found['median_ttft_ms']:.0f} ms"
+        return f"{report['completed']} of {NUM_REQUESTS} requests, median TTFT {report['median_ttft_ms']:.0f} ms"
 
     def chat() -> str:
         return run("openai-chat", "/v1/chat/completions")

@@ -85,7 +85,7 @@ class Meter:
                 "lags_s": [round(lag, 6) for lag in lags],
             }
             print(json.dumps(document), flush=True)
-        os._exit(0)  # whoever asked is gone
+        os._exit(0)  # the parent process is gone
 
 
 def announce(url: str) -> None:
@@ -175,9 +175,9 @@ class Bare(asyncio.Protocol):
 
 
 async def bare(step_s: float, num_tokens: int) -> int:
-    made = Events(num_tokens).tokens
-    made[-1] += DONE
-    chunks = [b"%x\r\n%b\r\n" % (len(data), data) for data in made]
+    tokens = Events(num_tokens).tokens
+    tokens[-1] += DONE
+    chunks = [b"%x\r\n%b\r\n" % (len(data), data) for data in tokens]
     chunks[-1] += b"0\r\n\r\n"
     Bare.streams = set()
     server = await asyncio.get_running_loop().create_server(Bare, "127.0.0.1", 0, backlog=1024)

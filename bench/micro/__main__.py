@@ -21,10 +21,10 @@ QUICK_LIMIT_S, FULL_LIMIT_S = 150.0, 900.0
 
 def parse() -> argparse.Namespace:
     def names(text: str) -> list[str]:
-        asked = [name for name in text.split(",") if name]
-        if unknown := [name for name in asked if name not in BENCHES]:
+        names = [name for name in text.split(",") if name]
+        if unknown := [name for name in names if name not in BENCHES]:
             raise argparse.ArgumentTypeError(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
-        return asked
+        return names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=ROOT / "build" / "bench", help="where everything goes")

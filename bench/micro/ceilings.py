@@ -107,11 +107,11 @@ class Machine:
             for _ in range(count):
                 x.add_(1.0)
 
-        found = {"launch": eager, "graph": captured(self.device, lambda: x.add_(1.0), count)}
+        launches = {"launch": eager, "graph": captured(self.device, lambda: x.add_(1.0), count)}
         if torch.cuda.get_device_capability(self.device) >= (9, 0):
             y = torch.zeros(1, device=self.device)
-            found["graph, dependent launch"] = captured(self.device, lambda: dependent_add(y), count)
-        return found
+            launches["graph, dependent launch"] = captured(self.device, lambda: dependent_add(y), count)
+        return launches
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilings:

@@ -114,12 +114,12 @@ def cases(
 ) -> Iterator[Case]:
     context, rows = _context(arguments, subject), _rows(arguments, report, subject)
     for count in rows:
-        made: tuple[Step, dict[int, Run]] | None = None
+        timed: tuple[Step, dict[int, Run]] | None = None
         with report.case(f"{subject.name} decode B={count}"):
-            made = in_lane(language, partial(_decodes, report, subject, count, context)).result()
-        if made is None:
+            timed = in_lane(language, partial(_decodes, report, subject, count, context)).result()
+        if timed is None:
             continue
-        step, steps = made
+        step, steps = timed
         decodes = decode_work(subject.spec.language, count, context, subject.width)
         inputs = {"rows": count, "context": context}
         if subject.spec.vision is not None:
@@ -141,7 +141,7 @@ def cases(
             what = f"{subject.name} prefill S={prompt} || decode B={count}"
             work = prefill_work(subject.spec.language, 1, prompt, subject.width)
             yield Case(what, first, steps, work, decodes, {**inputs, "prompt": prompt})
-        del made, step, steps
+        del timed, step, steps
 
 
 def _context(arguments: argparse.Namespace, subject: Subject) -> int:
@@ -151,8 +151,8 @@ def _context(arguments: argparse.Namespace, subject: Subject) -> int:
 
 def _prompt(arguments: argparse.Namespace, subject: Subject) -> int:
     default = _PROMPT if subject.on_gpu else 128
-    asked = default if arguments.prompt is None else arguments.prompt
-    return min(asked, subject.spec.language.max_position)
+    lengths = default if arguments.prompt is None else arguments.prompt
+    return min(lengths, subject.spec.language.max_position)
 
 
 def _rows(arguments: argparse.Namespace, report: Report, subject: Subject) -> tuple[int, ...]:
@@ -199,11 +199,11 @@ def _encode(subject: Subject, count: int, picture: tuple[int, int], image: Image
 def _pairs(report: Report, subject: Subject, case: Case, vision: Lane, language: Lane) -> None:
     turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
     for mode in [mode for mode in modes(subject) if mode.partition in case.steps]:
-        found = _duo(subject, case, mode.partition, vision, language).together(report.effort)
-        gains = _gains(report, case, turns, found)
+        times = _duo(subject, case, mode.partition, vision, language).together(report.effort)
+        gains = _gains(report, case, turns, times)
         row = report.row(
             f"{case.what}, pair, {mode.name}",
-            found.whole,
+            times.whole,
             work=case.work,
             overlap=True,
             inputs=case.inputs,

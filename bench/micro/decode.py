@@ -59,10 +59,10 @@ def cases(arguments: argparse.Namespace, quick: bool, subject: Subject) -> list[
 def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> None:
     """Cases with peers come first, so that the peers' weights are gone when memory is needed for contexts."""
     with_peers = not arguments.no_peers and subject.spec.vision is not None
-    asked = cases(arguments, report.quick, subject)
-    compared = [case for case in asked if with_peers and (not subject.on_gpu or case in _COMPARED)]
+    chosen = cases(arguments, report.quick, subject)
+    compared = [case for case in chosen if with_peers and (not subject.on_gpu or case in _COMPARED)]
     peer = peer_of(report, subject) if compared else None
-    for case in compared + [case for case in asked if case not in compared]:
+    for case in compared + [case for case in chosen if case not in compared]:
         if case not in compared and peer is not None:
             peer = None
             release(report.device)

@@ -325,7 +325,7 @@ class Report:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
     def _write(self, *, complete: bool = False) -> dict[str, Any]:
-        """In one piece: whoever ends the process finds the document before this one or this one."""
+        """Writes atomically: if the process is killed, the file has this document or the previous one."""
         document = self.document() | {"complete": complete}
         if self._json is not None:
             fresh = self._json.with_name(f".{self._json.name}.{os.getpid()}")

@@ -33,10 +33,10 @@ class Power:
 
     def between(self, started: float, ended: float) -> dict[str, float]:
         """Medians over samples of [started, ended] of time.perf_counter, empty where there are none."""
-        found = [values for at, *values in list(self._samples) if started <= at <= ended]
-        if not found:
+        samples = [values for at, *values in list(self._samples) if started <= at <= ended]
+        if not samples:
             return {}
-        mhz, watts, degrees = (median(column) for column in zip(*found, strict=True))
+        mhz, watts, degrees = (median(column) for column in zip(*samples, strict=True))
         return {"sm_mhz": mhz, "watts": watts, "degrees": degrees}
 
     def close(self) -> None:

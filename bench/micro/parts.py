@@ -124,12 +124,12 @@ class Runner:
             )
             try:
                 code = process.wait(limit_s)
-                state, said = ("ok" if code == 0 else "failed"), _last_line(path)
+                state, message = ("ok" if code == 0 else "failed"), _last_line(path)
             except subprocess.TimeoutExpired:
-                state, said = "out of time", f"ended after {limit_s:.0f} s"
+                state, message = "out of time", f"ended after {limit_s:.0f} s"
             finally:
                 _end(process)
-        return Outcome(part.name, state, self._clock() - began_s, said)
+        return Outcome(part.name, state, self._clock() - began_s, message)
 
 
 def missing(packages: Sequence[str]) -> list[str]:

@@ -346,7 +346,7 @@ def _in_own_lane(backend: Backend, job: Callable[[], None]) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Memory of what nobody refers to any more goes back to the device."""
+    """Returns unreferenced memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -56,8 +56,8 @@ def find_goodput(harness: Harness, target: Target, start: float) -> list[tuple[f
 
 def _find_rates(harness: Harness) -> tuple[float, ...]:
     around = _AROUND_QUICK if harness.settings.quick else _AROUND
-    found = first_goodput(harness)
-    return tuple(round(found * share, 4) for share in around)
+    goodput = first_goodput(harness)
+    return tuple(round(goodput * share, 4) for share in around)
 
 
 def _narrow(harness: Harness, target: Target, by_rate: Pooled) -> None:
@@ -88,5 +88,5 @@ def report(result: dict[str, Any]) -> None:
                 f"{ttft:12.1f} {gap:11.2f} {p['tokens_per_s']:.1f}"
             )
     for name, server in result["servers"].items():
-        found = server["goodput"]
-        say(f"goodput of {name}: {found['rate']:.3g} requests/s ({found['bound'].replace('_', ' ')})")
+        goodput = server["goodput"]
+        say(f"goodput of {name}: {goodput['rate']:.3g} requests/s ({goodput['bound'].replace('_', ' ')})")

@@ -100,15 +100,15 @@ def _curve(result: dict[str, Any], document: dict[str, Any]) -> Figure:
         colour = _COLOURS[index % len(_COLOURS)]
         rates = [point["rate"] for point in server["points"]]
         shares = [100 * point["attainment"] for point in server["points"]]
-        found = server["goodput"]
-        sign = {"exact": "", "at_least": "≥ ", "at_most": "< "}[found["bound"]]
-        text = f"{name}: {sign}{found['rate']:.3g} requests/s"
+        goodput = server["goodput"]
+        sign = {"exact": "", "at_least": "≥ ", "at_most": "< "}[goodput["bound"]]
+        text = f"{name}: {sign}{goodput['rate']:.3g} requests/s"
         bounds = [_interval(point["attainment"], point["requests"]) for point in server["points"]]
         lows, highs = zip(*bounds, strict=True)
         axes.fill_between(rates, lows, highs, color=colour, alpha=0.1, linewidth=0)
         axes.plot(rates, shares, color=colour, marker=_MARKERS[index % len(_MARKERS)], markersize=5, label=text)
-        if found["bound"] == "exact":
-            axes.vlines(found["rate"], 0, 90, color=colour, linestyle=":", linewidth=1.2)
+        if goodput["bound"] == "exact":
+            axes.vlines(goodput["rate"], 0, 90, color=colour, linestyle=":", linewidth=1.2)
     axes.axhline(90, color=_GREY, linestyle="--", linewidth=1)
     axes.annotate("90 %", (1, 90), xycoords=("axes fraction", "data"), xytext=(-3, 3), textcoords="offset points",
                   ha="right", color=_GREY)  # fmt: skip

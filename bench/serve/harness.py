@@ -37,7 +37,7 @@ class Harness:
         self.traced: Sequence[Record] = ()
         self.traced_from = ""
         self.mode = ""
-        self.goodput: float | None = None  # of the first server, once somebody has found it
+        self.goodput: float | None = None  # of the first server, once it is measured
         self._limits = settings.limits
         self._running = contextlib.ExitStack()
         self._current: tuple[tuple[str, ...], Target] | None = None
@@ -182,8 +182,8 @@ def say(line: str) -> None:
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    found = {name: quantile(values, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
-    return {name: None if value is None else round(value * 1e3, 3) for name, value in found.items()}
+    quantiles = {name: quantile(values, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+    return {name: None if value is None else round(value * 1e3, 3) for name, value in quantiles.items()}
 
 
 def _remarks(run: Run) -> str:

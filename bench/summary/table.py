@@ -56,10 +56,10 @@ def read(folder: Path) -> tuple[list[Document], list[str]]:
     found, problems = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            made = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(made, dict) or made.get("suite") != "micro":
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(document, dict) or document.get("suite") != "micro":
                 continue
-            found.append(document_of(path.stem, made))
+            found.append(document_of(path.stem, document))
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{path.name} is not a document of a micro-benchmark: {type(error).__name__} {error}"[:200])
     order = {bench: place for place, bench in enumerate(BENCHES)}

@@ -102,13 +102,13 @@ def _costs(options: argparse.Namespace, config: EngineConfig) -> Costs:
     if options.mode == "timeline":
         return UNKNOWN  # nothing is simulated
     if options.profile is not None:
-        found = read_costs(options.profile)
+        costs = read_costs(options.profile)
     else:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
         say("step costs: looking for a saved profile, else measuring one")
-        found = machine_costs(config, options.profile_seconds)
+        costs = machine_costs(config, options.profile_seconds)
     rate = options.gbytes_per_s
-    return found if rate is None else replace(found, pull_bytes_per_s=rate * 1e9)
+    return costs if rate is None else replace(costs, pull_bytes_per_s=rate * 1e9)
 
 
 def _workload(options: argparse.Namespace) -> Workload:

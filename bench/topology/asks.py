@@ -23,7 +23,7 @@ from hydra_engine.models.specs.base import ModelSpec
 
 FROZEN = SamplingParams(temperature=0.0, ignore_eos=True)
 _BEGINNING = 4  # tokens of a chat template before the picture
-_PIXEL_BYTES = 1  # a payload must have some; nobody looks at them
+_PIXEL_BYTES = 1  # a payload must not be empty; its bytes are not read
 
 Picture = tuple[int, int, int]  # width, height, seed
 

@@ -45,7 +45,7 @@ class SimulationError(RuntimeError):
 
 
 class _Stamped(Handle):
-    """Notes when tokens reach the front. Reads as one that nobody reads."""
+    """A handle without a reader, which records when tokens reach the frontend."""
 
     def __init__(self, name: str, now: Callable[[], float]) -> None:
         super().__init__(name, lambda: None)

@@ -95,5 +95,5 @@ def machine_costs(config: EngineConfig, deadline_s: float | None = None) -> Cost
             bar.total, bar.n = total, done
             bar.refresh()
 
-        found = profile_instance(config, progress, fresh=False, deadline_s=deadline_s)
-    return costs_of(found.profile, found.source)
+        measured = profile_instance(config, progress, fresh=False, deadline_s=deadline_s)
+    return costs_of(measured.profile, measured.source)

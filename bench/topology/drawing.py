@@ -151,13 +151,13 @@ def _phases(result: dict[str, Any], document: dict[str, Any]) -> Figure:
     for place, row in enumerate(rows):
         for below, side in enumerate(("measured", "simulated")):
             y, left = place + 0.36 * below - 0.18, 0.0
-            found = means[row["topology"], side]
+            mean = means[row["topology"], side]
             for phase in shown:
-                axes.barh(y, found["phases_ms"][phase], left=left, height=0.32, color=_PHASE_COLOURS[phase],
+                axes.barh(y, mean["phases_ms"][phase], left=left, height=0.32, color=_PHASE_COLOURS[phase],
                           alpha=0.5 if below else 1.0,
                           label=phase.replace("_", " ") if place == below == 0 else None)  # fmt: skip
-                left += found["phases_ms"][phase]
-            note = "simulated" if below else f"{found['exposed_share']:.1%} exposed migration"
+                left += mean["phases_ms"][phase]
+            note = "simulated" if below else f"{mean['exposed_share']:.1%} exposed migration"
             axes.annotate(f" {note}", (left, y), va="center", fontsize=7, color="#555555")
         ticks.append(place)
         labels.append(row["topology"])

@@ -37,8 +37,8 @@ def point(records: Sequence[Record], limits: Limits) -> dict[str, Any]:
 
 def quantiles_ms(values_s: Iterable[float]) -> dict[str, float | None]:
     values = list(values_s)
-    found = {name: quantile(values, share) for name, share in _SHARES.items()}
-    return {name: None if value is None else round(1e3 * value, 3) for name, value in found.items()}
+    quantiles = {name: quantile(values, share) for name, share in _SHARES.items()}
+    return {name: None if value is None else round(1e3 * value, 3) for name, value in quantiles.items()}
 
 
 @dataclass(frozen=True, slots=True)

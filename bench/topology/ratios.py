@@ -11,14 +11,14 @@ def ratios(devices: int, *, quick: bool = False) -> dict[str, list[str]]:
     if devices < 3:
         raise ValueError("give at least 3 devices: E+P+D needs one for each stage")
     splits = range(1, devices)
-    found = {
+    topologies = {
         EPD: [f"{devices}EPD"],
         "EP+D": [f"{count}EP{devices - count}D" for count in splits],
         "ED+P": [f"{count}ED{devices - count}P" for count in splits],
         "E+PD": [f"{count}E{devices - count}PD" for count in splits],
         "E+P+D": [f"{e}E{p}P{devices - e - p}D" for e in splits for p in range(1, devices - e)],
     }
-    return {family: _few(texts) for family, texts in found.items()} if quick else found
+    return {family: _few(texts) for family, texts in topologies.items()} if quick else topologies
 
 
 def _few(texts: list[str]) -> list[str]:

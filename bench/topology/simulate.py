@@ -46,10 +46,10 @@ def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
         f"{options.devices} devices have done about {capacity:.3g} a second; TTFT <= {limits.ttft_s * 1e3:.0f} ms, "
         f"TPOT <= {limits.tpot_s * 1e3:.3g} ms ({limits.source})"
     )
-    told = site if options.no_limits else _with_limits(site, limits)
-    rows = _measure(families, rates, load, limits, told, options)
+    limited = site if options.no_limits else _with_limits(site, limits)
+    rows = _measure(families, rates, load, limits, limited, options)
     for row in rows:
-        points = [(one["rate"], one["attainment"]) for one in row["points"]]
+        points = [(point["rate"], point["attainment"]) for point in row["points"]]
         row["goodput"] = asdict(goodput(points))
     return {
         "devices": options.devices,
@@ -86,11 +86,11 @@ def mean_work_s(load: Sequence[Ask], site: Site) -> float:
 
 
 def _families(options: argparse.Namespace) -> dict[str, list[str]]:
-    found = ratios(options.devices, quick=options.quick)
-    chosen = options.families.split(",") if options.families else list(found)
-    if unknown := [family for family in chosen if family not in found]:
-        raise ValueError(f"no family is called {unknown[0]!r}; there are {', '.join(found)}")
-    return {family: found[family] for family in found if family in chosen}
+    by_family = ratios(options.devices, quick=options.quick)
+    chosen = options.families.split(",") if options.families else list(by_family)
+    if unknown := [family for family in chosen if family not in by_family]:
+        raise ValueError(f"no family is called {unknown[0]!r}; there are {', '.join(by_family)}")
+    return {family: by_family[family] for family in by_family if family in chosen}
 
 
 def _limits(options: argparse.Namespace, site: Site, load: Sequence[Ask]) -> Limits:
@@ -155,23 +155,24 @@ HEADER = (
 def report(result: dict[str, Any]) -> None:
     say(HEADER)
     for row in result["topologies"]:
-        for one in row["points"]:
+        for load in row["points"]:
             ttft, tpot = (
-                [f"{one[name][share] or 0.0:.1f}" for share in ("p50", "p90", "p99")] for name in ("ttft_ms", "tpot_ms")
+                [f"{load[name][share] or 0.0:.1f}" for share in ("p50", "p90", "p99")]
+                for name in ("ttft_ms", "tpot_ms")
             )
             say(
-                f"{row['topology']:10} {one['rate']:6.3g}  {ttft[0]:>11} {ttft[1]:>7} {ttft[2]:>7}  {tpot[0]:>11} "
-                f"{tpot[1]:>7} {tpot[2]:>7}  {one['tokens_per_s']:8.1f} {one['attainment']:6.0%} {one['errors']:6}"
+                f"{row['topology']:10} {load['rate']:6.3g}  {ttft[0]:>11} {ttft[1]:>7} {ttft[2]:>7}  {tpot[0]:>11} "
+                f"{tpot[1]:>7} {tpot[2]:>7}  {load['tokens_per_s']:8.1f} {load['attainment']:6.0%} {load['errors']:6}"
             )
     say("\ngoodput at 90 % within both limits, requests/s")
     signs = {"exact": "", "at_least": ">= ", "at_most": "< "}
     for row in sorted(result["topologies"], key=goodput_of, reverse=True):
-        found = row["goodput"]
-        say(f"  {row['topology']:10} {signs[found['bound']]}{found['rate']:.3g}")
+        goodput = row["goodput"]
+        say(f"  {row['topology']:10} {signs[goodput['bound']]}{goodput['rate']:.3g}")
 
 
 def goodput_of(row: dict[str, Any]) -> tuple[float, float]:
     """For sorting: `at_most` is below that rate, and equal goodputs go by how many requests were within limits."""
-    found = row["goodput"]
-    rate = 0.0 if found["bound"] == "at_most" else found["rate"]
-    return rate, sum(one["attainment"] for one in row["points"])
+    goodput = row["goodput"]
+    rate = 0.0 if goodput["bound"] == "at_most" else goodput["rate"]
+    return rate, sum(point["attainment"] for point in row["points"])

@@ -191,7 +191,7 @@ def _warn(unknown: list[str]) -> None:
 def _from_file(path: Path) -> Layer:
     """Keys are options with dashes or underscores, at the top or in sections named as the configuration's parts."""
     loader, root = _document(path)
-    known = options_by_name()
+    options = options_by_name()
     layer: Layer = {}
     limits: tuple[object, str, str] | None = None
     try:
@@ -199,11 +199,11 @@ def _from_file(path: Path) -> Layer:
             name = key.value.replace("_", "-")
             where = f"{key.value} (line {key.start_mark.line + 1} of the configuration file)"
             value = _value(loader, node, where)
-            option = known.get(name)
+            option = options.get(name)
             if name == MEDIA_LIMITS and section in ("", "media"):
                 limits = value, where, _source(path, key)
             elif option is None:
-                sentence = unknown_name(name, [*known, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}")
+                sentence = unknown_name(name, [*options, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}")
                 raise ConfigError(f"line {key.start_mark.line + 1} of the configuration file: {sentence}", param=name)
             elif section and SECTIONS[section] is not option.owner:
                 home = next(name for name, cls in SECTIONS.items() if cls is option.owner)

@@ -26,9 +26,9 @@ def from_text(option: Option, text: str, where: str) -> Any:
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{where} is too long", param=option.field)
     if option.kind is bool:
-        if (known := _WORDS.get(text.strip().lower())) is None:
+        if (switch := _WORDS.get(text.strip().lower())) is None:
             raise _wrong(option, where, "on or off (1, 0, true, false, yes, no)", text)
-        return known
+        return switch
     if option.form == "seconds":
         return parse_seconds(text, where, param=option.field)
     if option.kind in (int, float):

@@ -103,10 +103,10 @@ class ServerConfig:
 def _check_endpoint(url: str) -> None:
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # an invalid port or address
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise ConfigError("otlp_endpoint must be a URL such as http://127.0.0.1:4318", param="otlp_endpoint")
     if "@" in parts.netloc:
         raise ConfigError(

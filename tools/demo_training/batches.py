@@ -200,8 +200,8 @@ class Packer:
         answer itself than if the answer must first gather that word from the question.
         """
         named = [place for place, token in enumerate(asking) if token in self.names]
-        found = [token for token in answering if token in self.findings and token not in asking]
-        return (named[-1], found[0]) if named and found else None
+        tokens = [token for token in answering if token in self.findings and token not in asking]
+        return (named[-1], tokens[0]) if named and tokens else None
 
     def _collate(self, rows: list[Row], pictures: list[Image.Image]) -> Batch:
         length = max(len(row.tokens) for row in rows)

@@ -216,16 +216,16 @@ def _cell(rng: random.Random, scene: Scene) -> tuple[str, str]:
 def _exist(rng: random.Random, scene: Scene) -> tuple[str, str]:
     colours, kinds = {t.colour for t in scene.things}, {t.kind for t in scene.things}
     names = {t.name for t in scene.things}
-    known = kinds | names
+    words = kinds | names
     if rng.random() < 0.5:
-        name = rng.choice(sorted(known))
+        name = rng.choice(sorted(words))
     elif rng.random() < 0.5:
         # The hard case: the right colour and the right kind, on two different things.
         name = f"{rng.choice(sorted(colours))} {rng.choice(sorted(kinds))}"
     else:
         name = rng.choice(("{1}", "{0} {1}")).format(rng.choice(list(COLOURS)), rng.choice(KINDS))
     text = rng.choice(("Is there a {}?", "Do you see a {}?")).format(name)
-    return text, f"Yes, there is a {name}." if name in known else f"No, there is no {name}."
+    return text, f"Yes, there is a {name}." if name in words else f"No, there is no {name}."
 
 
 PICTURE_ASKERS: dict[str, Asker] = {
@@ -268,8 +268,8 @@ def _small_talk(rng: random.Random) -> tuple[str, str]:
         last = rng.randint(2, 10)
         return f"Count to {NUMBERS[last]}.", f"{', '.join(NUMBERS[1 : last + 1]).capitalize()}."
     asker = rng.choice([_describe, _count, _count_colour, _count_kind, _where, _cell, _exist])
-    asked = asker(rng, invent(rng))
-    return asked[0], NO_PICTURE
+    question = asker(rng, invent(rng))
+    return question[0], NO_PICTURE
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
@@ -308,8 +308,8 @@ def held_out_questions(n: int, seed: int, size: int = 336) -> list[Question]:
             questions.append(Question(kind, None, *TEXT_ASKERS[kind](rng)))
             continue
         for scene in held_out_scenes(rng):
-            asked = ask(kind, rng, scene)
-            if asked is not None:
-                questions.append(Question(kind, draw(scene, size), *asked))
+            question = ask(kind, rng, scene)
+            if question is not None:
+                questions.append(Question(kind, draw(scene, size), *question))
                 break
     return questions
