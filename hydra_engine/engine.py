@@ -238,7 +238,7 @@ class Engine(EngineLife):
     @property
     def chat_template(self) -> str | None:
         """The model's own, or the one given instead."""
-        return self.front.intake.chat_template
+        return self.front.preprocessor.chat_template
 
     @property
     def model_name(self) -> str:
@@ -316,15 +316,15 @@ class Engine(EngineLife):
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
-        return await self._await(self.front.intake.tokenize(call))
+        return await self._await(self.front.preprocessor.tokenize(call))
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each; empty for ids outside it."""
-        return await asyncio.to_thread(self.front.intake.tokenizer.tokens, token_ids)
+        return await asyncio.to_thread(self.front.preprocessor.tokenizer.tokens, token_ids)
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
-        tokenizer = self.front.intake.tokenizer
+        tokenizer = self.front.preprocessor.tokenizer
         if any(not 0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
             raise InvalidRequest(f"token ids must be between 0 and {tokenizer.vocab_size - 1}", param="tokens")
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)

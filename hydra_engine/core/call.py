@@ -1,4 +1,4 @@
-"""One call of the engine: what a client of the server or a user of `Engine` asks for, as the intake gets it."""
+"""One call of the engine: what a client of the server or a user of `Engine` asks for, as the preprocessor gets it."""
 
 from __future__ import annotations
 

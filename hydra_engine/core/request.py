@@ -98,7 +98,7 @@ class SamplingParams:
 
     def asked(self, **given: Any) -> SamplingParams:
         """What a request that gives these fields is sampled with where this object holds the defaults. Of `max_tokens`
-        the default stays out: it yields to what the context has room for, which the intake knows."""
+        the default stays out: it yields to what the context has room for, which the preprocessor knows."""
         return replace(self, **({"max_tokens": None} | given))
 
     @property

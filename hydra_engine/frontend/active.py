@@ -56,7 +56,7 @@ class ActiveRequest:
     handle: Reader
     tokenizer: Tokenizer
     detokenizer: IncrementalDetokenizer
-    intake_spans: tuple[StageSpan, ...]
+    preprocess_spans: tuple[StageSpan, ...]
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: Sequence[TextLogprob] = ()
@@ -172,7 +172,7 @@ class ActiveRequest:
     ) -> Result:
         request = self.request
         reported = (span for span in finished.spans if not span.blame)  # gaps also of tokens that were not shown
-        timeline = relative((*self.intake_spans, *reported, *self.late), request.arrival_s)
+        timeline = relative((*self.preprocess_spans, *reported, *self.late), request.arrival_s)
         metrics = metrics_of(
             timeline,
             arrival_s=request.arrival_s,

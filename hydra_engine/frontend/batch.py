@@ -52,8 +52,8 @@ def _one_each(values: Any, num_items: int, name: str) -> list[Any]:
         return [None] * num_items
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not is_list or len(values) != num_items:
-        found = f"{len(values)} entries" if is_list else "one entry"
-        raise InvalidRequest(f"{num_items} prompts but {found} in {name}; give one entry for each prompt", param=name)
+        entries = f"{len(values)} entries" if is_list else "one entry"
+        raise InvalidRequest(f"{num_items} prompts but {entries} in {name}; give one entry for each prompt", param=name)
     return list(values)
 
 
@@ -70,7 +70,7 @@ async def _run_all(
     `error`, whose `index` is its place; unless it is a `single` one, the message says so too."""
     limits = front.config.scheduler
     ended.extend([None] * len(prompts))
-    # Enough to keep the lanes busy and their intake ahead of them, never so many that the queue refuses.
+    # Enough to keep the lanes busy and their preprocessing ahead of them, never so many that the queue refuses.
     window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2) // call.sampling.n))
     with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, front.statuses.total) as bar:
 
@@ -96,7 +96,7 @@ async def _run_all(
 
 def _placed(error: HydraError, index: int | None) -> HydraError:
     """The error with the picture and, of several prompts, the one that it is about, counted from one."""
-    found = re.fullmatch(r"(image|video)s\[(\d+)\]", error.param or "")
-    places = [f"{found[1]} {int(found[2]) + 1}"] if found else []
+    match = re.fullmatch(r"(image|video)s\[(\d+)\]", error.param or "")
+    places = [f"{match[1]} {int(match[2]) + 1}"] if match else []
     places += [f"prompt {index + 1}"] if index is not None else []
     return error.saying(f"{' of '.join(places)}: {error.message}") if places else error

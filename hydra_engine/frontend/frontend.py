@@ -1,8 +1,8 @@
-"""The core of the front process: its life, the way of a call through intake, and what others may ask.
+"""The core of the frontend process: its life, the way of a call through the preprocessor, and what others may ask.
 
-Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the intake and
-the links to the instances; what becomes of an admitted request is decided in `dispatch.py`. Does not know HTTP and
-never imports torch.
+Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the
+preprocessor and the links to the instances; what becomes of an admitted request is decided in `dispatch.py`. Does not
+know HTTP and never imports torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hydra_engine.frontend.routing.instances import missing_for_good
 from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_switches, switch_roles
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
-from hydra_engine.preprocess.preprocessor import Intake
+from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
@@ -84,12 +84,12 @@ class Front:
         self._summaries: dict[str, InstanceSummary] = {}  # of instances that are down too
         self._on_progress: OnProgress | None = None
         self._progress = JointProgress()
-        self._intake: Intake | None = None
+        self._preprocessor: Preprocessor | None = None
         self._placement = Placement(device=config.device)
         self._admitting = 0
-        self._in_intake: dict[RequestId, LiveRequest] = {}
+        self._in_preprocess: dict[RequestId, LiveRequest] = {}
         self._finish_times: deque[float] = deque(maxlen=32)
-        self._intake_tasks: dict[RequestId, asyncio.Task[None]] = {}
+        self._preprocess_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._next_id: Callable[[], RequestId] = map(RequestId, itertools.count(1)).__next__
         topology = Topology.parse(config.topology)
         roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
@@ -123,7 +123,7 @@ class Front:
             await self._supervisor.start(self)
             check_fits(self._summaries.values())
             tokenizer, _ = await beside
-            self._intake = Intake(
+            self._preprocessor = Preprocessor(
                 spec=spec,
                 tokenizer=tokenizer,
                 media=self.config.media,
@@ -134,7 +134,7 @@ class Front:
                 clock=self._clock,
                 loader=loader,
             )
-            if self._intake.chat_template is None:
+            if self._preprocessor.chat_template is None:
                 logger.warning("%s; until then chat requests are refused, completions are not", NO_TEMPLATE)
         except BaseException:
             beside.cancel()
@@ -159,8 +159,8 @@ class Front:
             self._dispatcher.fail(in_flight, error, self._clock.now())
         self._queries.fail(error)
         await self._supervisor.stop()
-        if self._intake is not None:
-            await self._intake.close()
+        if self._preprocessor is not None:
+            await self._preprocessor.close()
 
     async def _tick(self) -> None:
         while True:
@@ -179,32 +179,32 @@ class Front:
         return number, Handle(request_id or f"req-{number}", lambda: self.cancel(number))
 
     async def submit(self, number: RequestId, handle: Handle, call: GenerationCall) -> None:
-        """Intake, then the instances. Raises RequestError before anything is queued."""
+        """Preprocessor, then the instances. Raises RequestError before anything is queued."""
         num_answers = call.sampling.n
         self._check_open(num_answers)
         if handle.cancelled:
             raise RequestAborted("the request was cancelled")
         arrival_s = self._clock.now()
         self._admitting += num_answers
-        self._in_intake[number] = LiveRequest(handle.id, arrival_s, None, 0, "preprocess", "")
+        self._in_preprocess[number] = LiveRequest(handle.id, arrival_s, None, 0, "preprocess", "")
         try:
-            prepared = await self.intake.prepare(number, call, arrival_s=arrival_s)
+            prepared = await self.preprocessor.prepare(number, call, arrival_s=arrival_s)
             self._check_running()
         finally:
             self._admitting -= num_answers
-            del self._in_intake[number]
+            del self._in_preprocess[number]
         handle.prompt_usage = usage_of(prepared.request)
         if num_answers > 1:
-            self._choices.submit(prepared, handle, self.intake.tokenizer)
+            self._choices.submit(prepared, handle, self.preprocessor.tokenizer)
             return
-        active = activate(prepared, handle, self.intake.tokenizer, self.config.scheduler)
+        active = activate(prepared, handle, self.preprocessor.tokenizer, self.config.scheduler)
         self._dispatcher.submit(active, prepared.pixels, self._clock.now())
 
     async def submit_detached(self, number: RequestId, handle: Handle, call: GenerationCall) -> None:
         """`submit`, with errors given to the handle's readers."""
         task = asyncio.current_task()
         assert task is not None
-        self._intake_tasks[number] = task
+        self._preprocess_tasks[number] = task
         try:
             await self.submit(number, handle, call)
         except HydraError as error:
@@ -213,7 +213,7 @@ class Front:
             handle.fail(RequestAborted("the request was cancelled"))
             raise
         finally:
-            del self._intake_tasks[number]
+            del self._preprocess_tasks[number]
 
     def cancel(self, number: RequestId) -> None:
         """Cancels a request; from any thread."""
@@ -221,8 +221,8 @@ class Front:
             self._loop.call_soon_threadsafe(self._cancel, number)
 
     def _cancel(self, number: RequestId) -> None:
-        if number in self._intake_tasks:
-            self._intake_tasks[number].cancel()
+        if number in self._preprocess_tasks:
+            self._preprocess_tasks[number].cancel()
         if not self._choices.cancel(number):
             self._dispatcher.cancel(number, self._clock.now())
 
@@ -296,11 +296,11 @@ class Front:
     # ---- what others may ask
 
     @property
-    def intake(self) -> Intake:
-        if self._intake is None:
+    def preprocessor(self) -> Preprocessor:
+        if self._preprocessor is None:
             self._check_running()
-        assert self._intake is not None
-        return self._intake
+        assert self._preprocessor is not None
+        return self._preprocessor
 
     @property
     def num_active(self) -> int:
@@ -332,7 +332,7 @@ class Front:
         former and the `limit` oldest of the latter."""
         number, finished = self.trace.since(since, limit)
         running = (in_flight.live(self.statuses.stage) for in_flight in self._dispatcher.requests.values())
-        oldest = itertools.islice(itertools.chain(running, self._in_intake.values()), limit)
+        oldest = itertools.islice(itertools.chain(running, self._in_preprocess.values()), limit)
         return Activity(number, finished, list(oldest))
 
     def health(self) -> tuple[bool, str]:
@@ -355,7 +355,7 @@ class Front:
         submitted when this has returned finds nothing but that."""
         self._check_running()
         if images:
-            self.intake.forget_pictures()
+            self.preprocessor.forget_pictures()
         for link in list(self._links.values()):
             link.end.send([ResetCaches(kv, images)])
         try:
@@ -369,7 +369,7 @@ class Front:
         self._check_open(1)
         self._admitting += 1
         try:
-            prepared = await self.intake.prepare(self._next_id(), replace(call, sampling=COUNTING))
+            prepared = await self.preprocessor.prepare(self._next_id(), replace(call, sampling=COUNTING))
         finally:
             self._admitting -= 1
         return prepared.request.num_prompt

@@ -38,14 +38,14 @@ MAX_WAITING_TEXTS = 512
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`pixels` has one entry per image span, in prompt order; `spans` are stamped absolutely, on the intake's clock."""
+    """`pixels` has one entry per image span, in prompt order; `spans` are absolute, on the preprocessor's clock."""
 
     request: Request
     pixels: tuple[PixelPayload, ...]
     spans: tuple[StageSpan, ...]
 
 
-class Intake:
+class Preprocessor:
     """One per front process, used on its loop."""
 
     def __init__(
@@ -106,21 +106,21 @@ class Intake:
         _check_limits(call.slo, call.priority)
         self._check_vocabulary(sampling)
         seed = self._draw_seed() if sampling.seed is None else sampling.seed & SEED_MASK
-        asked = self._asked(call)
-        sources = self._loader.check(asked.media)
+        prompt = self._prompt_of(call)
+        sources = self._loader.check(prompt.media)
         started_s = self._clock.now()
-        token_ids = await self._tokenize(asked)
+        token_ids = await self._tokenize(prompt)
         spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
         if not token_ids:
-            raise InvalidRequest("the prompt is empty", param=asked.param)
-        self._check_placeholders(token_ids, asked.media)
+            raise InvalidRequest("the prompt is empty", param=prompt.param)
+        self._check_placeholders(token_ids, prompt.media)
         self._check_length(len(token_ids), sampling)  # before any picture is opened
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar)
-        media = await self._loader.load(asked.media, sources, call.pixels, call.cache_salt)
-        spans.extend(span for one in media for span in one.spans)
+        media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt)
+        spans.extend(span for item in media for span in item.spans)
         if media and (processor := self._spec.processor) is not None:
-            token_ids, media = await self._texts.run(self._place_pictures, asked, token_ids, media, processor)
+            token_ids, media = await self._texts.run(self._place_pictures, prompt, token_ids, media, processor)
         token_ids, items, rope_delta = self._expand(token_ids, media)
         request = Request(
             id=request_id,
@@ -136,11 +136,11 @@ class Intake:
             rope_delta=rope_delta,
             priority=call.priority,
         )
-        return Prepared(request, tuple(payload for one in media for payload in one.payloads), tuple(spans))
+        return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
         """Token ids of a call's prompt; an image is one placeholder and is not opened."""
-        return await self._tokenize(self._asked(call))
+        return await self._tokenize(self._prompt_of(call))
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._spec.language.vocab_size
@@ -154,21 +154,21 @@ class Intake:
 
     # ---- text
 
-    def _asked(self, call: GenerationCall) -> _Asked:
-        prompt, messages, media, param = call.prompt, call.messages, list(call.media), "prompt"
+    def _prompt_of(self, call: GenerationCall) -> _Prompt:
+        text, messages, media, param = call.prompt, call.messages, list(call.media), "prompt"
         if messages:
             media, param = [part for message in messages for part in message.media], "messages"
-        elif not isinstance(prompt, str):
-            return _Asked(media, token_ids=self._check_token_ids(prompt))
+        elif not isinstance(text, str):
+            return _Prompt(media, token_ids=self._check_token_ids(text))
         elif call.raw:
             special = call.template.add_special_tokens is not False
-            return _Asked(media, text=prompt, num_chars=len(prompt), add_special_tokens=special)
+            return _Prompt(media, text=text, num_chars=len(text), add_special_tokens=special)
         else:
-            content = (*media, TextPart(prompt)) if media else prompt
+            content = (*media, TextPart(text)) if media else text
             messages = (ChatMessage("user", content, "prompt"),)
         num_chars = sum(len(text) for message in messages for _, text in message.texts())
         num_chars += sum(map(len, texts_of((call.template.tools, call.template.variables))))
-        return _Asked(media, messages, num_chars=num_chars, param=param, template=call.template)
+        return _Prompt(media, messages, num_chars=num_chars, param=param, template=call.template)
 
     def _check_token_ids(self, prompt: object) -> list[int]:
         if not isinstance(prompt, Sequence):
@@ -180,63 +180,63 @@ class Intake:
             raise InvalidRequest(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
         return list(prompt)
 
-    async def _tokenize(self, asked: _Asked) -> list[int]:
-        if asked.token_ids is not None:
-            return asked.token_ids
+    async def _tokenize(self, prompt: _Prompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
         # LiteLLM looks for "maximum context length", LangChain and clients of Anthropic's API for "prompt is too long".
-        if asked.num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
+        if prompt.num_chars > MAX_CHARS_PER_TOKEN * self._max_model_len:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, your prompt has "
-                f"{asked.num_chars} characters: the prompt is too long. Please shorten it.",
-                param=asked.param,
+                f"{prompt.num_chars} characters: the prompt is too long. Please shorten it.",
+                param=prompt.param,
             )
         try:
-            if asked.num_chars < LONG_TEXT_CHARS:
-                token_ids = self._encode(asked)
+            if prompt.num_chars < LONG_TEXT_CHARS:
+                token_ids = self._encode(prompt)
             else:
-                token_ids = await self._texts.run(self._encode, asked)
+                token_ids = await self._texts.run(self._encode, prompt)
         except InvalidRequest as error:
-            error.param = error.param or asked.param
+            error.param = error.param or prompt.param
             raise
         return token_ids
 
-    def _encode(self, asked: _Asked) -> list[int]:
-        if asked.messages:
-            template = self._tool_template if asked.template.tools else self._template
-            asked.text = template.render(asked.messages, asked.template)
-            asked.add_special_tokens = template.adds_special_tokens(asked.text, asked.template)
-        return self.tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
+    def _encode(self, prompt: _Prompt) -> list[int]:
+        if prompt.messages:
+            template = self._tool_template if prompt.template.tools else self._template
+            prompt.text = template.render(prompt.messages, prompt.template)
+            prompt.add_special_tokens = template.adds_special_tokens(prompt.text, prompt.template)
+        return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 
     def _place_pictures(
-        self, asked: _Asked, token_ids: list[int], media: list[Media], processor: ProcessorSpec
+        self, prompt: _Prompt, token_ids: list[int], media: list[Media], processor: ProcessorSpec
     ) -> tuple[list[int], list[Media]]:
-        if asked.token_ids is not None:
+        if prompt.token_ids is not None:
             return place_in_ids(token_ids, processor), media
-        special = asked.add_special_tokens
-        return place_in_text(asked.text, media, processor, self.tokenizer, add_special_tokens=special)
+        special = prompt.add_special_tokens
+        return place_in_text(prompt.text, media, processor, self.tokenizer, add_special_tokens=special)
 
     # ---- the prompt
 
     def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[MediaPart]) -> None:
         """Also that they come in the order of what they stand for, and that what stands for one feature, where that is
         another token than a picture's, comes from pictures alone."""
-        wanted = [self._placeholder(part.kind) for part in media]
-        known = (self._placeholder("image"), self._placeholder("video"))
-        found = [id for id in token_ids if id in known]
-        for token, kind in zip(known, ("image", "video"), strict=True):
-            if token is not None and found.count(token) != wanted.count(token):
+        needed = [self._placeholder(part.kind) for part in media]
+        placeholders = (self._placeholder("image"), self._placeholder("video"))
+        present = [id for id in token_ids if id in placeholders]
+        for token, kind in zip(placeholders, ("image", "video"), strict=True):
+            if token is not None and present.count(token) != needed.count(token):
                 raise InvalidRequest(
-                    f"the prompt has {found.count(token)} {kind} placeholders but {wanted.count(token)} {kind}s were "
+                    f"the prompt has {present.count(token)} {kind} placeholders but {needed.count(token)} {kind}s were "
                     "given",
                     param="prompt",
                 )
         feature = self._spec.image_token_id
-        if feature is not None and feature not in known and feature in token_ids:
+        if feature is not None and feature not in placeholders and feature in token_ids:
             raise InvalidRequest(
                 f"the prompt holds the model's image token {self.tokenizer.token(feature)}; leave it out",
                 param="prompt",
             )
-        if found != wanted:
+        if present != needed:
             raise InvalidRequest("pictures and videos come in another order than their placeholders", param="prompt")
 
     def _placeholder(self, kind: str) -> int | None:
@@ -249,25 +249,25 @@ class Intake:
         spans: list[tuple[int, ItemPlan]] = []
         begin = 0
         seen: Counter[str] = Counter()
-        for one in media:
-            token = self._spec.video_token_id if one.kind == "video" else self._spec.image_token_id
+        for source in media:
+            token = self._spec.video_token_id if source.kind == "video" else self._spec.image_token_id
             assert token is not None
             at = token_ids.index(token, begin)
             expanded += token_ids[begin:at]
             begin = at + 1
-            for part in one.plan.parts_of(seen[one.kind]):
+            for part in source.plan.parts_of(seen[source.kind]):
                 if isinstance(part, str):
                     expanded += self._part_ids(part)
                 else:
                     spans.append((len(expanded), part))
                     expanded += [token] * part.num_tokens
-            seen[one.kind] += 1
+            seen[source.kind] += 1
         expanded += token_ids[begin:]
         ropes: Sequence[RopeSpan | None] = [None] * len(spans)
         rope_delta = 0
         if self._spec.language.rope_sections is not None:
             ropes, rope_delta = place_spans(spans)
-        payloads = ((index, one.size, payload) for index, one in enumerate(media) for payload in one.payloads)
+        payloads = ((index, source.size, payload) for index, source in enumerate(media) for payload in source.payloads)
         items = tuple(
             ImageItem(
                 digest=payload.digest,
@@ -297,11 +297,11 @@ class Intake:
     def _check_length(self, num_prompt: int, sampling: SamplingParams) -> int:
         """How many tokens may be generated."""
         room = self._max_model_len - num_prompt
-        wanted = sampling.max_tokens or max(1, sampling.min_tokens)
-        if wanted > room:
-            raise self._too_long(num_prompt, wanted)
+        least = sampling.max_tokens or max(1, sampling.min_tokens)
+        if least > room:
+            raise self._too_long(num_prompt, least)
         if sampling.max_tokens is None and self._default_max_tokens is not None:
-            return min(room, max(wanted, self._default_max_tokens))
+            return min(room, max(least, self._default_max_tokens))
         return sampling.max_tokens or room
 
     def _too_long(self, num_prompt: int, num_completion: int) -> ContextLengthExceeded:
@@ -322,7 +322,7 @@ SEED_MASK = (1 << 63) - 1  # seeds count modulo 2^63
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Prompt:
     """One of `messages`, `text` and `token_ids`, with the pictures that go into it."""
 
     media: list[MediaPart]

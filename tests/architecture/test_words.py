@@ -14,7 +14,7 @@ RETIRED = (
     *("_bury", "_mourn", "corpse", "Dying", "dying", "hear", "excuse", "doomed", "gave_way"),
     *("seat", "seats", "Seats", "DeviceSeats", "SeatPool", "Tenancy", "Recipe", "recipe", "plain_from", "drawn_from"),
     *("Draws", "Commons", "OwnCommons", "Forwarding", "plain_messages", "TokensEvent", "FinishEvent"),
-    *("SchedulerStats", "StepLog", "Outside", "Modes", "attainable", "put_back", "Draft", "lend"),
+    *("SchedulerStats", "StepLog", "Outside", "Modes", "attainable", "put_back", "Draft", "lend", "Intake"),
     *(
         "RequestBook",
         "ImageBook",

@@ -61,7 +61,7 @@ def test_the_same_prompt_again_gives_the_same_tokens_from_the_cache(
 @pytest.mark.parametrize(("kv", "images"), [(True, True), (False, True), (True, False)])
 def test_a_reset_makes_it_compute_again_and_nobody_can_tell(make_engine: EngineFactory, kv: bool, images: bool) -> None:
     engine = make_engine(processes=True) if kv and images else make_engine()
-    decoded = engine.front.intake._loader._pixels
+    decoded = engine.front.preprocessor._loader._pixels
     first = engine.generate("What is in this picture?", picture(1), **GREEDY)
     engine.reset_caches(kv=kv, images=images)
     assert (decoded.num_bytes == 0) == images

@@ -30,7 +30,7 @@ from hydra_engine.models.specs.base import (
     View,
 )
 from hydra_engine.models.specs.geometry import no_videos, shortest_edge_size
-from hydra_engine.preprocess.preprocessor import Intake, Prepared
+from hydra_engine.preprocess.preprocessor import Prepared, Preprocessor
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 from tests.calls import asked
 
@@ -187,7 +187,7 @@ def make_spec(tokenizer: Tokenizer, *, vision: bool = True) -> ModelSpec:
 class Kitchen:
     """An intake with short ways to use it."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Preprocessor) -> None:
         self.intake = intake
         self.num_requests = 0
 
@@ -203,11 +203,11 @@ class Kitchen:
 
 @pytest.fixture
 async def make_intake(tokenizer: Tokenizer) -> Any:
-    made: list[Intake] = []
+    made: list[Preprocessor] = []
 
     def make(*, vision: bool = True, max_model_len: int = 256, media: dict[str, Any] | None = None, **more: Any) -> Any:
         chosen = more.pop("tokenizer", tokenizer)
-        intake = Intake(
+        intake = Preprocessor(
             spec=make_spec(chosen, vision=vision),
             tokenizer=chosen,
             media=MediaConfig(**(media or {})),

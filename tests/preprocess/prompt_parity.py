@@ -39,7 +39,7 @@ from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.transformers_adapter.processor_spec import load_processor
-from hydra_engine.preprocess.preprocessor import Intake
+from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
 from tests.models.families import qwen3_vl
@@ -186,7 +186,7 @@ class Sides:
         self.spec = load_spec(directory, options)
         name = self.spec.tokenizer_class
         self.tokenizer = load_tokenizer(directory, name)
-        self.intake = Intake(
+        self.intake = Preprocessor(
             spec=self.spec,
             tokenizer=self.tokenizer,
             media=MediaConfig(max_images=16, max_videos=16),

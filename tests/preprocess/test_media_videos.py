@@ -16,7 +16,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.preprocessor import Intake
+from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
 from tools.miniatures import make_tiny
@@ -34,7 +34,7 @@ class Kitchen:
         limits = MediaConfig(local_files=True, **media)
         spec, tokenizer = load_spec(model_dir), load_tokenizer(model_dir)
         self.spec = spec
-        self.intake = Intake(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=512)
+        self.intake = Preprocessor(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=512)
 
     async def prepare(self, *parts: dict[str, Any], videos: Any = None) -> Any:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]

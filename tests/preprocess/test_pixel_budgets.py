@@ -20,7 +20,7 @@ from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, budgeted_size, most_tokens
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.preprocessor import Intake
+from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
 from tools.miniatures import make_tiny
@@ -147,7 +147,7 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
 
 @asynccontextmanager
 async def intake_of(path: Path) -> Any:
-    intake = Intake(spec=load_spec(path), tokenizer=load_tokenizer(path), media=MediaConfig(), max_model_len=512)
+    intake = Preprocessor(spec=load_spec(path), tokenizer=load_tokenizer(path), media=MediaConfig(), max_model_len=512)
     try:
         yield intake
     finally:

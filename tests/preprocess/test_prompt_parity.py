@@ -20,7 +20,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, InvalidRequest
-from hydra_engine.preprocess.preprocessor import Intake
+from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.template_files import find_templates
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
@@ -231,7 +231,7 @@ def test_a_template_named_tool_use_is_for_conversations_with_tools(
     values = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": templates}))
     tokenizer = load_tokenizer(tmp_path)
-    intake = Intake(spec=sides_of("Qwen2").spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
+    intake = Preprocessor(spec=sides_of("Qwen2").spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
     tool = {"type": "function", "function": {"name": "f"}}
     for tools, name in (((), "default"), ((tool,), "tool_use")):
         chat = intake.tokenize(asked(messages=user("hi"), template=TemplateOptions(tools)))

@@ -168,7 +168,8 @@ def prefillers(
 
 def missing_now(instances: Iterable[InstanceLoad], *, images: bool, without: Container[str] = ()) -> Role | None:
     """The stage that no instance can serve at this moment, if any; those named in `without` do not count."""
-    able = prefillers(instances, images=images, usable=lambda one: one.usable and one.name not in without)
+    others = (instance for instance in instances if instance.name not in without)
+    able = prefillers(others, images=images)
     return able if isinstance(able, Role) else None
 
 

@@ -78,7 +78,7 @@ class Frames:
 
 
 class MediaLoader:
-    """One per intake; `load` runs on the loop, the work in threads and child processes."""
+    """One per preprocessor; `load` runs on the loop, the work in threads and child processes."""
 
     def __init__(self, spec: ModelSpec, limits: MediaConfig, clock: Clock, resolve: Resolve | None = None) -> None:
         self._spec = spec

@@ -122,10 +122,10 @@ class ChatTemplate:
         """The call is answered, because some templates count the answers."""
         arguments = {_PROBE: _PROBE} if form is dict else json.dumps({_PROBE: _PROBE})
         call = {"id": _PROBE_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
         answer = self._fitting_text("tool", "")
-        told = {"role": "tool", "content": answer, "tool_call_id": _PROBE_ID, "name": "probe"}
-        return [self._user_turn(), asked, told]
+        result = {"role": "tool", "content": answer, "tool_call_id": _PROBE_ID, "name": "probe"}
+        return [self._user_turn(), turn, result]
 
     def _user_turn(self) -> dict[str, Any]:
         """Not empty: some templates look at a turn's first part."""
