@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hydra_engine.core.call import GenerationCall
-from hydra_engine.core.chat import ChatMessage, ImagePart, MediaPart, TextPart
+from hydra_engine.core.call import ChatMessage, GenerationCall, ImagePart, MediaPart, TextPart
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.frontend.call import call_of, one_of, with_prompt
 

@@ -1,13 +1,140 @@
-"""One call of the engine: what a client of the server or a user of `Engine` asks for, as the preprocessor gets it."""
+"""One call of the engine: what a client of the server or a user of `Engine` asks for, as the preprocessor gets it, with
+its chat messages, typed.
+
+Each dialect of the server and each method of `Engine` makes these of what it is given, checked when they are made, and
+the chat template renders them. Every struct knows its place in the request, which errors name. Does not know dialects,
+templates or files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar, Literal
 
-from hydra_engine.core.chat import ChatMessage, MediaPart
-from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget, TemplateOptions
+from hydra_engine.core.prompting import (
+    AS_CONFIGURED,
+    MAX_ARGUMENT_CHARS,
+    PixelBudget,
+    TemplateOptions,
+    json_problem,
+    texts_of,
+)
 from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.errors import InvalidRequest
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_CALL_ID_CHARS = 256
+MAX_NAME_CHARS = 128  # of a called function
+
+Role = Literal["system", "user", "assistant", "tool"]
+Detail = Literal["auto", "low", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """`source` as the user gave it, not opened: a URL, a data URL, a path, the bytes of a file or a picture in memory.
+    `detail` is OpenAI's."""
+
+    kind: ClassVar = "image"
+    source: Any
+    param: str
+    detail: Detail = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPart:
+    """`source` may also be a list of frames, of which `fps` come in a second."""
+
+    kind: ClassVar = "video"
+    source: Any
+    param: str
+    fps: float | None = None
+
+
+MediaPart = ImagePart | VideoPart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made earlier. Clients give its arguments as JSON text, or as the object that it stands
+    for, which is what most templates want; what a model wrote wrongly stays text. `param` is where they are given."""
+
+    name: str
+    arguments: Mapping[str, Any] | str | None
+    id: str | None
+    param: InitVar[str]
+
+    def __post_init__(self, param: str) -> None:
+        object.__setattr__(self, "arguments", _arguments(self.arguments, param))
+
+    def texts(self) -> Iterator[str]:
+        yield from (self.id or "", self.name)
+        yield from texts_of(self.arguments)
+
+
+def _arguments(value: Mapping[str, Any] | str | None, param: str) -> Mapping[str, Any] | str:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, Mapping):
+        problem = json_problem(value, MAX_ARGUMENT_CHARS)
+        if problem is not None:
+            raise InvalidRequest(f"{param} {problem}", param=param)
+        return value
+    if len(value) > MAX_ARGUMENT_CHARS:
+        raise InvalidRequest(f"{param} may have at most {MAX_ARGUMENT_CHARS} characters", param=param)
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_object = isinstance(parsed, Mapping) and json_problem(parsed, MAX_ARGUMENT_CHARS) is None
+    return parsed if is_object else value
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`param` is the message's place, `messages[0]`; where a text alone was given, its own, `prompt`."""
+
+    role: Role
+    content: str | tuple[TextPart | MediaPart, ...]
+    param: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # of a tool's message: the call that it answers
+    name: str | None = None  # of the tool
+
+    def __post_init__(self) -> None:
+        if not self.content and not isinstance(self.content, str):
+            param = self.place_of("content")
+            raise InvalidRequest(f"{param} must be a string or a list of content parts", param=param)
+        if self.tool_calls and self.role != "assistant":
+            param = self.place_of("tool_calls")
+            raise InvalidRequest(f"{param} belongs to messages of the assistant only", param=param)
+
+    def place_of(self, field: str) -> str:
+        return f"{self.param}.{field}" if self.param.endswith("]") else self.param
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """(place, text) of all that was written."""
+        if isinstance(self.content, str):
+            yield self.place_of("content"), self.content
+        else:
+            for index, part in enumerate(self.content):
+                if isinstance(part, TextPart):
+                    yield self.place_of(f"content[{index}].text"), part.text
+        for call in self.tool_calls:
+            yield from ((self.place_of("tool_calls"), text) for text in call.texts())
+
+    @property
+    def media(self) -> Iterator[MediaPart]:
+        if not isinstance(self.content, str):
+            yield from (part for part in self.content if not isinstance(part, TextPart))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One `GenerationCall` per request, from the arguments of `Engine`'s methods.
 
-Messages, pictures and videos as Python users give them become the typed ones of `core/chat.py`: OpenAI's format and its
+Messages, pictures and videos as Python users give them become the typed ones of `core/call.py`: OpenAI's format and its
 looser relatives, with paths, bytes and pictures in memory beside URLs. Opens nothing: a picture stays what the user
 gave.
 """
@@ -16,14 +16,14 @@ from typing import Any, Literal, Protocol, TypedDict, cast
 import numpy.typing as npt
 from PIL import Image
 
-from hydra_engine.core.call import GenerationCall
-from hydra_engine.core.chat import (
+from hydra_engine.core.call import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_PARTS,
     ChatMessage,
     Detail,
+    GenerationCall,
     ImagePart,
     MediaPart,
     Role,

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
-from hydra_engine.core.call import GenerationCall
-from hydra_engine.core.chat import ChatMessage, MediaPart, TextPart
+from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, TextPart
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan

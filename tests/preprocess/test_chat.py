@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.chat import ChatMessage, TextPart
+from hydra_engine.core.call import ChatMessage, TextPart
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.frontend.call import chat_messages

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from hydra_engine import __version__
-from hydra_engine.core.chat import ImagePart
+from hydra_engine.core.call import ImagePart
 from tests.calls import plain
 from tests.server.conftest import Served, chat_body
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from hydra_engine.core.chat import ImagePart
+from hydra_engine.core.call import ImagePart
 from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import PixelBudget, TemplateOptions
 from hydra_engine.server.tools.tool_calls import ToolUse

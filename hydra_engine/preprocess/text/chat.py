@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from hydra_engine.core.chat import ChatMessage, TextPart, ToolCall
+from hydra_engine.core.call import ChatMessage, TextPart, ToolCall
 from hydra_engine.core.prompting import TemplateOptions, texts_of
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE

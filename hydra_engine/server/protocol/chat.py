@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from hydra_engine.core import chat
-from hydra_engine.core.chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS
+from hydra_engine.core import call
+from hydra_engine.core.call import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS
 from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import MAX_PIXELS, MAX_TOOLS, MAX_VARIABLES, PixelBudget, TemplateOptions
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
@@ -215,39 +215,39 @@ def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
     return PixelBudget(chosen.min_pixels, chosen.max_pixels)
 
 
-def chat_messages(messages: Sequence[Message]) -> tuple[chat.ChatMessage, ...]:
+def chat_messages(messages: Sequence[Message]) -> tuple[call.ChatMessage, ...]:
     return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def _chat_message(message: Message, where: str) -> chat.ChatMessage:
+def _chat_message(message: Message, where: str) -> call.ChatMessage:
     role = message.role
     if message.content is None and role != "assistant":
         raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
-    return chat.ChatMessage(
+    return call.ChatMessage(
         "system" if role == "developer" else role,
         content_of("" if message.content is None else message.content, f"{where}.content", _chat_part),
         where,
         tool_calls=tuple(
-            chat.ToolCall(
-                call.function.name, call.function.arguments, call.id, f"{where}.tool_calls[{index}].function.arguments"
+            call.ToolCall(
+                past.function.name, past.function.arguments, past.id, f"{where}.tool_calls[{index}].function.arguments"
             )
-            for index, call in enumerate(message.tool_calls or ())
+            for index, past in enumerate(message.tool_calls or ())
         ),
         tool_call_id=message.tool_call_id if role == "tool" else None,
         name=(message.name or None) if role == "tool" else None,
     )
 
 
-def _chat_part(part: AnyPart, where: str) -> chat.TextPart | chat.MediaPart:
+def _chat_part(part: AnyPart, where: str) -> call.TextPart | call.MediaPart:
     if isinstance(part, TextContent):
-        return chat.TextPart(part.text)
+        return call.TextPart(part.text)
     if isinstance(part, VideoContent):
         video, param = part.video_url, f"{where}.video_url"
-        return chat.VideoPart(*((video.url, f"{param}.url") if isinstance(video, VideoUrl) else (video, param)))
+        return call.VideoPart(*((video.url, f"{param}.url") if isinstance(video, VideoUrl) else (video, param)))
     picture, param = part.image_url, f"{where}.image_url"
     if isinstance(picture, str):
-        return chat.ImagePart(picture, param)
-    return chat.ImagePart(picture.url, f"{param}.url", picture.detail or "auto")
+        return call.ImagePart(picture, param)
+    return call.ImagePart(picture.url, f"{param}.url", picture.detail or "auto")
 
 
 # ---- the answer

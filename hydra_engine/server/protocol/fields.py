@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
-from hydra_engine.core.chat import MAX_CALL_ID_CHARS
-from hydra_engine.core.chat import MAX_NAME_CHARS as MAX_CALL_NAME_CHARS
+from hydra_engine.core.call import MAX_CALL_ID_CHARS
+from hydra_engine.core.call import MAX_NAME_CHARS as MAX_CALL_NAME_CHARS
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOL_CHARS, TOOL_NAME
 from hydra_engine.core.request import (

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hydra_engine.core import outputs
-from hydra_engine.core.chat import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, TextPart, ToolCall
+from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, TextPart, ToolCall
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.prompting import MAX_TOOLS
