@@ -47,6 +47,25 @@ _PHASE_OF_WAIT: dict[str | None, str] = {"images": "encode_queue", "transfer": "
 _BEFORE = {"encode": "encode_queue", "prefill": "prefill_queue", "decode": "decode_queue"}
 _QUEUE_PHASES = frozenset(_BEFORE.values())
 
+# The order in which a request meets them; a wait is drawn even when it took no time.
+_ORDER = (
+    *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "pull_features", "prefill_wait", "cached", "prefill"),
+    *("offered_features", "offered_kv", "pull_kv", "preempted", "lost", "decode_wait", "decode"),
+)
+_ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
+_QUEUES = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
+_WAITS = _QUEUES | {"offered_features", "offered_kv", "lost"}
+_ELSEWHERE = ("images", "transfer")  # causes of a wait during which others work on the request
+_MAX_LATE_SHARE = 0.1  # of the gaps between tokens (HydraInfer, section 5.1)
+_MAX_LATE_LINES = 3
+_MAX_DESCRIPTION = 600  # characters in a header
+_HAS_SPANS = frozenset({"transfer", "preemption", "lost"})  # kinds of blame whose times other spans show too
+_BLAME = {"step": "slow steps", "cpu": "time between steps", "decode": "decode steps alone", "lost": "a lost instance"}
+_UNITS = {"prefill": "tokens", "encode": "patches"}
+
+
+# ---- phases
+
 
 def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None = None) -> dict[str, float]:
     """Seconds per phase, with every name of `PHASES`, summing to `e2e_s`.
@@ -123,21 +142,7 @@ def _gap(spans: Sequence[StageSpan], starts: Sequence[float], until_s: float, st
     return _BEFORE.get(phase, phase)
 
 
-# The order in which a request meets them; a wait is drawn even when it took no time.
-_ORDER = (
-    *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "pull_features", "prefill_wait", "cached", "prefill"),
-    *("offered_features", "offered_kv", "pull_kv", "preempted", "lost", "decode_wait", "decode"),
-)
-_ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
-_QUEUES = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
-_WAITS = _QUEUES | {"offered_features", "offered_kv", "lost"}
-_ELSEWHERE = ("images", "transfer")  # causes of a wait during which others work on the request
-_MAX_LATE_SHARE = 0.1  # of the gaps between tokens (HydraInfer, section 5.1)
-_MAX_LATE_LINES = 3
-_MAX_DESCRIPTION = 600  # characters in a header
-_HAS_SPANS = frozenset({"transfer", "preemption", "lost"})  # kinds of blame whose times other spans show too
-_BLAME = {"step": "slow steps", "cpu": "time between steps", "decode": "decode steps alone", "lost": "a lost instance"}
-_UNITS = {"prefill": "tokens", "encode": "patches"}
+# ---- sums and limits
 
 
 def relative(spans: Iterable[StageSpan], arrival_s: float) -> tuple[StageSpan, ...]:
@@ -261,6 +266,9 @@ def server_timing(result: Result) -> str:
         )
         entries.append(f'late;desc="{reason[:_MAX_DESCRIPTION]}"')
     return ", ".join(entries)
+
+
+# ---- a drawing
 
 
 def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:

@@ -1,5 +1,9 @@
-"""What viewers are shown of requests: what runs now, and a ring of finished requests' spans, which can be
-written as Chrome trace JSON for a standard viewer (ui.perfetto.dev). Prompts and answers never appear in it.
+"""What viewers are shown of requests: what runs now, and a ring of finished requests' spans, which can be written as
+Chrome trace JSON for a standard viewer (ui.perfetto.dev).
+
+A trace has one process per instance, with rows per lane for the steps and the requests in each, and one process for the
+requests, with a row for each and one below it for its images. Late tokens carry their blame. Prompts and answers never
+appear in it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from typing import Any, NamedTuple
 from hydra_engine.core.outputs import StageSpan, Usage
 from hydra_engine.telemetry.timeline import MOVES, PHASE_OF
 
+_RING = 2_000
+_REQUESTS = "requests"
+
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
@@ -31,7 +38,7 @@ class LiveRequest:
 
     `instance` is where that happens, "" where no instance has it. `done` of `of` are behind it: while pictures (or
     videos) lack features, those that have them; in prefill, tokens of the prompt (and of the answer so far, if that has
-    to be computed again) that are computed; None where that is not known. Instances tell it four times a second. Times
+    to be computed again) that are computed; None where that is not known; reported four times a second. Times
     on the monotonic clock.
     """
 
@@ -62,10 +69,6 @@ class Activity:
     number: int
     finished: Sequence[EndedRequest]
     running: Sequence[LiveRequest]
-
-
-_RING = 2_000
-_REQUESTS = "requests"
 
 
 class TraceRing:

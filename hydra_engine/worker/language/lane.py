@@ -35,6 +35,8 @@ from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, State
 from hydra_engine.worker.language.step import AsynchronousStep, StepParts, SynchronousStep, Unread
 from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
 
+logger = logging.getLogger(__name__)
+
 FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
 
 
@@ -222,8 +224,8 @@ class LanguageLane:
             self._readers.close()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
-        """In the lane's thread. Never raises because of a request's content; BackendError where the
-        device failed. The result may not be there yet."""
+        """In the lane's thread. Never raises because of a request's content; BackendError where the device failed. The
+        result may not be there yet."""
         pending = Pending(self._order, plan, self._clock.now())
         self._order.add(pending)
         self._step.vision_s = 0.0
@@ -269,9 +271,6 @@ class LanguageLane:
         for index in range(len(rows)):
             row = np.array([index], dtype=np.int64)
             self._attempt(pending, rows[row], *part_of(plan, records, row), alone=True)
-
-
-logger = logging.getLogger(__name__)
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -87,8 +87,8 @@ class VisionLane:
         self.thread.close()
 
     def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
-        """In the lane's thread. Never raises because of a request's content, and BackendError where
-        the device failed. The times of the result include waits at the gate."""
+        """In the lane's thread. Never raises because of a request's content, and BackendError where the device failed.
+        The times of the result include waits at the gate."""
         started_s = self._clock.now()
         self._gate.enter()
         try:
