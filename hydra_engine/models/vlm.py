@@ -34,7 +34,7 @@ class Vision(Protocol):
     def __init__(self, scope: Scope, spec: Any) -> None: ...
 
     def reserve(self, room: int) -> None:
-        """What calls for rooms up to this one read besides their inputs stays where it is."""
+        """Keeps what calls for rooms up to this one read besides their inputs at one address."""
         ...
 
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:

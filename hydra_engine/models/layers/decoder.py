@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, Rotary
+from hydra_engine.backend.base import PagedCache
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
@@ -105,23 +105,13 @@ class DecoderLayer:
     def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
         size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
         self.input_norm = RmsNorm(scope.at("input_layernorm"), size, eps, centred=centred)
-        self._attention: PagedAttention | GatedAttention | None = None
-        self._delta: DeltaNet | None = None
+        # [T, C] -> [T, C], or only the given rows of it: what all rows leave in the caches is written in any case.
+        self.mix: PagedAttention | GatedAttention | DeltaNet
         if kind == "attention":
-            build = GatedAttention if spec.output_gate else PagedAttention
-            self._attention = build(scope.at("self_attn"), spec, index)
+            attention = GatedAttention if spec.output_gate else PagedAttention
+            self.mix = attention(scope.at("self_attn"), spec, index)
         else:
             assert spec.delta is not None
-            self._delta = DeltaNet(scope.at("linear_attn"), spec.delta, size, eps, index)
+            self.mix = DeltaNet(scope.at("linear_attn"), spec.delta, size, eps, index)
         self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), size, eps, centred=centred)
         self.mlp = GatedMlp(scope.at("mlp"), spec.hidden_size, spec.intermediate_size, spec.hidden_act)
-
-    def mix(self, x: Tensor, rotary: Rotary, cache: PagedCache, batch: LanguageInput, rows: Tensor | None) -> Tensor:
-        """[T, C], or only the given rows of it: what all rows leave in the caches is written in any case."""
-        if self._attention is not None:
-            return self._attention(x, rotary, cache, batch, rows)
-        assert self._delta is not None
-        if batch.states is None:
-            raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
-        mixed = self._delta(x, batch.states)
-        return mixed if rows is None else mixed.index_select(0, rows)

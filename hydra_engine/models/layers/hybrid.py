@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import DeltaInputs, PagedCache, Rotary
-from hydra_engine.models.inputs import LanguageInput, States
+from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers.basic import Linear, Weight
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec
@@ -38,9 +38,14 @@ class DeltaNet:
         self._norm = Weight(scope, "norm.weight", (shape.value_dim,))
         self._out = Linear(scope, {"out_proj": hidden_size}, shape.value_width, bias=False)
 
-    def __call__(self, x: Tensor, states: States) -> Tensor:
-        """[T, C] -> [T, C]; moves the states of the step's rows on."""
-        shape, ops = self._shape, self._ops
+    def __call__(
+        self, x: Tensor, rotary: Rotary, cache: PagedCache, batch: LanguageInput, rows: Tensor | None = None
+    ) -> Tensor:
+        """[T, C] -> [T, C], or only the given rows of it; moves the states of all rows on. `rotary` and `cache` are for
+        layers of attention."""
+        if batch.states is None:
+            raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
+        shape, ops, states = self._shape, self._ops, batch.states
         qkv, z, b, a = self._in(x).split(self._cuts, dim=1)
         mixed = ops.causal_conv(qkv, self._taps.tensor.squeeze(1), states.cache, self._layer, states.rows)
         q, k, v = mixed.split((shape.key_width, shape.key_width, shape.value_width), dim=1)
@@ -55,7 +60,8 @@ class DeltaNet:
         )
         out = ops.delta_rule(inputs, states.cache, self._layer, states.rows)  # [T, Hv, Dv]
         gate = z.unflatten(1, (-1, shape.value_dim))
-        return self._out(ops.gated_rms_norm(out, self._norm.tensor, gate, self._eps).flatten(1))
+        mixed = self._out(ops.gated_rms_norm(out, self._norm.tensor, gate, self._eps).flatten(1))
+        return mixed if rows is None else mixed.index_select(0, rows)
 
 
 class GatedAttention:
@@ -111,6 +117,5 @@ class GatedAttention:
 def paired_order(head_dim: int, rotary_dim: int) -> Tensor:
     """[D] int64: of the first `rotary_dim` numbers, i turns with i + rotary_dim / 2; here they stand D/2 apart."""
     half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    places = torch.arange(head_dim)
-    turning, still = places[:rotary_dim], places[rotary_dim:]
+    turning, still = torch.arange(head_dim).split((rotary_dim, head_dim - rotary_dim))
     return torch.cat((turning[:half], still[:rest], turning[half:], still[rest:]))

@@ -36,8 +36,8 @@ class GrowingTable(ABC):
         return self._rows
 
     def reserve(self, end: int) -> None:
-        """What reads no row from `end` on finds them at one address from now on, also what was captured and is replayed
-        when the table has grown beyond it."""
+        """Keeps the rows below `end` at one address from now on, also for captured launches that are replayed after the
+        table has grown."""
         rows = self.up_to(end)
         if not any(kept is rows for kept in self._reserved):
             self._reserved.append(rows)
@@ -61,9 +61,9 @@ class RotaryTable(GrowingTable):
         if self._axes is None:
             cos, sin = table.index_select(0, positions).chunk(2, dim=1)
             return cos, sin
-        places = positions.index_select(0, self._axes).t()  # [T, D/2]
+        rows = positions.index_select(0, self._axes).t()  # [T, D/2]
         cos_table, sin_table = table.chunk(2, dim=1)
-        return cos_table.gather(0, places), sin_table.gather(0, places)
+        return cos_table.gather(0, rows), sin_table.gather(0, rows)
 
     def _rows_from(self, begin: int) -> Tensor:
         angles = torch.arange(begin, begin + _TABLE_ROWS, dtype=torch.float32)[:, None] * self._frequencies

@@ -149,8 +149,8 @@ class VisionLayer:
             self._mlp = Mlp(scope, names.mlp, size, inner, size, act, scale=mlp_scale)
 
     def __call__(self, x: Tensor, cu_seqlens: Segments, slices: Slices, rotary: Rotary | None = None) -> Tensor:
-        """[P, C] -> new memory; `x` may be a state that is still wanted. In as many pieces as `slices` wants; all that
-        is not attention goes row by row."""
+        """[P, C] -> new memory; `x` is not written. In the pieces of `slices`; all that is not attention goes row by
+        row."""
         projected = slices.rows(lambda rows: self._attention.project(self._norm1(rows)), x)
         mixed = self._attention.mix(projected, cu_seqlens, rotary, slices)
         return slices.rows(self._behind_mix, mixed, x)
@@ -205,7 +205,7 @@ class SquareVision:
         self.num_slices = num_active + 2  # the layers, and what comes before and behind them
 
     def reserve(self, room: int) -> None:
-        """Nothing that they read depends on a room."""
+        """Does nothing: what a call reads does not depend on the room."""
 
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
         count = sum(pictures.shape[0] for pictures in batch.pixels)

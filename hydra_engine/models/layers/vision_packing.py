@@ -71,8 +71,8 @@ def spans_in(room: int, granule: int) -> int:
 
 
 def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
-    """With padding behind them that is as square as it is simple to make it. `room` is a multiple of merge * merge, as
-    the patches of every grid are. None where they do not fit."""
+    """The grids, and behind them at most two of padding, about square, up to `room` patches, which are a multiple of
+    merge * merge as those of every grid are. None where the grids do not fit."""
     left = room - sum(rows * columns for _, rows, columns in grids)
     if left < 0 or len(grids) > min(room // merge**2, _MAX_SPANS):
         return None

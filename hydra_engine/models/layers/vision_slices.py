@@ -65,7 +65,7 @@ class Slices:
 
     def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
         """mix(q, k, v, cu_seqlens) [P, H, D] for `Ops.attention_packed`, whose segments and heads do not mix.
-        Those of a plan are never cut."""
+        Segments of a plan are never cut."""
         num_rows, num_heads, head_dim = q.shape
         # Of products with the 9 C * C weights behind attention: R * 9 C * C = pairs * heads * 2 D, with C = H * D.
         most = self._piece_rows * 9 * num_heads * num_heads * head_dim // 2

@@ -70,8 +70,8 @@ class Checkpoint:
 
     def _open_shards(self, model_dir: Path) -> None:
         index = read_json(model_dir, INDEX)
-        places = index.section("weight_map").values
-        names = sorted({str(place) for place in places.values()})
+        files = {name: str(file) for name, file in index.section("weight_map").values.items()}
+        names = sorted(set(files.values()))
         if any(Path(name).name != name for name in names):
             raise CheckpointError(f"{INDEX} names files outside the model directory")
         missing = [name for name in names if not (model_dir / name).exists()]
@@ -82,7 +82,7 @@ class Checkpoint:
             raise CheckpointError(f"{INDEX} does not name these files of the directory: {listed(extra)}")
         self._open(model_dir, names)
         held = {(name, file.name) for file in self._files.values() for name in file.entries}
-        disagreeing = {name for name, _ in held ^ {(name, str(place)) for name, place in places.items()}}
+        disagreeing = {name for name, _ in held ^ set(files.items())}
         if disagreeing:
             raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(disagreeing)}")
 

@@ -68,7 +68,7 @@ class MiniCpmVision:
         self.num_slices = len(self._layers) + 2 + (self._inner is not None)
 
     def reserve(self, room: int) -> None:
-        """Nothing that it reads depends on a room."""
+        """Does nothing: what a call reads does not depend on the room."""
 
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
         """Indices: positions of the patches. Segments: pictures, and where the merger inside comes what is left of them

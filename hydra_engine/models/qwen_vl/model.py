@@ -261,10 +261,10 @@ class StretchedPositions:
 
     def _taps(self, places: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For places on an axis of so many: the two neighbours in the table and, [P, 1], the share of the second."""
-        spots = places.to(torch.float32) * (self._side - 1) / (counts - 1).clamp(min=1)
-        first = spots.floor()
+        points = places.to(torch.float32) * (self._side - 1) / (counts - 1).clamp(min=1)
+        first = points.floor()
         index = first.to(torch.int64)
-        return index, (index + 1).clamp(max=self._side - 1), (spots - first)[:, None]
+        return index, (index + 1).clamp(max=self._side - 1), (points - first)[:, None]
 
 
 def _qwen3_merger(scope: Scope, spec: Qwen3VlVisionSpec, *, norm_merged: bool) -> PatchMerger:

@@ -37,8 +37,8 @@ def shortest_edge_size(width: int, height: int, shortest_edge: int) -> tuple[int
 def within_budget(
     sizes: Sequence[tuple[int, int]], budget: PixelBudget, unit_pixels: int = 1
 ) -> Sequence[tuple[int, int]]:
-    """Those of `sizes`, each side in units whose squares have so many pixels, that a budget allows; the smallest ones
-    where it allows less than any of them, the largest ones where it asks for more."""
+    """The sizes that a budget allows, their sides in units whose squares have so many pixels; the smallest ones where
+    it allows none, the largest ones where it demands more."""
     areas = [width * height * unit_pixels for width, height in sizes]
     most = max(areas) if budget.max_pixels is None else max(budget.max_pixels, min(areas))
     allowed = [area for area in areas if area <= most]

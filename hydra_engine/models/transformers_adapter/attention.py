@@ -129,7 +129,7 @@ def _runs(rows: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def mask_rule(*, mask_function: MaskFunction, **_: object) -> MaskRule:
-    """In the place of a mask."""
+    """The rule, which transformers hands on where a mask would be."""
     return MaskRule(mask_function)
 
 

@@ -124,7 +124,7 @@ class Probe:
         other, and the last."""
         return torch.tensor([self.span[0], len(self.token_ids) - 1])
 
-    def by_itself(self, module: Any, dtype: torch.dtype) -> Tensor:
+    def expected_logits(self, module: Any, dtype: torch.dtype) -> Tensor:
         """[2, V] float32, by the model's own forward. With eager attention, which leaves nothing of a model out."""
         set_attention(module, "eager")
         device = next(module.parameters()).device
@@ -137,7 +137,7 @@ class Probe:
         logits: Tensor = module(**inputs, use_cache=False, **keeps).logits[0]
         return (logits if keeps else logits.index_select(0, rows)).float()
 
-    def by_us(self, model: GenericModel, spec: ModelSpec, backend: Backend) -> tuple[Tensor, list[int]]:
+    def paged_logits(self, model: GenericModel, spec: ModelSpec, backend: Backend) -> tuple[Tensor, list[int]]:
         """[2, V] float32 through caches of this prompt alone, and the layers that wrote to them. In two steps, so that
         what a layer knows of earlier tokens can only come from the caches and from positions. Sets `num_slices`."""
         device, language = backend.device.torch_device, spec.language
@@ -193,9 +193,9 @@ def _cache(num_slots: int, layers: tuple[int, int], heads: tuple[int, int], back
 def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
     """The module in our stages, compared with what it did before it was taken over."""
     probe = Probe.of(module, spec)
-    expected = probe.by_itself(module, backend.dtype)
+    expected = probe.expected_logits(module, backend.dtype)
     model = GenericModel(module, spec, backend)
-    actual, layers = probe.by_us(model, spec, backend)
+    actual, layers = probe.paged_logits(model, spec, backend)
     num_layers = spec.language.num_layers
     if sorted(layers) != list(range(num_layers)):
         raise _refused(spec, f"attention of {len(set(layers))} of its {num_layers} layers is where ours can stand")
