@@ -7,7 +7,6 @@ printed.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 
 from hydra_engine.cli.options import add_sampling_options
@@ -42,12 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     keys = environment_api_keys()
     client = Client(arguments.url, arguments.api_key or (keys[0] if keys else None))
-    with asyncio.Runner() as runner:
-        try:
-            runner.run(client.open())
-            first = runner.run(client.model(lambda message: sys.stderr.write(f"hydra-engine: {message}\n")))
-            return Session(arguments, runner, client, arguments.model or first).run()
-        except ServerError as error:
-            raise RequestFailed(error.message) from error
-        finally:
-            runner.run(client.close())
+    try:
+        first = client.model(lambda message: sys.stderr.write(f"hydra-engine: {message}\n"))
+        return Session(arguments, client, arguments.model or first).run()
+    except ServerError as error:
+        raise RequestFailed(error.message) from error

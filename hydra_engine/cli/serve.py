@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments)
     config, server = find_model(settings.engine()), settings.server()
     # Imported here: other commands do not need the server, and errors of the configuration come before the import.
-    from hydra_engine.cli.start_screen import screen_lines
+    from hydra_engine.cli.summary import screen_lines
     from hydra_engine.engine import Engine
     from hydra_engine.server.runner import serve
 

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from hydra_engine.cli.start_screen import screen_lines
+from hydra_engine.cli.summary import screen_lines
 from hydra_engine.config import EngineConfig, SchedulerConfig, ServerConfig
 from hydra_engine.core.messages import LimitSummary
 from hydra_engine.core.request import SamplingParams

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-from contextlib import aclosing
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -26,8 +25,7 @@ _DETAILS = (("image_tokens", "of pictures"), ("cached_tokens", "cached"))
 
 
 class Session:
-    def __init__(self, arguments: argparse.Namespace, runner: asyncio.Runner, client: Client, model: str) -> None:
-        self._runner = runner
+    def __init__(self, arguments: argparse.Namespace, client: Client, model: str) -> None:
         self._client = client
         self._model = model
         self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -84,7 +82,7 @@ class Session:
         """Sends the open question. A stopped answer stays in the conversation as far as it has arrived."""
         answer = Answer()
         try:
-            self._runner.run(self._receive(answer))
+            self._receive(answer)
         except ServerError as error:
             self._screen.error(error.message)
             return False
@@ -101,7 +99,7 @@ class Session:
             self._screen.timeline(self._timeline(answer.metrics))
         return True
 
-    async def _receive(self, answer: Answer) -> None:
+    def _receive(self, answer: Answer) -> None:
         body = {
             **self._conversation.settings,
             "model": self._model,
@@ -111,8 +109,8 @@ class Session:
             "return_metrics": True,
         }
         try:
-            async with aclosing(self._client.stream(body, answer)) as pieces:
-                async for piece in pieces:
+            with closing(self._client.stream(body, answer)) as pieces:
+                for piece in pieces:
                     self._screen.write(piece)
         finally:
             if answer.text:
