@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.common import Times, card, emit, interleaved
 from hydra_engine import _C
-from hydra_engine.backend.cpu.linear import NativeLinear, linear, pack_linear
+from hydra_engine.backend.cpu.linear import NativeLinear, linear
 
 FEW_ROWS = 16
 CASES = [
@@ -49,7 +49,7 @@ def measure(rows: int, num_out: int, num_in: int, repeats: int, cold_bytes: int)
     copies = max(1, min(256, cold_bytes // num_bytes)) if rows <= FEW_ROWS else 1
     x = torch.randn(rows, num_in, generator=generator).bfloat16()
     weights = [torch.randn(num_out, num_in, generator=generator).bfloat16() for _ in range(copies)]
-    packed: list[NativeLinear] = [pack_linear(weight) for weight in weights]
+    packed: list[NativeLinear] = [NativeLinear(weight) for weight in weights]
     check(linear(x, packed[0]), F.linear(x, weights[0]), x, weights[0])
     words = [weight.view(torch.float32) for weight in weights]
     times: dict[str, Times] = interleaved(

@@ -269,8 +269,8 @@ def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str
     """[C] of x's dtype or, where it may be `wide`, float32; returns whether it is wider than x."""
     columns = x.shape[-1]
     is_wide = weight.dtype is not x.dtype
-    known = not is_wide or (wide and weight.dtype is torch.float32)
-    if weight.shape != (columns,) or not weight.is_contiguous() or columns == 0 or not known:
+    fits = not is_wide or (wide and weight.dtype is torch.float32)
+    if weight.shape != (columns,) or not weight.is_contiguous() or columns == 0 or not fits:
         other = " or torch.float32" if wide and x.dtype is not torch.float32 else ""
         raise ValueError(f"{name}: expected contiguous [{max(columns, 1)}] {x.dtype}{other}, got {described(weight)}")
     return is_wide
@@ -343,6 +343,5 @@ def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None
 
 def check_state_rows(rows: StateRows) -> None:
     count = rows.starts.shape[0]
-    vectors = ((rows.cu_q, count + 1), (rows.starts, count), (rows.reads, count), (rows.writes, count))
-    for vector, wanted in vectors:
-        check_indices("rows", vector, wanted)
+    for vector, length in ((rows.cu_q, count + 1), (rows.starts, count), (rows.reads, count), (rows.writes, count)):
+        check_indices("rows", vector, length)

@@ -43,7 +43,7 @@ class SharedMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody maps it from now on; a second call does nothing. Tensors, and what peers have mapped, stay good."""
+        """No peer maps it from now on; a second call does nothing. Tensors, and what peers have mapped, stay good."""
         ...
 
 

@@ -61,15 +61,15 @@ def create_backend(
                 "sm_split divides a GPU and the engine runs on a processor; set sm_split to off or device to cuda:0",
                 param="sm_split",
             )
-        made = Backend(CpuDevice(count, _set_threads, lane_priority), _cpu_ops(backend), dtype, count)
+        result = Backend(CpuDevice(count, _set_threads, lane_priority), _cpu_ops(backend), dtype, count)
     else:
         exact, _ = resolve_deterministic(deterministic, chosen.name)
-        made = _on_cuda(chosen, chosen.index, dtype, exact, count, lane_priority, sm_split, attention, heads)
+        result = _on_cuda(chosen, chosen.index, dtype, exact, count, lane_priority, sm_split, attention, heads)
     if for_this_thread:
         _set_threads(count)
         if chosen.index is not None:
             torch.cuda.set_device(chosen.index)
-    return made
+    return result
 
 
 def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:
@@ -90,11 +90,11 @@ def resolve_device(device: str, backend: str = "auto") -> ChosenDevice:
     return devices.resolve(CPU if device == "auto" else device)
 
 
-def resolve_deterministic(wanted: bool | None, device: str) -> tuple[bool, str | None]:
+def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool, str | None]:
     """Whether the ops are to be batch-invariant on `device`, "cpu" or "cuda:N", and what to say about it. None: where
     that costs nothing."""
-    if wanted is not None:
-        return wanted, None
+    if deterministic is not None:
+        return deterministic, None
     if device == CPU:
         return True, None
     return False, "not deterministic: on a GPU batch-invariant ops are slower; --deterministic takes them"
@@ -156,13 +156,13 @@ def _on_cuda(
         sms: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
         split = sms.SplitDevice(torch.device("cuda", index), sm_split, host.PRIORITIES[lane_priority])
     device = host.CudaDevice(index, threads, _set_threads, lane_priority, split)
-    taken = ChosenAttention(attention)
+    choice = ChosenAttention(attention)
     if attention == AUTO:
         assert heads is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
-        taken = timing.choose(device, chosen.num_sms, dtype, heads)
-    ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=taken)
-    notes = filter(None, (None if split is None else split.note, taken.note))
+        choice = timing.choose(device, chosen.num_sms, dtype, heads)
+    ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=choice)
+    notes = filter(None, (None if split is None else split.note, choice.note))
     return Backend(device, ops, dtype, threads, tuple(notes))
 
 

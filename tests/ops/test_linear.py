@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.cpu.linear import DTYPE_CODES, linear, pack_linear
+from hydra_engine.backend.cpu.linear import DTYPE_CODES, NativeLinear, linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = {
@@ -43,12 +43,12 @@ def assert_as_good_as(result: Tensor, plain: Tensor, truth: Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_match_float64(isa: str, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
     x, weight, bias = case(*size, dtype)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     truth = exact(x, weight, bias)
     result = linear(x, packed)
     assert result.dtype == dtype and result.is_contiguous()
     assert_as_good_as(result, F.linear(x, weight, bias), truth)
-    assert_as_good_as(linear(x, pack_linear(weight)), F.linear(x, weight), exact(x, weight, None))
+    assert_as_good_as(linear(x, NativeLinear(weight)), F.linear(x, weight), exact(x, weight, None))
     single = linear(x, packed, out_dtype=torch.float32)
     assert single.dtype == torch.float32
     assert_as_good_as(single, F.linear(x.float(), weight.float(), bias.float()), truth)
@@ -59,7 +59,7 @@ def test_products_match_float64(isa: str, dtype: torch.dtype, size: tuple[int, i
 def test_bias_and_activation_apply_to_the_float32_sums(isa: str, dtype: torch.dtype, act: str) -> None:
     x, weight, bias = case(19, 45, 77, dtype)
     weight = (weight.float() * 3).to(dtype)  # arguments on both tails of the activations
-    result = linear(x, pack_linear(weight, bias), act=act)  # type: ignore[arg-type]
+    result = linear(x, NativeLinear(weight, bias), act=act)  # type: ignore[arg-type]
     assert_as_good_as(result, ACTIVATIONS[act](F.linear(x, weight, bias)), exact(x, weight, bias, act))
 
 
@@ -70,7 +70,7 @@ def test_the_residual_is_added_to_the_float32_result(
     isa: str, dtype: torch.dtype, size: tuple[int, int, int], act: str
 ) -> None:
     x, weight, bias = case(*size, dtype)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     around = torch.full((size[0] + 2, size[1] + 7), float("nan"), dtype=dtype)
     residual = around[1:-1, 3 : 3 + size[1]]
     residual.copy_(torch.randn(size[:2], generator=torch.Generator().manual_seed(3)))
@@ -89,7 +89,7 @@ def test_the_residual_is_added_to_the_float32_result(
 def test_many_rows_are_cut_without_changing_them(isa: str, threads: int, num_in: int) -> None:
     x, weight, bias = case(1100, 530, num_in, torch.bfloat16)
     residual = torch.randn(1100, 530, generator=torch.Generator().manual_seed(4)).bfloat16()
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     result = linear(x, packed, act="quick_gelu", residual=residual)
     for begin, end in ((0, 1), (511, 513), (540, 580), (1099, 1100)):
         part = linear(x[begin:end], packed, act="quick_gelu", residual=residual[begin:end])
@@ -99,7 +99,7 @@ def test_many_rows_are_cut_without_changing_them(isa: str, threads: int, num_in:
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations_hold_over_the_whole_range_and_keep_nan(isa: str, act: str) -> None:
     x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([float("nan"), 1e30, -1e30, 0.0])])[:, None]
-    result = linear(x, pack_linear(torch.ones(1, 1)), act=act)  # type: ignore[arg-type]
+    result = linear(x, NativeLinear(torch.ones(1, 1)), act=act)  # type: ignore[arg-type]
     truth = ACTIVATIONS[act](x.double())
     assert result[-4].isnan().all()
     rest = torch.arange(len(x)) != len(x) - 4
@@ -110,7 +110,7 @@ def test_activations_hold_over_the_whole_range_and_keep_nan(isa: str, act: str) 
 @pytest.mark.parametrize(("num_out", "num_in"), [(97, 131), (160, 256)])
 def test_a_row_does_not_depend_on_the_batch(isa: str, dtype: torch.dtype, num_out: int, num_in: int) -> None:
     x, weight, bias = case(70, num_out, num_in, dtype)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     alone = torch.cat([linear(x[row : row + 1], packed, act="gelu") for row in range(70)])
     for rows in range(1, 71):
         assert torch.equal(linear(x[:rows], packed, act="gelu"), alone[:rows]), rows
@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_the_batch(isa: str, dtype: torch.dtype, num_ou
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_thread_count(isa: str, dtype: torch.dtype) -> None:
     x, weight, bias = case(70, 1030, 517, dtype)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     expected = linear(x, packed)
     try:
         for threads in (2, 3, 5):
@@ -133,7 +133,7 @@ def test_a_row_does_not_depend_on_the_thread_count(isa: str, dtype: torch.dtype)
 
 def test_long_rows_are_cut_without_changing_them(isa: str) -> None:
     x, weight, bias = case(150, 40, 5000, torch.bfloat16)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     result = linear(x, packed)
     assert_as_good_as(result, F.linear(x, weight, bias), exact(x, weight, bias))
     assert torch.equal(linear(x[149:], packed), result[149:])
@@ -143,13 +143,13 @@ def test_long_rows_are_cut_without_changing_them(isa: str) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 20, 40])
 def test_memory_around_inputs_and_outputs_is_left_alone(isa: str, threads: int, dtype: torch.dtype, rows: int) -> None:
     x, weight, bias = case(rows, 45, 75, dtype)
-    expected = linear(x, pack_linear(weight, bias))
+    expected = linear(x, NativeLinear(weight, bias))
     poisoned_x = torch.full((rows + 2, 90), float("nan"), dtype=dtype)
     poisoned_x[1:-1, 8:83] = x
     poisoned_weight = torch.full((47, 91), float("nan"), dtype=dtype)
     poisoned_weight[1:-1, 8:83] = weight
-    linear(poisoned_x[:, :75], pack_linear(poisoned_weight[:, :75]))  # leaves NaN in reused working memory
-    packed = pack_linear(poisoned_weight[1:-1, 8:83], bias)
+    linear(poisoned_x[:, :75], NativeLinear(poisoned_weight[:, :75]))  # leaves NaN in reused working memory
+    packed = NativeLinear(poisoned_weight[1:-1, 8:83], bias)
     strided = poisoned_x[1:-1, 8:83]
     assert torch.equal(linear(strided, packed), expected)
     guarded = torch.full((rows + 2, 45), float("nan"), dtype=dtype)
@@ -161,7 +161,7 @@ def test_memory_around_inputs_and_outputs_is_left_alone(isa: str, threads: int, 
 
 def test_infinities_and_nan_stay_in_their_row(isa: str) -> None:
     x, weight, _ = case(20, 40, 70, torch.bfloat16)
-    packed = pack_linear(weight)
+    packed = NativeLinear(weight)
     clean = linear(x, packed)
     x[3, 5], x[11, 69] = float("inf"), float("nan")
     dirty = linear(x, packed)
@@ -173,25 +173,25 @@ def test_infinities_and_nan_stay_in_their_row(isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_empty_batch_gives_an_empty_result(isa: str, dtype: torch.dtype) -> None:
     _, weight, bias = case(1, 9, 4, dtype)
-    empty, packed = torch.empty(0, 4, dtype=dtype), pack_linear(weight, bias)
+    empty, packed = torch.empty(0, 4, dtype=dtype), NativeLinear(weight, bias)
     assert linear(empty, packed).shape == (0, 9)
     assert linear(empty, packed, residual=torch.empty(0, 9, dtype=dtype)).shape == (0, 9)
 
 
 def test_no_inputs_leave_the_bias(isa: str) -> None:
     bias = torch.arange(5.0)
-    assert torch.equal(linear(torch.empty(3, 0), pack_linear(torch.empty(5, 0), bias)), bias.expand(3, 5))
+    assert torch.equal(linear(torch.empty(3, 0), NativeLinear(torch.empty(5, 0), bias)), bias.expand(3, 5))
 
 
 def test_packed_weight_needs_about_the_original_memory() -> None:
     weight = torch.zeros(1024, 512, dtype=torch.bfloat16)
-    assert pack_linear(weight).nbytes == weight.nbytes
-    assert pack_linear(weight, torch.zeros(1024)).nbytes == weight.nbytes + 4096
+    assert NativeLinear(weight).nbytes == weight.nbytes
+    assert NativeLinear(weight, torch.zeros(1024)).nbytes == weight.nbytes + 4096
 
 
 def test_callers_on_two_threads_do_not_disturb_each_other() -> None:
     x, weight, bias = case(40, 700, 600, torch.bfloat16)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     expected = linear(x, packed)
     wrong: list[int] = []
 
@@ -210,7 +210,7 @@ def test_callers_on_two_threads_do_not_disturb_each_other() -> None:
 
 def test_wrong_arguments_are_named_with_expected_and_actual() -> None:
     x, weight, bias = case(3, 8, 6, torch.bfloat16)
-    packed = pack_linear(weight, bias)
+    packed = NativeLinear(weight, bias)
     with pytest.raises(ValueError, match=r"x: expected \[T, 6\].*got \[3, 5\]"):
         linear(x[:, :5], packed)
     with pytest.raises(ValueError, match=r"x: expected .*bfloat16.*got .*float32"):
@@ -230,11 +230,11 @@ def test_wrong_arguments_are_named_with_expected_and_actual() -> None:
     with pytest.raises(ValueError, match=r"act: expected one of none, silu.*got 'relu'"):
         linear(x, packed, act="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"bias: expected \[8\].*got \[7\]"):
-        pack_linear(weight, bias[:7])
+        NativeLinear(weight, bias[:7])
     with pytest.raises(ValueError, match=r"weight: expected \[num_out, K\].*got \[8\]"):
-        pack_linear(weight[:, 0])
+        NativeLinear(weight[:, 0])
     with pytest.raises(ValueError, match=r"weight: .*int64"):
-        pack_linear(weight.long())
+        NativeLinear(weight.long())
 
 
 def test_native_checks_name_expected_and_actual() -> None:

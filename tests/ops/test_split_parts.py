@@ -26,7 +26,7 @@ def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
 
 
 def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
-    sharing = Sharing()
+    sharing = Sharing(lambda: 1)
     for _ in range(2):
         sharing.submitted(VISION)
         assert sharing.begin(VISION) == 0
@@ -37,7 +37,7 @@ def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
 
 
 def test_an_encode_between_two_steps_shares_the_device_with_the_next_one() -> None:
-    sharing = Sharing()
+    sharing = Sharing(lambda: 1)
     for lane in (VISION, LANGUAGE):
         sharing.submitted(lane)
         sharing.begin(lane)

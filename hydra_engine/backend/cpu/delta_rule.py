@@ -21,7 +21,7 @@ def plan_states(rows: StateRows) -> StateRows:
 
 
 def plan_decode_states(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:  # noqa: ARG001
-    """As `plan_decode` of attention.py: no launch of these ops is captured."""
+    """As `NativeOps.plan_decode`: no launch of these ops is captured."""
     raise ValueError("plan_decode_states: expected ops that plan without contents; these check places before they run")
 
 

@@ -42,6 +42,7 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     partitions: Partitions = WholeDevice()
+    asynchronous = False
 
     def __init__(
         self,
@@ -86,10 +87,6 @@ class CpuDevice:
         """Nothing to wait for: an op returns when it is done."""
 
     # ---- work that ends after the call that launched it: there is none
-
-    @property
-    def asynchronous(self) -> bool:
-        return False
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
         """The arrays' own memory."""

@@ -69,8 +69,9 @@ class ThreadLane:
 
     def _run(self) -> None:
         try:
-            if self._niceness:
-                _be_nicer(self._niceness)
+            if self._niceness:  # on Linux a thread has a priority of its own
+                thread = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._niceness)
             self._set_threads(self._threads)
             with torch.inference_mode():
                 while (job := self._jobs.get()) is not None:
@@ -79,9 +80,3 @@ class ThreadLane:
         except BaseException as error:  # the thread's boundary: kept for every later submit
             self.error = error
             logger.critical("lane %s died; the instance cannot continue", self.name, exc_info=True)
-
-
-def _be_nicer(by: int) -> None:
-    """Lowers the calling thread's priority; on Linux a thread has its own."""
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + by)

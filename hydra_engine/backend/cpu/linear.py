@@ -16,18 +16,25 @@ from hydra_engine.backend.base import Activation, PackedLinear
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # a cache line
 
 
 class NativeLinear:
-    """A weight in the kernels' layout, about the size of the original; `PackedLinear` of backend/base.py."""
+    """`PackedLinear` of backend/base.py: a weight in the kernels' layout, about the size of the original, of which
+    nothing is kept."""
 
     __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        checks.check_linear(weight, bias)
+        checks.check_device(torch.device("cpu"), (("weight", weight),))
+        weight = weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous()
         self.num_out, self.num_in = weight.shape
         self.dtype = weight.dtype
-        self._data = _aligned(_C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[self.dtype]))
+        num_bytes = _C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[self.dtype])
+        memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+        offset = -memory.data_ptr() % _ALIGNMENT
+        self._data = memory[offset : offset + num_bytes]
         self._bias = None
         if bias is not None:
             self._bias = torch.zeros(-(-self.num_out // 32) * 32, dtype=torch.float32)
@@ -42,13 +49,6 @@ class NativeLinear:
     @property
     def nbytes(self) -> int:
         return self._data.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-    """weight [num_out, K], bias [num_out] -> packed; nothing of the originals is kept."""
-    checks.check_linear(weight, bias)
-    checks.check_device(torch.device("cpu"), (("weight", weight),))
-    return NativeLinear(weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous(), bias)
 
 
 def linear(
@@ -186,13 +186,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         DTYPE_CODES[x.dtype],
     )
     return out
-
-
-def _aligned(num_bytes: int) -> Tensor:
-    """Uninitialised bytes at a cache line's start."""
-    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    offset = -memory.data_ptr() % _ALIGNMENT
-    return memory[offset : offset + num_bytes]
 
 
 def _activation_code(act: str) -> int:

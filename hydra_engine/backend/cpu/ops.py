@@ -1,7 +1,7 @@
 """`Ops` on the native extension. Importing this needs hydra_engine._C; `select.py` asks first.
 
-Only dispatches: matrix products and norms are in linear.py, caches and attention in cache.py and attention.py,
-recurrent states in delta_rule.py.
+Attention is here; how its work is cut and which instructions run is decided in csrc/cpu/attention. Matrix products and
+norms are in linear.py, caches in cache.py, recurrent states in delta_rule.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import AttentionPlan, OpChoice, PagedCache
-from hydra_engine.backend.cpu import attention as native_attention
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import AttentionPlan, OpChoice, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.cpu import delta_rule as native_delta
 from hydra_engine.backend.cpu import linear as native_linear
 from hydra_engine.backend.cpu.cache import CacheOps
+from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.reference.ops import ALL_OPS
 from hydra_engine.backend.reference.sampling import sample
 
@@ -27,7 +28,7 @@ class NativeOps(CacheOps):
     name = "native"
     deterministic = True
 
-    pack_linear = staticmethod(native_linear.pack_linear)
+    pack_linear = native_linear.NativeLinear
     linear = staticmethod(native_linear.linear)
     rms_norm = staticmethod(native_linear.rms_norm)
     add_rms_norm = staticmethod(native_linear.add_rms_norm)
@@ -40,17 +41,52 @@ class NativeOps(CacheOps):
     plan_decode_states = staticmethod(native_delta.plan_decode_states)
     causal_conv = staticmethod(native_delta.causal_conv)
     delta_rule = staticmethod(native_delta.delta_rule)
-    plan_attention = staticmethod(native_attention.plan_attention)
-    plan_decode = staticmethod(native_attention.plan_decode)
-    plan_packed = staticmethod(native_attention.plan_packed)
-    attention_packed = staticmethod(native_attention.attention_packed)
     sample = staticmethod(sample)
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)
 
+    def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
+        cu_q, num_context, block_tables = cu_q.contiguous(), num_context.contiguous(), block_tables.contiguous()
+        batch, max_blocks = block_tables.shape
+        native = _C.AttentionPlan(cu_q.data_ptr(), num_context.data_ptr(), block_tables.data_ptr(), batch, max_blocks)
+        return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context, native)
+
+    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
+
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        return native_attention.attention_paged(self.desc(cache), q, cache, layer, plan, scale)
+        desc, max_blocks = self.desc(cache), plan.block_tables.shape[1]
+        tokens, num_heads, stride = checks.check_paged(q, cache, layer, max_blocks, plan.max_context)
+        out = q.new_empty(q.shape)
+        _C.attention_paged(plan.native, desc, layer, q.data_ptr(), stride, num_heads, tokens, out.data_ptr(), scale)
+        return out
+
+    def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        raise ValueError("plan_packed: expected ops that plan without contents; these cut their work by them")
+
+    def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        if isinstance(cu_seqlens, PackedPlan):
+            raise ValueError("cu_seqlens: expected numbers, got a plan of other ops")
+        checks.check_packed(q, k, v, cu_seqlens)
+        _, num_heads, dim = q.shape
+        out = q.new_empty(q.shape)
+        _C.attention_packed(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            out.data_ptr(),
+            cu_seqlens,
+            num_heads,
+            dim,
+            scale,
+            DTYPE_CODES[q.dtype],
+        )
+        return out
 
 
 def _choice(op: str, level: str) -> tuple[str, str]:

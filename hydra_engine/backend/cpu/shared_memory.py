@@ -1,8 +1,8 @@
 """Host memory that the instances of a node share: pools that one process writes and its peers read, and control words.
 
 The memory is an unnamed file that only descriptors lead to: it is in no folder, a killed owner leaves nothing behind,
-and whoever has mapped it can read it for as long as it likes. It is sealed against every change of its size, which
-would kill its readers, and against writers that come later, where the system knows how. Memory goes with the last
+and a process that has mapped it can read it for as long as it likes. It is sealed against every change of its size,
+which would kill its readers, and against writers that come later, where the system knows how. Memory goes with the last
 tensor on it, never under one. Does not know caches or blocks, nor how descriptors travel.
 """
 
@@ -48,7 +48,8 @@ class SharedPool:
             self._descriptor = os.memfd_create("hydra-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._descriptor, num_bytes)
             self._map = mmap.mmap(self._descriptor, num_bytes)
-            _ask_for_large_pages(self._map)
+            with suppress(OSError):  # as numpy does; most systems have no large pages for memory of this kind
+                self._map.madvise(mmap.MADV_HUGEPAGE)
             _seal(self._descriptor)
         except OSError as error:
             self.close()
@@ -127,12 +128,6 @@ def map_pool(descriptor: int, num_bytes: int) -> MappedPool:
         raise TransferError(f"a peer's memory cannot be mapped: {error.strerror}") from error
 
 
-def _ask_for_large_pages(mapping: mmap.mmap) -> None:
-    """As numpy does for memory of its own; most systems have none for this kind unless their owner says otherwise."""
-    with suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
 def _seal(descriptor: int) -> None:
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL | _FUTURE_WRITE)
@@ -143,7 +138,28 @@ def _seal(descriptor: int) -> None:
 # ---- control words
 
 
-class ControlWords:
+class _Words:
+    """Words of 64 bits in a pool."""
+
+    def __init__(self, memory: SharedPool | MappedPool) -> None:
+        self._memory = memory
+        self._bytes: Tensor | None = memory.tensor()
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._bytes = None
+        self._memory.close()
+
+    def _address(self, slot: int) -> int:
+        words = self._bytes
+        if words is None:
+            raise ValueError("slot: the control words are closed")
+        if not 0 <= slot < len(words) // WORD_BYTES:
+            raise ValueError(f"slot: expected 0 to {len(words) // WORD_BYTES - 1}, got {slot}")
+        return words.data_ptr() + slot * WORD_BYTES
+
+
+class ControlWords(_Words):
     """Words of 64 bits that this process writes and its peers read, zero at first. A peer that sees one byte of what
     this process writes after `store` sees the word too, if it loads it after that byte."""
 
@@ -151,47 +167,28 @@ class ControlWords:
         """Raises ResourceError where the system gives no memory, BackendError where words cannot be kept in order."""
         self._store = _accessors()[0]
         self.num_words = num_words
-        self._memory = SharedPool(num_words * WORD_BYTES)
-        self._bytes: Tensor | None = self._memory.tensor()
+        self._pool = SharedPool(num_words * WORD_BYTES)
+        super().__init__(self._pool)
 
     @property
     def descriptor(self) -> int:
-        return self._memory.descriptor
+        return self._pool.descriptor
 
     def store(self, slot: int, word: int) -> None:
-        self._store(_address(self._bytes, slot), word)
-
-    def close(self) -> None:
-        """A second call does nothing."""
-        self._bytes = None
-        self._memory.close()
+        self._store(self._address(slot), word)
 
 
-class PeerWords:
+class PeerWords(_Words):
     """The control words of a peer."""
 
     def __init__(self, descriptor: int, num_words: int) -> None:
         """Raises TransferError as `map_pool`, and BackendError as `ControlWords`."""
         self._load = _accessors()[1]
-        self._memory = map_pool(descriptor, num_words * WORD_BYTES)
-        self._bytes: Tensor | None = self._memory.tensor()
+        super().__init__(map_pool(descriptor, num_words * WORD_BYTES))
 
     def load(self, slot: int) -> int:
         """Comes after everything that this thread has read before, and that others had read when it learned of it."""
-        return self._load(_address(self._bytes, slot))
-
-    def close(self) -> None:
-        """A second call does nothing."""
-        self._bytes = None
-        self._memory.close()
-
-
-def _address(words: Tensor | None, slot: int) -> int:
-    if words is None:
-        raise ValueError("slot: the control words are closed")
-    if not 0 <= slot < len(words) // WORD_BYTES:
-        raise ValueError(f"slot: expected 0 to {len(words) // WORD_BYTES - 1}, got {slot}")
-    return words.data_ptr() + slot * WORD_BYTES
+        return self._load(self._address(slot))
 
 
 def _accessors() -> tuple[Callable[[int, int], None], Callable[[int], int]]:

@@ -34,7 +34,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class Rows(NamedTuple):
-    """What the host knows of a step, which nobody changes."""
+    """Rows of a step on the host, never changed."""
 
     cu_q: Ints
     num_context: Ints
@@ -120,6 +120,9 @@ class CudaAttention:
         k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
         split = native.num_decodes
         if split:
+            longest = native.max_decode_context
+            if longest is None:
+                longest = plan.block_tables.shape[1] * cache.block_size
             decode_attention(
                 q[:split],
                 k_cache,
@@ -127,7 +130,7 @@ class CudaAttention:
                 plan.block_tables[:split],
                 plan.num_context[:split],
                 scale,
-                num_splits=self._num_splits(split, cache, plan, native),
+                num_splits=choose_num_splits(split, cache.data.shape[4], longest, self._num_sms),
                 out=out[:split],
             )
         if native.max_rest_q:
@@ -145,45 +148,38 @@ class CudaAttention:
         return out
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        planned = isinstance(cu_seqlens, PackedPlan)
         if isinstance(cu_seqlens, PackedPlan):
-            return self._packed_by_plan(q, k, v, cu_seqlens, scale)
-        segments, max_length = self._segments(q, k, v, cu_seqlens)
-        if q.shape[2] > MAX_HEAD_DIM:
-            return _packed_by_torch(q, k, v, cu_seqlens, scale)
-        return packed_attention(q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic)
-
-    def _packed_by_plan(self, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float) -> Tensor:
-        checks.check_packed_rows(q, k, v)
-        if q.shape[2] > MAX_HEAD_DIM:
-            raise ValueError(
-                f"cu_seqlens: expected numbers for a head dim above {MAX_HEAD_DIM}, whose segments are cut on the host"
-            )
-        longest = min(plan.max_length, q.shape[0])
+            checks.check_packed_rows(q, k, v)
+            if q.shape[2] > MAX_HEAD_DIM:
+                raise ValueError(
+                    f"cu_seqlens: expected numbers for a head dim above {MAX_HEAD_DIM}, whose segments are cut on the "
+                    "host"
+                )
+            segments, max_length = cu_seqlens.cu_seqlens, min(cu_seqlens.max_length, q.shape[0])
+        else:
+            segments, max_length = self._segments(q, k, v, cu_seqlens)
+            if q.shape[2] > MAX_HEAD_DIM:
+                return _packed_by_torch(q, k, v, cu_seqlens, scale)
         return packed_attention(
-            q, k, v, plan.cu_seqlens, scale, max_length=longest, one_tile=self._deterministic, search=True
+            q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic, search=planned
         )
-
-    def _num_splits(self, batch: int, cache: PagedCache, plan: AttentionPlan, native: CudaPlan) -> int:
-        longest = native.max_decode_context
-        if longest is None:
-            longest = plan.block_tables.shape[1] * cache.block_size
-        return choose_num_splits(batch, cache.data.shape[4], longest, self._num_sms)
 
     def _segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
         """(cu_seqlens on the device, the longest segment): every layer of a tower asks for the same."""
-        known: dict[tuple[int, ...], tuple[Tensor, int]] | None = getattr(self._of_thread, "segments", None)
-        if known is None:
-            known = self._of_thread.segments = {}
+        sent: dict[tuple[int, ...], tuple[Tensor, int]] | None = getattr(self._of_thread, "segments", None)
+        if sent is None:
+            sent = self._of_thread.segments = {}
         bounds = tuple(cu_seqlens)
-        found = known.get(bounds)
-        if found is not None and q.shape[0] == bounds[-1]:
-            return found
+        segments = sent.get(bounds)
+        if segments is not None and q.shape[0] == bounds[-1]:
+            return segments
         checks.check_packed(q, k, v, bounds)
         (on_device,) = self._send((np.array(bounds, dtype=np.int32),))
-        while len(known) >= _MAX_SEGMENTS:
-            del known[next(iter(known))]
-        known[bounds] = on_device, max((end - begin for begin, end in pairwise(bounds)), default=0)
-        return known[bounds]
+        while len(sent) >= _MAX_SEGMENTS:
+            del sent[next(iter(sent))]
+        sent[bounds] = on_device, max((end - begin for begin, end in pairwise(bounds)), default=0)
+        return sent[bounds]
 
 
 # ---- where no kernel fits

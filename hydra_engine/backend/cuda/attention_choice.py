@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
 class ChosenAttention(NamedTuple):
     """`name` FLASHINFER or TRITON; `note` is for the start-up summary, None where there was nothing to choose.
-    `only_paged`: towers of pictures take TRITON all the same, for nobody measured them."""
+    `only_paged`: towers of pictures take TRITON all the same, since they are not measured."""
 
     name: str
     reason: str = "asked for by name"
@@ -39,18 +39,18 @@ class ChosenAttention(NamedTuple):
     only_paged: bool = False
 
 
-def resolve_attention(wanted: str, *, on_gpu: bool, dtype: torch.dtype, heads: Heads, deterministic: bool) -> str:
+def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Heads, deterministic: bool) -> str:
     """TRITON, FLASHINFER, or AUTO where both can compute and a measurement is to decide. What was asked for by name is
     taken or refused with the reason: ConfigError, or BackendError where the package is missing."""
-    if wanted != AUTO and not on_gpu:
+    if name != AUTO and not on_gpu:
         raise ConfigError(
-            f"attention_backend {wanted} runs on a GPU; set attention_backend to auto or device to cuda:0",
+            f"attention_backend {name} runs on a GPU; set attention_backend to auto or device to cuda:0",
             param="attention_backend",
         )
-    if wanted == TRITON or not on_gpu:
+    if name == TRITON or not on_gpu:
         return TRITON
     reason = _unfit(dtype, heads.head_dim, heads.block_size, deterministic)
-    if wanted == AUTO:
+    if name == AUTO:
         return TRITON if reason or _missing() else AUTO
     if reason:
         raise ConfigError(

@@ -7,10 +7,10 @@ weights, nor how steps are mixed: both cases count alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,19 +30,12 @@ MAX_CONTEXT = 4096
 CHUNK, CHUNK_CONTEXT = 1024, 2048
 LAUNCHES = 8  # in a graph, as if they were layers
 REPLAYS = 5
-MARGIN = 1.03  # so many times as fast has FlashInfer to be: nobody is served by a choice that noise makes
+MARGIN = 1.03  # so many times as fast has FlashInfer to be: a choice that noise makes is no choice
 TOLERANCE = 0.05  # of the largest result; kernels of these types differ by about a hundredth
 
 Launch = Callable[[], None]
 Seconds = Callable[[Launch], float]  # that the device takes for what is launched
-
-
-class Attention(Protocol):
-    def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan: ...
-
-    def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan: ...
-
-    def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor: ...
+Attention = CudaAttention | FlashInferAttention
 
 
 class Case(NamedTuple):
@@ -59,7 +52,7 @@ def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> Ch
     on = device.torch_device
     with torch.cuda.device(on):
         by_triton = CudaAttention(on, num_sms, device.send, deterministic=False)
-        found = compare(
+        choice = compare(
             by_triton,
             lambda: FlashInferAttention(on, num_sms, device.send, by_triton),
             random_cache(heads, dtype, on),
@@ -68,7 +61,7 @@ def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> Ch
         )
         device.finish()
     device.trim()
-    return found
+    return choice
 
 
 def compare(
@@ -85,7 +78,8 @@ def compare(
             ratios[case.name] = seconds(_repeated(ours)) / seconds(_repeated(theirs))
     except (BackendError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
         # It compiles its kernels at first use, which needs a compiler and a cache folder.
-        return _triton(f"flashinfer could not be tried ({_first_line(error)})")
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return _triton(f"flashinfer could not be tried ({lines[0][:160]})")
     speed = prod(ratios.values()) ** (1 / len(ratios))
     by_case = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     measured = f"measured at start, {speed:.2f} times as fast as triton ({by_case})"
@@ -166,8 +160,3 @@ def _agree(given: Tensor, expected: Tensor) -> bool:
 
 def _triton(why: str) -> ChosenAttention:
     return ChosenAttention(TRITON, why, f"attention: triton; {why}")
-
-
-def _first_line(error: Exception) -> str:
-    lines: Sequence[str] = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__

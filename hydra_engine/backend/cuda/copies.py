@@ -143,5 +143,5 @@ class CudaFetch:
 
 def failure(device: torch.device, error: Exception) -> BackendError:
     """What CUDA says, in one line; after most of its errors a process can do nothing more on the device."""
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    return BackendError(f"the device {device} failed: {said[0][:160]}")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return BackendError(f"the device {device} failed: {lines[0][:160]}")

@@ -31,6 +31,8 @@ class CudaDevice:
     """`set_threads` sets the processor threads of the thread that calls it; `lane_priority` is a key of PRIORITIES.
     `split` None: the device is not divided."""
 
+    asynchronous = True
+
     def __init__(
         self,
         index: int,
@@ -60,7 +62,7 @@ class CudaDevice:
     # ---- memory
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes; what torch holds and has given to nobody counts as free."""
+        """(free, total) bytes; what torch holds without using it counts as free."""
         free, total = torch.cuda.mem_get_info(self._index)
         idle = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
         return free + idle, total
@@ -102,10 +104,6 @@ class CudaDevice:
         return cuda_ipc.PEER_POOLS.open(export.handle, export.num_bytes, self._index)
 
     # ---- work that ends after the call that launched it
-
-    @property
-    def asynchronous(self) -> bool:
-        return True
 
     def finish(self) -> None:
         """Raises BackendError where the device failed."""

@@ -29,7 +29,6 @@ from hydra_engine.backend.cuda.flashinfer_graphs import (
     GraphDecode,
     GraphPlan,
     Kind,
-    Pages,
     cumulated,
     pages_of,
     workspace_bytes,
@@ -82,8 +81,8 @@ class _OfLane:
         self._library = library
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._of_step: dict[str, Wrappers] = {}
-        self._retired: list[dict[str, Wrappers]] = []  # what they have planned may not have been copied yet
+        self._of_step: dict[Hashable, Wrappers] = {}
+        self._retired: list[dict[Hashable, Wrappers]] = []  # what they have planned may not have been copied yet
         self.graphs = GraphBuffers(device)
 
     def workspace(self, num_bytes: int) -> Tensor:
@@ -97,22 +96,19 @@ class _OfLane:
 
     def wrappers(self, name: str, num_bytes: int, count: int, **options: Any) -> Wrappers:
         """Up to `count` of the library's Batch..KVCacheWrapper with these options."""
-        workspace, key = self.workspace(num_bytes), f"{name} {options}"
+        workspace, key = self.workspace(num_bytes), (name, *options.values())
         if key not in self._of_step:
             make = getattr(self._library, f"Batch{name}KVCacheWrapper")
             self._of_step[key] = Wrappers(partial(make, workspace, kv_layout="NHD", backend="fa2", **options), count)
         return self._of_step[key]
 
 
-_ELSE = "head dims other than 64, 128 and 256 take Triton"
-_ELSE_PACKED = "head dims other than 64, 128 and 256, and encodes that are captured, take Triton"
-
-
 def choices(chosen: ChosenAttention) -> dict[str, tuple[str, str]]:
     """Lines of `Ops.choices`."""
-    lines = {"attention_paged": ("flashinfer", f"{chosen.reason}; {_ELSE}")}
+    others = f"{chosen.reason}; head dims other than 64, 128 and 256"
+    lines = {"attention_paged": ("flashinfer", f"{others} take Triton")}
     if not chosen.only_paged:
-        lines["attention_packed"] = ("flashinfer", f"{chosen.reason}; {_ELSE_PACKED}")
+        lines["attention_packed"] = ("flashinfer", f"{others}, and encodes that are captured, take Triton")
     return lines
 
 
@@ -202,28 +198,28 @@ class FlashInferAttention:
 
     @property
     def _lane(self) -> _OfLane:
-        found: _OfLane | None = getattr(self._of_thread, "lane", None)
-        if found is None:
-            found = self._of_thread.lane = _OfLane(self._library, self._device)
-        return found
+        lane: _OfLane | None = getattr(self._of_thread, "lane", None)
+        if lane is None:
+            lane = self._of_thread.lane = _OfLane(self._library, self._device)
+        return lane
 
     def _captured(self, kind: Kind, native: GraphPlan) -> Any:
         """Planned at its first use, which is not captured: `Device.capture` runs once before it captures."""
-        found = native.decodes.get(kind)
-        if found is None:
+        decode = native.decodes.get(kind)
+        if decode is None:
             pages = native.pages(kind.block_size)
             workspace = self._lane.workspace(workspace_bytes(kind, self._num_sms, native.batch))
-            found = GraphDecode(
+            decode = GraphDecode(
                 self._library, workspace, self._lane.graphs, self._send, kind, native.batch, native.width
             )
-            found.plan(pages)
-            native.decodes[kind] = found
-        return found.wrapper
+            decode.plan(pages)
+            native.decodes[kind] = decode
+        return decode.wrapper
 
     def _decode(self, kind: Kind, native: FlashPlan) -> Any:
         def plan(wrapper: Any) -> None:
-            pages = self._pages(native, slice(native.num_decodes), kind)
-            wrapper.plan(*self._tensors(pages), *kind.shape, **kind.settings)
+            _, *pages = self._pages(native, slice(native.num_decodes), kind)
+            wrapper.plan(*pages, *kind.shape, **kind.settings)
 
         size, cores = workspace_bytes(kind, self._num_sms), kind.tensor_cores
         wrappers = self._lane.wrappers("DecodeWithPaged", size, NUM_STEPS, use_tensor_cores=cores)
@@ -232,20 +228,18 @@ class FlashInferAttention:
     def _prefill(self, kind: Kind, native: FlashPlan) -> Any:
         def plan(wrapper: Any) -> None:
             pages = self._pages(native, slice(native.num_decodes, None), kind)
-            cu_q = torch.from_numpy(pages.cu_q)
-            wrapper.plan(cu_q, *self._tensors(pages), *kind.shape, causal=True, **kind.settings)
+            wrapper.plan(*pages, *kind.shape, causal=True, **kind.settings)
 
         wrappers = self._lane.wrappers("PrefillWithPaged", workspace_bytes(kind, self._num_sms), NUM_STEPS)
         return wrappers.planned((native, kind), plan)
 
-    def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> Pages:
-        return pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)
-
-    def _tensors(self, pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
-        """(indptr, indices, last_page_len). What plans read stays on the host, where the library asks for it; the list
-        of blocks can be long, so it is sent without waiting."""
+    def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(cu_q, indptr, indices, last_page_len). What plans read stays on the host, where the library asks for it; the
+        list of blocks can be long, so it is sent without waiting."""
+        pages = pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)
         (indices,) = self._send((pages.indices,))
-        return torch.from_numpy(pages.indptr), indices, torch.from_numpy(pages.last_page_len)
+        cu_q, indptr, last = (torch.from_numpy(part) for part in (pages.cu_q, pages.indptr, pages.last_page_len))
+        return cu_q, indptr, indices, last
 
 
 def _fits(q: Tensor) -> bool:

@@ -16,7 +16,7 @@ from hydra_engine.backend.cpu.lanes import Job, ThreadLane
 logger = logging.getLogger(__name__)
 
 # Whose blocks the device begins first, by `lane_priority`; -1 before 0. Blocks that run are not interrupted. Tokens
-# wait for each other and pictures do not, so only where encodes are to finish early nobody goes first.
+# wait for each other and pictures do not, so only where encodes are to finish early no lane goes first.
 PRIORITIES: dict[str, dict[str, int]] = {
     "throughput": {},
     "balanced": {"language": -1},

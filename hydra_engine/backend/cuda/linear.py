@@ -31,12 +31,6 @@ def implementation(rows: int, *, deterministic: bool) -> Implementation:
     return "small" if rows <= SMALL_ROWS else "cublas"
 
 
-def prepare() -> None:
-    """Sums of 16-bit products in float32, also those that cuBLAS splits over the device. Of the whole process."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
 def linear(
     x: Tensor,
     weight: PackedLinear,
@@ -61,18 +55,14 @@ def linear(
 
 def _cublas(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     if dtype is not x.dtype:
-        return finish(_sums(x, weight.weight), weight.bias, residual, act, dtype)
+        # cuBLAS gives the sums of 16-bit operands too, before any rounding.
+        wide = x.dtype is torch.float32
+        sums = F.linear(x, weight.weight) if wide else torch.mm(x, weight.weight.t(), out_dtype=torch.float32)
+        return finish(sums, weight.bias, residual, act, dtype)
     if act == "none" and residual is not None and weight.bias is None:
         return torch.addmm(residual, x, weight.weight.t())
     product = F.linear(x, weight.weight, weight.bias)
     return product if act == "none" and residual is None else finish(product, None, residual, act, dtype)
-
-
-def _sums(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, num_out] float32, before any rounding: cuBLAS gives them of 16-bit operands too."""
-    if x.dtype is torch.float32:
-        return F.linear(x, weight)
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def _check(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> None:

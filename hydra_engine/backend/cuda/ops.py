@@ -90,7 +90,9 @@ class CudaOps(CudaCacheOps):
         self.plan_packed, self.attention_packed = packed.plan_packed, packed.packed
         self._send = send
         self.linear = partial(cuda_linear.linear, deterministic=deterministic)
-        cuda_linear.prepare()
+        # Of the whole process: sums of 16-bit products in float32, also those that cuBLAS splits over the device.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def choices(self) -> tuple[OpChoice, ...]:
         chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import NamedTuple
 
 import torch
 
@@ -23,21 +22,15 @@ from hydra_engine.errors import BackendError, ConfigError
 
 LANGUAGE, VISION = "language", "vision"
 
-UseStream = Callable[[torch.cuda.Stream], None]
-
 
 # The partition of jobs that begin now while both lanes have work; 0: the whole device. From any thread.
 Policy = Callable[[], int]
 
 
-def always_the_first() -> int:
-    return 1
-
-
 class Sharing:
     """Which lanes have work, and so the partition of a job that begins. From any thread."""
 
-    def __init__(self, policy: Policy = always_the_first) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._lock = threading.Lock()
         self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not ended
@@ -69,7 +62,9 @@ class Sharing:
 class Track:
     """The streams of one lane, one for each partition, and where it is. Moving belongs to the lane's thread."""
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream], use: UseStream = torch.cuda.set_stream) -> None:
+    def __init__(
+        self, streams: Sequence[torch.cuda.Stream], use: Callable[[torch.cuda.Stream], None] = torch.cuda.set_stream
+    ) -> None:
         self.streams = tuple(streams)
         self.partition = 0
         self._use = use
@@ -97,17 +92,15 @@ class SplitLane(CudaLane):
     def __init__(
         self,
         name: str,
-        device: torch.device,
+        device: SplitDevice,
         track: Track,
         threads: int,
         set_threads: Callable[[int], None],
-        sharing: Sharing,
-        of_thread: threading.local,
     ) -> None:
         self._track = track
-        self._sharing = sharing
-        self._of_thread = of_thread
-        super().__init__(name, device, track.streams[0], threads, set_threads)
+        self._sharing = device.sharing
+        self._of_thread = device.of_thread
+        super().__init__(name, device.torch_device, track.streams[0], threads, set_threads)
 
     def submit(self, job: Job) -> None:
         self._sharing.submitted(self.name)
@@ -141,15 +134,6 @@ class SplitLane(CudaLane):
         return run
 
 
-class Split(NamedTuple):
-    """Streams whose kernels share no multiprocessor."""
-
-    language: torch.cuda.Stream
-    vision: torch.cuda.Stream
-    language_sms: int
-    vision_sms: int
-
-
 class SplitDevice:
     """`Partitions` of backend/device.py: one for each of `counts`, multiprocessors for the language lane.
 
@@ -160,31 +144,33 @@ class SplitDevice:
         device: torch.device,
         counts: Sequence[int],
         priorities: dict[str, int],
-        policy: Policy = always_the_first,
+        policy: Policy = lambda: 1,
     ) -> None:
-        self._device = device
-        self._splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
-        self._sharing = Sharing(policy)
-        self._of_thread = threading.local()
-        self.count = 1 + len(self._splits)
-        self.note = note_of(counts, [(one.language_sms, one.vision_sms) for one in self._splits])
+        self.torch_device = device
+        splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
+        self._streams = {
+            lane: [torch.cuda.ExternalStream(streams[i], device=device) for streams in splits]
+            for i, lane in enumerate((LANGUAGE, VISION))
+        }
+        self.sharing = Sharing(policy)
+        self.of_thread = threading.local()
+        self.count = 1 + len(splits)
+        self.note = note_of(counts, [sms for _, _, *sms in splits])
 
     def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
         """One of each name, for both parts of a partition have one stream. `whole`: for the whole device."""
         if name not in (LANGUAGE, VISION):
-            return CudaLane(name, self._device, whole, threads, set_threads)
-        parts = [one.language if name == LANGUAGE else one.vision for one in self._splits]
-        track = Track([whole, *parts])
-        return SplitLane(name, self._device, track, threads, set_threads, self._sharing, self._of_thread)
+            return CudaLane(name, self.torch_device, whole, threads, set_threads)
+        return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
 
     def current(self) -> int:
-        track: Track | None = getattr(self._of_thread, "track", None)
+        track: Track | None = getattr(self.of_thread, "track", None)
         return 0 if track is None else track.partition
 
     def at(self, partition: int) -> AbstractContextManager[None]:
         if not 0 <= partition < self.count:
             raise ValueError(f"partition: expected 0 to {self.count - 1}, got {partition}")
-        track: Track | None = getattr(self._of_thread, "track", None)
+        track: Track | None = getattr(self.of_thread, "track", None)
         if track is not None:
             return track.at(partition)
         if partition != 0:
@@ -194,10 +180,11 @@ class SplitDevice:
 
 def split(
     device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int
-) -> tuple[Split, ...]:
-    """Makes them. They stay until the process ends."""
+) -> list[tuple[int, int, int, int]]:
+    """For each of `counts` streams of the language and of the vision lane whose kernels share no multiprocessor, and
+    how many of these each has. They stay until the process ends."""
     try:
-        found = _C.cuda_split_streams(device.index, counts, language_priority, vision_priority)
+        return _C.cuda_split_streams(device.index, counts, language_priority, vision_priority)
     except ValueError as error:
         raise ConfigError(f"sm_split: {_sentence(error)}", param="sm_split") from error
     except RuntimeError as error:
@@ -206,18 +193,9 @@ def split(
             "update the driver if it is older than CUDA 12.5",
             param="sm_split",
         ) from error
-    return tuple(
-        Split(
-            torch.cuda.ExternalStream(language, device=device),
-            torch.cuda.ExternalStream(vision, device=device),
-            language_sms,
-            vision_sms,
-        )
-        for language, vision, language_sms, vision_sms in found
-    )
 
 
-def note_of(counts: Sequence[int], sms: Sequence[tuple[int, int]]) -> str:
+def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]]) -> str:
     """For the start-up summary. `sms`: of the language and of the vision lane, for each of `counts`."""
     partitions = [
         f"{language} for tokens and {vision} for pictures"

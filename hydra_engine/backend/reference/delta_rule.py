@@ -62,8 +62,8 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
         state = states[reads[row], layer].clone() if starts[row] else torch.zeros_like(states[0, 0])
         for t in range(begin, end):
             state *= decays[t, :, None, None]
-            known = (state * k[t, :, :, None]).sum(1)  # [Hv, Dv]: what the state says of this key
-            change = (v[t].float() - known) * strengths[t, :, None]
+            recalled = (state * k[t, :, :, None]).sum(1)  # [Hv, Dv]: what the state says of this key
+            change = (v[t].float() - recalled) * strengths[t, :, None]
             state += k[t, :, :, None] * change[:, None]
             out[t] = (state * q[t, :, :, None]).sum(1)
         if writes[row] >= 0:

@@ -280,7 +280,7 @@ class ReferenceOps:
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         """softmax(scale * q K^T) V within each segment."""
-        bounds = bounds_of(cu_seqlens)
+        bounds = cu_seqlens.cu_seqlens.tolist() if isinstance(cu_seqlens, PackedPlan) else cu_seqlens
         checks.check_packed(q, k, v, bounds)
         out = torch.empty(q.shape, dtype=q.dtype)
         for begin, end in pairwise(bounds):
@@ -289,10 +289,6 @@ class ReferenceOps:
                 weights = torch.softmax(wide_q[head] @ wide_k[head].T * scale, dim=-1)
                 out[begin:end, head] = weights @ wide_v[head]
         return out
-
-
-def bounds_of(segments: Segments) -> Sequence[int]:
-    return segments.cu_seqlens.tolist() if isinstance(segments, PackedPlan) else segments
 
 
 def activation(x: Tensor, act: Activation) -> Tensor:
