@@ -31,7 +31,7 @@ TraceSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_TRACE_S)]
 
 
 class TopologySwitch:
-    """One change at a time. One that has begun goes on when whoever asked for it leaves."""
+    """Changes the topology, one change at a time. A change that has begun goes on when its client leaves."""
 
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
@@ -125,7 +125,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _log_end(switch: asyncio.Task[None]) -> None:
-    """Of a change whose client has gone."""
+    """Logs how a change ended whose client has gone."""
     error = None if switch.cancelled() else switch.exception()
     if isinstance(error, HydraError):
         logger.warning("the topology was not changed: %s", error.message)

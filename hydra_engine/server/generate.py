@@ -57,7 +57,7 @@ class Identity(msgspec.Struct, frozen=True):
     model: str
 
     def head(self, kind: str) -> tuple[str, str, int, str, str]:
-        """Of an OpenAI answer: the fields of `CompletionHead`."""
+        """The fields of `CompletionHead`, with which OpenAI's answers begin."""
         return self.id, kind, self.created, self.model, FINGERPRINT
 
 
@@ -135,7 +135,7 @@ def check_model(request: web.Request, model: str | None) -> str:
 
 
 def offered(request: web.Request, use: ToolUse) -> ToolUse:
-    """With the dialect of the model that is served. Raises InvalidRequest where it knows no tools."""
+    """`use` with the dialect of the model that is served. Raises InvalidRequest where it knows no tools."""
     return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].chat_template)
 
 
@@ -153,7 +153,7 @@ def call_of(request: web.Request, body: GenerationFields, sampling: SamplingPara
 async def respond(
     request: web.Request, calls: Sequence[GenerationCall], answer: Answer, body: GenerationFields
 ) -> web.StreamResponse:
-    """One call for each prompt, all sampled alike."""
+    """Runs one call for each prompt, all sampled alike."""
     if body.stream:
         return await _stream(request, calls, answer, body)
     async with _running(request, calls, answer, body) as handle:
@@ -238,7 +238,7 @@ def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
 
 
 class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """`ended`: how many requests with this id ran and were told to stop."""
+    """`ended`: how many requests with this id ran and were stopped."""
 
     id: str
     object: str = "request.ended"
@@ -257,8 +257,9 @@ async def end_requests(request: web.Request) -> web.Response:
 
 
 def _num_logprobs(body: GenerationFields, sampling: SamplingParams, num_prompt: int = 0) -> int:
-    """At most so many, of tokens and of candidates beside them: answers (of all prompts) x tokens x (1 + candidates),
-    and `num_prompt` tokens of all prompts in each place that repeats them. Without `max_tokens` of no answer."""
+    """The most log probabilities, of tokens and of candidates beside them: answers (of all prompts) x tokens x (1 +
+    candidates), and `num_prompt` tokens of all prompts in each place that repeats them. Without `max_tokens` of no
+    answer."""
     count = 0
     if sampling.logprobs is not None:
         count += body.num_choices * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
@@ -268,7 +269,8 @@ def _num_logprobs(body: GenerationFields, sampling: SamplingParams, num_prompt: 
 
 
 def _bounded(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> SamplingParams:
-    """The same, with an end where the request names none and could go on for too long. Raises InvalidRequest."""
+    """`sampling`, with a `max_tokens` where the request names none and could go on for too long. Raises
+    InvalidRequest."""
     most = request.app[CONFIG].max_logprob_entries
     if sampling.logprobs is not None and sampling.max_tokens is None:
         room, engine = most // (body.num_choices * (1 + sampling.logprobs)), request.app[ENGINE]

@@ -29,7 +29,7 @@ _REASONS = {
     "hung": ("not_ready", "the engine makes no progress"),
     "instance_lost": ("instance_lost", "a stage has no instance that is up"),
 }
-_WANTED = (Condition.STARTING, Condition.SILENT, Condition.FAILED)  # not ready, and not because somebody said so
+_DEGRADED = (Condition.STARTING, Condition.SILENT, Condition.FAILED)  # not ready, and not by an operator's wish
 _MAX_REASON = 200
 
 
@@ -81,7 +81,7 @@ async def health(request: web.Request) -> web.Response:
     if request.app[STATE].lifecycle.draining:
         serving, reason = False, "draining"
     if serving:
-        return json_response(Health(degraded=any(s.condition in _WANTED for s in states), instances=describe(states)))
+        return json_response(Health(degraded=any(s.condition in _DEGRADED for s in states), instances=describe(states)))
     code, message = _REASONS.get(reason, ("not_ready", "the engine is not serving"))
     error = Unavailable(message, code=code, retry_after_s=2)
     response = error_response(error)
@@ -140,7 +140,7 @@ def _model(request: web.Request) -> Model:
 
 
 class Load(msgspec.Struct, frozen=True):
-    """As vLLM has it: generations that run or wait."""
+    """The generations that run or wait, in vLLM's form."""
 
     server_load: int
 
@@ -234,7 +234,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 def topology_of(states: Iterable[InstanceState]) -> str:
-    """As it is now."""
+    """The topology of the instances that are not stopped."""
     specs = [InstanceSpec(Role.parse(s.role), "auto") for s in states if s.condition is not Condition.STOPPED]
     return str(Topology(tuple(specs))) if specs else ""
 

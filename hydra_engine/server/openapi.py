@@ -160,7 +160,7 @@ def _answers(path: str, operation: Operation, schemas: dict[Any, Json]) -> Json:
 
 
 def _event(data: Json, *, done: bool) -> Json:
-    """One event of a stream, which is how tools read the schema of this media type."""
+    """One event of a stream, the schema of this media type as tools read it."""
     written = {"type": "string", "contentMediaType": _JSON, "contentSchema": data}
     return {
         "type": "object",

@@ -105,7 +105,7 @@ async def _run(
         well = await _until_signal_or_loss(engine, signals)
     if not well:
         logger.error("the instances of a stage have ended for good; the server ends too")
-        await asyncio.sleep(CLOSE_S)  # clients are told, and health says it once more
+        await asyncio.sleep(CLOSE_S)  # clients get their errors, and health shows the loss
         return 1
     return await _drain(state.lifecycle, config.shutdown_timeout_s, signals)
 

@@ -66,7 +66,7 @@ class ClientLimits:
         return len(self._clients)
 
     def count(self, client: str) -> None:
-        """One request has come. Raises RateLimited."""
+        """Counts a request. Raises RateLimited."""
         if not self._per_minute:
             return
         state = self._find(client)
@@ -99,7 +99,8 @@ class ClientLimits:
             state.running -= num_answers
 
     def _find(self, name: str) -> _Client:
-        """With its tokens up to date. An idle client is forgotten when there are too many; it starts anew then."""
+        """The client with its tokens up to date. An idle client is forgotten when there are too many; it starts anew
+        then."""
         now = self._clock()
         client = self._clients.get(name)
         if client is None:
@@ -131,7 +132,7 @@ class Scope:
         self._error: HydraError | None = None
 
     def end(self, error: HydraError) -> bool:
-        """`error` is what the client is told. False: it is ending already."""
+        """Ends what is inside with `error`, which the client gets. False: it is ending already."""
         if self._error is not None:
             return False
         self._error = error
@@ -242,8 +243,8 @@ def client_of(request: web.Request) -> str:
 
 @asynccontextmanager
 async def admitted(request: web.Request, num_answers: int) -> AsyncIterator[None]:
-    """Where the generation of a request runs. Raises RateLimited or Unavailable when its client has too many or the
-    server drains, and inside, at whatever is waited for, what the client is told when its id or a drain ends it."""
+    """The scope of a running generation. Raises RateLimited or Unavailable when its client has too many or the server
+    drains; when its id or a drain ends it, raises the error that its client gets at whatever is awaited inside."""
     state, ids = request.app[STATE], (request[ANSWER_ID], request[REQUEST_ID])
     async with Scope() as scope:
         with (

@@ -146,7 +146,7 @@ class MessageAnswer(Answer):
         return events
 
     def _begin_text(self) -> list[AnyMessageEvent]:
-        """Nothing where a block of text is open already."""
+        """Opens a block of text, unless one is open already."""
         return [] if isinstance(self._open, OutputBlock) else self._begin_block(OutputBlock(""))
 
     def _begin_block(self, block: AnyOutputBlock) -> list[AnyMessageEvent]:
@@ -163,8 +163,8 @@ class MessageAnswer(Answer):
 
 
 def _whole_blocks(events: Iterable[Event]) -> list[AnyOutputBlock]:
-    """Of a whole answer. A call whose input is no JSON object, for it was cut off or not constrained, stays text:
-    nobody is told to run what the model has not said."""
+    """The blocks of a whole answer. A call whose input is no JSON object, for it was cut off or not constrained,
+    stays text: a client must not run what the model has not written."""
     blocks: list[AnyOutputBlock] = []
     for item in parsed(events):
         if isinstance(item, str):

@@ -44,7 +44,7 @@ class Access:
 
     @property
     def answers(self) -> list[tuple[Result, float]]:
-        """Each alone, and when it ended."""
+        """Each answer alone, and when it ended."""
         return [(answer, ended_s) for result, ended_s in self.results for answer in (result.choices or (result,))]
 
 

@@ -1,7 +1,7 @@
 """API keys, the admin key, and which tenant a request belongs to. An API key opens every route but the admin routes,
 the admin key only those.
 
-A tenant is whoever holds a key: keys of one name are one tenant's, a key without a name is one by itself. Each
+A tenant is the holder of a key: keys of one name are one tenant's, a key without a name is one by itself. Each
 `GenerationCall` of this room takes its `cache_salt` from here (a test holds that), which isolates the caches of tenants
 from each other. Does not know what a tenant may do or has asked for, or what is cached.
 """
@@ -129,8 +129,8 @@ SALT_SECRET = web.AppKey("salt_secret", bytes)  # drawn at start: caches live no
 
 
 def auth_middleware(keys: KeyRing) -> Middleware:
-    """Default deny: without a key there are only the open paths, and without an admin key nobody gets to ADMIN_PATHS.
-    Where there are no API keys everything else is open and nobody is a tenant."""
+    """Default deny: without a key there are only the open paths, and without an admin key no ADMIN_PATHS.
+    Where there are no API keys everything else is open and requests have no tenant."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -154,7 +154,7 @@ def auth_middleware(keys: KeyRing) -> Middleware:
 
 def cache_salt(request: web.Request, own: str | None) -> str:
     """`own`: what the client asked for, which parts its requests among themselves. Without keys, or where caches are
-    shared, that is all there is. Nobody who does not know the secret can name the salt of another key."""
+    shared, that is all there is. The salt of another key cannot be made without the secret."""
     tenant = request.get(TENANT, "")
     if not tenant or request.app[CONFIG].share_caches:
         return own or ""

@@ -147,7 +147,7 @@ def parse_request(body: bytes | bytearray, kind: type[R]) -> R:
 
 
 def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
-    """Of requests of this kind: name -> the values, beside null, that ask for nothing."""
+    """The refused fields of a kind of request: name -> the values, beside null, that ask for nothing."""
     refused: dict[str, tuple[Any, ...]] = UNSUPPORTED | getattr(kind, "UNSUPPORTED", {})
     return {name: values for name, values in refused.items() if name not in kind.__struct_fields__}
 

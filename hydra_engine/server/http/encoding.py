@@ -41,7 +41,7 @@ class Slices:
         return self.fill(_encode(answer))
 
     def fill(self, data: bytes) -> bytes | Iterator[bytes]:
-        """The same for what is encoded already."""
+        """`encode` for an answer that is encoded already."""
         self._num_made = 0
         around = _MARK.split(data) if self._lists else [data]
         return self._parts(around) if len(around) > 1 else data

@@ -125,7 +125,7 @@ def _last_event(request: web.Request, error: HydraError) -> bytes:
 def error_response(
     error: HydraError, headers: Mapping[str, str] | None = None, request: web.BaseRequest | None = None
 ) -> web.Response:
-    """In the style of the route of `request`, where there is one."""
+    """An error as an answer, in the style of the route of `request`, where there is one."""
     if request is not None and has_anthropic_style(request.path):
         body = _anthropic_json(error, request.get(REQUEST_ID))
     else:

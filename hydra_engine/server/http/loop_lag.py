@@ -20,7 +20,7 @@ _QUIET_S = 10.0  # between two log lines
 class LoopLag:
     """`observe` gets seconds, once in a period. Belongs to the loop that is running when it is started.
 
-    A log line tells of a long one while `is_serving()`: before that nobody waits.
+    A log line tells of a long one while `is_serving()`: before that no client waits.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _HEADERS = {
 
 
 async def send_parts(request: web.Request, parts: Iterable[bytes], headers: Mapping[str, str]) -> web.StreamResponse:
-    """A whole answer of JSON whose length nobody knows. Raises ConnectionError as EventStream does."""
+    """A whole answer of JSON whose length is not known. Raises ConnectionError as EventStream does."""
     response = web.StreamResponse(headers={"Content-Type": "application/json", **headers})
     await response.prepare(request)
     for part in parts:
@@ -113,7 +113,7 @@ class EventStream:
 
     @property
     def is_free(self) -> bool:
-        """Nothing is to be waited for: headers are out, nobody else writes or is about to (a lock that is given back is
+        """A write would not wait: headers are out, no other write runs or waits (a lock that is given back is
         free before the next one has it), and the reader has taken what was sent."""
         transport = self._transport
         return (

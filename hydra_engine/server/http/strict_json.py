@@ -145,7 +145,8 @@ def _type_names(quoted: re.Match[str]) -> str:
 
 
 class Layout:
-    """Of one body: `starts` and `ends` are the quotes of each string, `brackets` those outside of strings."""
+    """The strings and brackets of one body: `starts` and `ends` are the quotes of each string, `brackets` those outside
+    of strings."""
 
     def __init__(self, body: bytes | bytearray, quotes: Positions, brackets: Positions) -> None:
         self._body = body
@@ -191,7 +192,7 @@ class Layout:
 
 
 def layout_of(body: bytes | bytearray, most: int) -> Layout | None:
-    """None where there are more than `most` strings, arrays and objects."""
+    """The layout of a body; None where there are more than `most` strings, arrays and objects."""
     quotes: list[Positions] = [_NONE]
     brackets: list[Positions] = [_NONE]
     num_opens, num_quotes, num_backslashes = 0, 0, 0  # backslashes: directly before the slice

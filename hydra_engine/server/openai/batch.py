@@ -169,7 +169,7 @@ def _error_of(answer: BatchAnswer) -> ErrorBody:
 
 @asynccontextmanager
 async def serving(app: web.Application, most_bytes: int) -> AsyncIterator[Batch]:
-    """`most_bytes` of one body. The socket lies in a folder that nobody else may enter."""
+    """`most_bytes` of one body. The socket lies in a folder that no other user may enter."""
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None)
     await runner.setup()
     try:

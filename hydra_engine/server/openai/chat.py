@@ -44,7 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 class _Choice:
-    """One of the answers of a stream: which deltas its pieces become."""
+    """One answer of a stream: the deltas that its pieces become."""
 
     def __init__(self, use: ToolUse) -> None:
         self._parser = use.parser()
@@ -53,7 +53,7 @@ class _Choice:
 
     @property
     def is_plain(self) -> bool:
-        """From here on text is sent as it comes."""
+        """Whether text is sent as it comes from here on."""
         return self.begun and self._parser is None
 
     def deltas(self, piece: Piece) -> list[ChatDelta]:

@@ -33,7 +33,7 @@ class Several:
             handle.cancel()
         for read in self._reads:
             if read.done() and not read.cancelled():
-                read.exception()  # of a failure one error is told, and nobody asks for the others
+                read.exception()  # the client gets one error; the others are marked as read
             read.cancel()
 
     def expect(self, *, pieces: bool) -> None:
@@ -68,7 +68,7 @@ class Several:
 
 
 def usage_of_all(answers: Sequence[Result], num_each: int) -> Usage:
-    """Each prompt counts once, with what its first answer found in the caches."""
+    """The usage of all answers: each prompt counts once, with what its first answer found in the caches."""
     usage = _sum([answer.usage for answer in answers[::num_each]])
     return replace(usage, completion_tokens=sum(answer.usage.completion_tokens for answer in answers))
 

@@ -70,7 +70,7 @@ class File(NamedTuple):
 
 
 def _read_files() -> dict[str, File]:
-    """By their paths behind /ui/."""
+    """The files by their paths behind /ui/."""
     paths = {path.relative_to(_STATIC).as_posix(): path for path in _STATIC.rglob("*")}
     samples = [_DEMO / "questions.json", *_DEMO.glob("pictures/*.png")]
     paths |= {f"samples/{path.relative_to(_DEMO).as_posix()}": path for path in samples}
@@ -178,7 +178,7 @@ class Viewers:
             self._num_open -= 1
 
     async def ticks(self) -> AsyncIterator[None]:
-        """One at once, then one each period until the server ends."""
+        """A tick at once, then one each period until the server ends."""
         while not self._closing.is_set():
             yield
             with contextlib.suppress(TimeoutError):

@@ -98,7 +98,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class InputTool(msgspec.Struct, frozen=True):
-    """With a type other than `custom` it is refused by name. `strict` is not told to models; where the output is
+    """A tool with a type other than `custom` is refused by name. `strict` is not shown to models; where the output is
     constrained, it is so in any case."""
 
     name: ToolName
@@ -207,7 +207,7 @@ def template_of(messages: list[InputMessage], use: ToolUse) -> TemplateOptions:
 
 
 def _turns(message: InputMessage, where: str) -> Iterator[ChatMessage]:
-    """One, or one for each block."""
+    """The turns of a message: one for a text, else one for each block."""
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content, where)
         return

@@ -71,7 +71,7 @@ AnyPart = TextContent | ImageContent | VideoContent
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
-    """`strict` is not told to models; where the output is constrained, it is so in any case."""
+    """`strict` is not shown to models; where the output is constrained, it is so in any case."""
 
     name: ToolName
     description: Description | None = None
@@ -171,7 +171,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 def plain_tool(tool: Tool) -> dict[str, Any]:
-    """In the one form and order that chat templates were trained with, whatever order a client sends."""
+    """A tool in the one form and order that chat templates were trained with, whatever order a client sends."""
     function = tool.function
     return plain_function(function.name, function.description, function.parameters)
 
@@ -195,7 +195,7 @@ class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
-    """Of `mm_processor_kwargs`, which may change nothing else."""
+    """The pixel limits of `mm_processor_kwargs`, which may change nothing else."""
     param = "mm_processor_kwargs"
     names = _PixelSettings.__struct_fields__
     if other := next((name for name in settings or {} if name not in names), None):
@@ -345,7 +345,7 @@ def chat_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> ChatLogprob
 
 
 def token_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> list[TokenLogprob]:
-    """Or what stands for them."""
+    """The entries, or a placeholder that `slices` fills in where there are many."""
     result: list[TokenLogprob] = slices.later(len(entries), lambda: map(_token_logprob, entries))
     return result
 

@@ -139,8 +139,8 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 def prompt_logprobs(
     entries: Sequence[TextLogprob | None] | None, num_top: int | None, slices: Slices
 ) -> PromptLogprobs | UnsetType:
-    """By token id, the prompt's own token first and then the best ones. None for the first token. UNSET where nobody
-    asked for it."""
+    """The candidates of each token by their ids, the prompt's own token first and then the best ones. None for the
+    first token. UNSET where they were not asked for."""
     if entries is None or num_top is None:
         return UNSET
     result: PromptLogprobs = slices.later(

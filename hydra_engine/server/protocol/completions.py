@@ -50,7 +50,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """What each prompt is asked for. Where only the prompt is wanted, a token is drawn that nobody sees."""
+        """What each prompt is asked for. Where only the prompt is asked for, one token is drawn and not sent."""
         if self.best_of is not None and self.best_of != self.num_each:
             raise InvalidRequest("best_of must equal n, or be left out: all answers are sent", param="best_of")
         max_tokens = self.max_tokens
@@ -109,7 +109,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """Of a prompt's first token nothing is known but the text."""
+    """A prompt's first token has a text and no log probability."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -140,8 +140,8 @@ class TextCompletion(CompletionHead, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Of consecutive tokens. None is a prompt's first one, of which `first` has the id, the name and what it adds to
-    the text. `offset` stands where they begin, and is moved behind them while they are written."""
+    """The log probabilities of consecutive tokens. None is a prompt's first one, of which `first` has the id, the name
+    and what it adds to the text. `offset` stands where they begin, and is moved behind them while they are written."""
 
     entries: Sequence[TextLogprob | None]
     offset: TextOffset

@@ -242,52 +242,45 @@ def log_once(name: str) -> None:
 
 
 def grammar_of(fields: StructuredFields) -> Grammar | None:
-    """None where nothing is asked for. Raises InvalidRequest for a wrong one, and for more than one."""
-    grammars = [
-        *_of_response_format(fields.response_format),
-        *_of_structured_outputs(fields.structured_outputs),
-        *_of_schema(fields.guided_json, "guided_json"),
-        *_of_text("regex", fields.guided_regex, "guided_regex"),
-        *_of_choices(fields.guided_choice, "guided_choice"),
-        *_of_rules(fields.guided_grammar, "guided_grammar"),
-        *_of_text("regex", fields.regex, "regex"),
-        *_of_text("json_schema", fields.json_schema, "json_schema"),
-        *_of_text("ebnf", fields.ebnf, "ebnf"),
-    ]
+    """None where the output is free. Raises InvalidRequest for a wrong grammar, and for more than one."""
+    outputs = fields.structured_outputs or StructuredOutputs()
+    json_object = Grammar("json_object", param="structured_outputs.json_object") if outputs.json_object else None
+    candidates = (
+        _of_response_format(fields.response_format),
+        _with_white_space(_of_schema(outputs.json, "structured_outputs.json"), outputs),
+        _with_white_space(json_object, outputs),
+        _of_text("regex", outputs.regex, "structured_outputs.regex"),
+        _of_choices(outputs.choice, "structured_outputs.choice"),
+        _of_rules(outputs.grammar, "structured_outputs.grammar"),
+        _of_schema(fields.guided_json, "guided_json"),
+        _of_text("regex", fields.guided_regex, "guided_regex"),
+        _of_choices(fields.guided_choice, "guided_choice"),
+        _of_rules(fields.guided_grammar, "guided_grammar"),
+        _of_text("regex", fields.regex, "regex"),
+        _of_text("json_schema", fields.json_schema, "json_schema"),
+        _of_text("ebnf", fields.ebnf, "ebnf"),
+    )
+    grammars = [grammar for grammar in candidates if grammar is not None]
     if len(grammars) > 1:
         names = " and ".join(grammar.param for grammar in grammars[:2])
         raise InvalidRequest(f"output can have one form only; leave out one of {names}", param=grammars[1].param)
     return grammars[0] if grammars else None
 
 
-def _of_response_format(field: ResponseFormat | None) -> list[Grammar]:
+def _of_response_format(field: ResponseFormat | None) -> Grammar | None:
     if field is None or field.type == "text":
-        return []
+        return None
     if field.type == "json_object":
-        schema = _of_schema(field.value, "response_format.value")
-        return schema or [Grammar("json_object", param="response_format")]
+        return _of_schema(field.value, "response_format.value") or Grammar("json_object", param="response_format")
     if field.json_schema is None:
         raise InvalidRequest("response_format.json_schema is required", param="response_format.json_schema")
-    return [schema_grammar(field.json_schema.schema, "response_format.json_schema.schema")]
+    return schema_grammar(field.json_schema.schema, "response_format.json_schema.schema")
 
 
-def _of_structured_outputs(field: StructuredOutputs | None) -> list[Grammar]:
-    if field is None:
-        return []
-    some_json = [
-        *_of_schema(field.json, "structured_outputs.json"),
-        *([Grammar("json_object", param="structured_outputs.json_object")] if field.json_object else []),
-    ]
-    return [
-        *(_with_white_space(grammar, field) for grammar in some_json),
-        *_of_text("regex", field.regex, "structured_outputs.regex"),
-        *_of_choices(field.choice, "structured_outputs.choice"),
-        *_of_rules(field.grammar, "structured_outputs.grammar"),
-    ]
-
-
-def _with_white_space(grammar: Grammar, field: StructuredOutputs) -> Grammar:
-    """The white space that is asked for, written into the schema without reading it."""
+def _with_white_space(grammar: Grammar | None, field: StructuredOutputs) -> Grammar | None:
+    """A grammar of JSON with the requested white space, written into the schema without reading it."""
+    if grammar is None:
+        return None
     if field.disable_any_whitespace:
         options = '{"whitespace_flexible": false, "whitespace_pattern": null}'
     elif field.whitespace_pattern is not None:
@@ -296,39 +289,39 @@ def _with_white_space(grammar: Grammar, field: StructuredOutputs) -> Grammar:
         return grammar
     head, brace, rest = (grammar.source or '{"type": "object"}').partition("{")
     if head.strip() or not brace:
-        return grammar  # no schema, as who compiles it will say
+        return grammar  # no schema, which compiling it will show
     comma = "" if rest.lstrip().startswith("}") else ","
     return Grammar("json_schema", f'{{"x-guidance": {options}{comma}{rest}', grammar.param)
 
 
-def _of_schema(raw: msgspec.Raw, param: str) -> list[Grammar]:
-    """From JSON, or from a string that holds it; null is none."""
+def _of_schema(raw: msgspec.Raw, param: str) -> Grammar | None:
+    """The grammar of a schema that is JSON or a string of JSON; None for null."""
     text = bytes(raw).decode()
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
-    return [] if text == "null" else [Grammar("json_schema", text, param)]
+    return None if text == "null" else Grammar("json_schema", text, param)
 
 
 def schema_grammar(schema: msgspec.Raw, param: str) -> Grammar:
-    """Of a schema that there has to be. Raises InvalidRequest, naming `param`."""
-    grammars = _of_schema(schema, param)
-    if not grammars:
+    """The grammar of a required schema. Raises InvalidRequest, naming `param`."""
+    grammar = _of_schema(schema, param)
+    if grammar is None:
         raise InvalidRequest(f"{param} is required", param=param)
-    if not grammars[0].source.lstrip().startswith("{"):
+    if not grammar.source.lstrip().startswith("{"):
         raise InvalidRequest(f"{param} must be a JSON object", param=param)
-    return grammars[0]
+    return grammar
 
 
-def _of_text(kind: str, source: str | None, param: str) -> list[Grammar]:
-    return [] if source is None else [Grammar(kind, source, param)]
+def _of_text(kind: str, source: str | None, param: str) -> Grammar | None:
+    return None if source is None else Grammar(kind, source, param)
 
 
-def _of_choices(choices: list[str] | None, param: str) -> list[Grammar]:
-    return [] if choices is None else [Grammar("choice", json.dumps(choices, ensure_ascii=False), param)]
+def _of_choices(choices: list[str] | None, param: str) -> Grammar | None:
+    return None if choices is None else Grammar("choice", json.dumps(choices, ensure_ascii=False), param)
 
 
-def _of_rules(source: str | None, param: str) -> list[Grammar]:
-    """Lark's form, or that with `::=`."""
+def _of_rules(source: str | None, param: str) -> Grammar | None:
+    """A grammar in Lark's form, or in EBNF where it has `::=`."""
     return _of_text("ebnf" if source is not None and "::=" in source else "lark", source, param)
 
 

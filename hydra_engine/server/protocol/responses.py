@@ -65,7 +65,7 @@ class InputImage(msgspec.Struct, frozen=True, tag_field="type", tag="input_image
 
 
 class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
-    """Of an answer that the client sends back."""
+    """The text of an earlier answer, which the client sends back."""
 
     text: Text
 
@@ -88,7 +88,7 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
-    """Other types of tools are refused by name. `strict` is not told to models; where the output is constrained, it is
+    """Other types of tools are refused by name. `strict` is not shown to models; where the output is constrained, it is
     so in any case."""
 
     name: ToolName | None = None

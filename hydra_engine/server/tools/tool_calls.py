@@ -109,10 +109,10 @@ class ToolUse:
         return replace(params, grammar=grammar)
 
     def offered(self, configured: str, chat_template: str | None) -> ToolUse:
-        """With the dialect of the model. Raises InvalidRequest where it would never hear of the tools that it may
-        call."""
-        unheard = configured == "auto" and chat_template is not None and "tools" not in chat_template
-        if self.mode == "auto" and self.tools and unheard:
+        """With the dialect of the model. Raises InvalidRequest where its chat template has no place for
+        tools that it may call."""
+        ignores_tools = configured == "auto" and chat_template is not None and "tools" not in chat_template
+        if self.mode == "auto" and self.tools and ignores_tools:
             raise InvalidRequest(
                 "the chat template of this model knows no tools, so the model cannot choose one; set tool_choice so "
                 "that a call has to come, or so that none may",
@@ -123,7 +123,7 @@ class ToolUse:
 
 
 def dialect_of(configured: str, chat_template: str | None) -> str:
-    """hermes, json or none: what the server was told, or what the template tells the model to write."""
+    """hermes, json or none: the configured one, or the one that the chat template asks for."""
     if configured != "auto":
         return configured
     return "hermes" if "<tool_call>" in (chat_template or "") else "none"

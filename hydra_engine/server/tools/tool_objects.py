@@ -232,7 +232,7 @@ class CallObject:
 
 
 def _text(value: str) -> str | None:
-    """Of a JSON string."""
+    """The text of a JSON string."""
     try:
         parsed = json.loads(value, strict=False)
     except ValueError:

@@ -14,7 +14,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class PlainText:
-    """A model that is told of tools and whose calls nobody reads."""
+    """The parser of a model that is shown tools and whose calls are not read."""
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
