@@ -160,7 +160,7 @@ def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, 
     shape = cache.data.shape
     check_cache(cache, plane, num_tensors=1)
     width = shape[4] * shape[5]
-    check_whole("hidden", hidden, (*hidden.shape[:1], width), cache.data.dtype)
+    check_whole("hidden", hidden, (hidden.shape[0] if hidden.dim() else 0, width), cache.data.dtype)
     return check_indices("slots", slots, check_indices("rows", rows))
 
 

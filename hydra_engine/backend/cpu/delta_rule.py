@@ -5,6 +5,7 @@ Knows tensors: checks shapes, dtypes and strides and passes addresses. Rows and 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hydra_engine import _C
@@ -66,7 +67,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
     strides, gate_strides = checks.check_gate(x, gate)
     checks.check_norm_weight(weight, x, wide=False)
     (tokens, heads, dim), dtype = x.shape, DTYPE_CODES[x.dtype]
-    out = x.new_empty(x.shape)
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
     addresses = x.data_ptr(), strides, weight.data_ptr(), gate.data_ptr(), gate_strides, out.data_ptr()
     _C.gated_rms_norm(*addresses, tokens, heads, dim, eps, dtype)
     return out
@@ -75,7 +76,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     strides, gate_strides = checks.check_gate(x, gate)
     (tokens, heads, dim), dtype = x.shape, DTYPE_CODES[x.dtype]
-    out = x.new_empty(x.shape)
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
     addresses = x.data_ptr(), strides, gate.data_ptr(), gate_strides, out.data_ptr()
     _C.sigmoid_mul(*addresses, tokens, heads, dim, dtype)
     return out

@@ -90,11 +90,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() == 3:
         stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
         tokens, heads, columns = x.shape
+        shape: tuple[int, ...] = (tokens, heads, columns)
     else:
         tokens, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
         heads, head_stride, columns = 1, 0, x.shape[1]
+        shape = (tokens, columns)
     wide = checks.check_norm_weight(weight, x)
-    out = x.new_empty(x.shape)
+    out = torch.empty(shape, dtype=x.dtype)
     dtype = DTYPE_CODES[x.dtype]
     addresses = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr()
     _C.rms_norm(*addresses, tokens, columns, eps, dtype, heads, head_stride, wide)
@@ -107,8 +109,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     _, residual_stride = checks.check_rows("residual", residual, columns, x.dtype, rows)
     wide = checks.check_norm_weight(weight, x)
-    out = x.new_empty(x.shape)
-    total = residual if residual.is_contiguous() else x.new_empty(x.shape)
+    out = torch.empty((rows, columns), dtype=x.dtype)
+    total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
     _C.add_rms_norm(
         x.data_ptr(),
         stride,
@@ -132,7 +134,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     checks.check_norm_weight(weight, x, wide=False)
     checks.check_norm_weight(bias, x, wide=False, name="bias")
-    out = x.new_empty(x.shape)
+    out = torch.empty((rows, columns), dtype=x.dtype)
     _C.layer_norm(
         x.data_ptr(),
         stride,
@@ -153,7 +155,7 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
     rows, stride = checks.check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:
         raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
-    out = gate_up.new_empty((rows, both // 2))
+    out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
     _C.act_and_mul(
         gate_up.data_ptr(),
         stride,
@@ -170,7 +172,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], pairs (i, i + D/2) turned by cos, sin [T, D/2] float32 of their token."""
     stride, head_stride, cos_stride, sin_stride = checks.check_rotate(x, cos, sin)
     tokens, heads, dim = x.shape
-    out = x.new_empty(x.shape)
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
     _C.rotate(
         x.data_ptr(),
         stride,
