@@ -97,9 +97,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         shape = (tokens, columns)
     wide = checks.check_norm_weight(weight, x)
     out = torch.empty(shape, dtype=x.dtype)
-    dtype = DTYPE_CODES[x.dtype]
     addresses = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr()
-    _C.rms_norm(*addresses, tokens, columns, eps, dtype, heads, head_stride, wide)
+    _C.rms_norm(*addresses, tokens, columns, eps, DTYPE_CODES[x.dtype], heads, head_stride, wide)
     return out
 
 
