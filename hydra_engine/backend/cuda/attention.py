@@ -148,6 +148,7 @@ class CudaAttention:
         return out
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        planned = isinstance(cu_seqlens, PackedPlan)
         if isinstance(cu_seqlens, PackedPlan):
             checks.check_packed_rows(q, k, v)
             if q.shape[2] > MAX_HEAD_DIM:
@@ -161,14 +162,7 @@ class CudaAttention:
             if q.shape[2] > MAX_HEAD_DIM:
                 return _packed_by_torch(q, k, v, cu_seqlens, scale)
         return packed_attention(
-            q,
-            k,
-            v,
-            segments,
-            scale,
-            max_length=max_length,
-            one_tile=self._deterministic,
-            search=isinstance(cu_seqlens, PackedPlan),
+            q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic, search=planned
         )
 
     def _segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:

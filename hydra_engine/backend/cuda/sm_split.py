@@ -22,7 +22,6 @@ from hydra_engine.errors import BackendError, ConfigError
 
 LANGUAGE, VISION = "language", "vision"
 
-
 # The partition of jobs that begin now while both lanes have work; 0: the whole device. From any thread.
 Policy = Callable[[], int]
 
