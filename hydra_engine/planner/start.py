@@ -189,7 +189,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         attention=subject.attention,
         sm_split=_listed(subject.sm_split),
         graphs=_graphs(captured=bool(subject.graph_sizes), chosen=config.cuda_graph_sizes),
-        model_impl="" if subject.spec.processor is None else "transformers",
+        model_impl="transformers" if subject.spec.family == "transformers" else "",
         encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
     )
 

@@ -180,6 +180,16 @@ def test_a_model_whose_pictures_cannot_be_made_up_has_estimated_vision(config: E
     assert found(config, subject(spec=spec)).source == "saved profile"
 
 
+def test_a_profile_of_transformers_modules_is_not_taken_for_native_ones(config: EngineConfig) -> None:
+    """Nor the other way round, with or without pictures."""
+    native = ModelSpec("f", "F", LANGUAGE, None, 6, 1, 0, (2,), "bfloat16")
+    first = found(config, subject(spec=native))
+    other = found(config, subject(spec=replace(native, family="transformers")))
+    again = found(config, subject(spec=native))
+    assert first.source.startswith("measured") and other.source.startswith("measured")
+    assert again.source == "saved profile"
+
+
 def test_a_cut_is_said_and_lanes_not_seen_together_are_assumed_to_share(config: EngineConfig) -> None:
     result = surface_for(config, subject(), lambda done, total: None, deadline_s=0.01)
     assert any("were not measured within 0.01 s" in note for note in result.notes)
