@@ -7,8 +7,6 @@ ended, and the scheduler lets them go when no plan names them any more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Delta, PromptScores, RequestMessage, Tokens
@@ -21,13 +19,15 @@ from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.timeline import StepTimes
 
 
-@dataclass(slots=True)
 class _StepOutput:
     """The messages of a language step: a token with log probabilities travels alone, all others in one."""
 
-    tokens: Tokens
-    logprobs: dict[int, TokenLogprobs]  # by row
-    deltas: list[Delta] = field(default_factory=list)
+    __slots__ = "deltas", "logprobs", "tokens"
+
+    def __init__(self, ended_s: float, logprobs: dict[int, TokenLogprobs]) -> None:
+        self.tokens = Tokens([], [], [], ended_s)
+        self.logprobs = logprobs  # by row
+        self.deltas: list[Delta] = []
 
     def add(self, row: int, request_id: int, position: int, token_id: int) -> None:
         if (logprobs := self.logprobs.get(row)) is not None:
@@ -38,11 +38,6 @@ class _StepOutput:
         self.tokens.request_ids.append(request_id)
         self.tokens.positions.append(position)
         self.tokens.token_ids.append(token_id)
-
-    def messages(self) -> Iterator[RequestMessage]:
-        if self.tokens.request_ids:
-            yield self.tokens
-        yield from self.deltas
 
 
 class ResultProcessor:
@@ -88,7 +83,7 @@ class ResultProcessor:
     ) -> tuple[list[RequestMessage], list[RequestState]]:
         """The messages, and the requests of the plan that have ended, before or now."""
         failures = dict(result.failures)
-        output = _StepOutput(Tokens([], [], [], result.ended_s), dict(result.logprobs))
+        output = _StepOutput(result.ended_s, dict(result.logprobs))
         ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []
         for row, chunk in enumerate(plan.chunks, start=len(plan.decodes)):
             state, count = self._requests.states[chunk.request_id], len(chunk.token_ids)
@@ -108,10 +103,14 @@ class ResultProcessor:
                     output.add(row, chunk.request_id, chunk.num_generated, token_id)
             if state.ending is not None:
                 ended.append(state)
-        # Of chunks that came back sound, whatever else has become of their requests.
-        sound = ((plan.chunks[row - len(plan.decodes)], scores) for row, scores in result.scores if row not in failures)
-        scores = (PromptScores(chunk.request_id, chunk.start + 1, logprobs) for chunk, logprobs in sound)
-        return [*scores, *output.messages()], ended
+        messages: list[RequestMessage] = []
+        for row, scores in result.scores:  # of chunks that came back sound, whatever else has become of their requests
+            if row not in failures:
+                chunk = plan.chunks[row - len(plan.decodes)]
+                messages.append(PromptScores(chunk.request_id, chunk.start + 1, scores))
+        if output.tokens.request_ids:
+            messages.append(output.tokens)
+        return messages + output.deltas, ended
 
     def _chunk(self, state: RequestState, chunk: ChunkRow, token_id: int, ended_s: float) -> StageSpan | None:
         """Returns the gap before its token if that came late."""
