@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hydra_engine.cli.options import add_sampling_options
+from hydra_engine.cli.options import DEFAULT_URL, add_sampling_options
 from hydra_engine.config import environment_api_keys
 from hydra_engine.errors import RequestFailed
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

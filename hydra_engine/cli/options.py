@@ -27,6 +27,8 @@ from hydra_engine.config import (
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.units import size
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # of a server with default options
+
 # Sections that a configuration file may have.
 SECTIONS: dict[str, type] = {
     "engine": EngineConfig,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
 
 from hydra_engine import __version__
-from hydra_engine.cli.chat import DEFAULT_URL
+from hydra_engine.cli.options import DEFAULT_URL
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.core.messages import InstanceSummary, LimitSummary
 from hydra_engine.core.outputs import SloReport, StageSpan
