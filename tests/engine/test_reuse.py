@@ -80,6 +80,17 @@ def test_a_prompt_is_counted_with_its_pictures(make_engine: EngineFactory) -> No
     assert images_encoded(engine) == 2, "counting encodes nothing"
 
 
+def test_token_ids_of_text_and_of_messages_are_those_of_requests(make_engine: EngineFactory) -> None:
+    """A picture is one placeholder, however many features it has."""
+    engine = make_engine()
+    raw = asyncio.run(engine.atokenize("Hello!"))
+    assert len(raw) == engine.generate("Hello!", max_tokens=1, raw=True).usage.prompt_tokens
+    assert asyncio.run(engine.adetokenize(raw)).endswith("Hello!")
+    turn = [message("What is this?", picture(4))]
+    usage = engine.chat(turn, max_tokens=1).usage
+    assert len(asyncio.run(engine.atokenize(messages=turn))) == usage.prompt_tokens - usage.image_tokens + 1
+
+
 def test_the_trace_of_the_last_seconds(make_engine: EngineFactory) -> None:
     engine = make_engine()
     result = engine.generate("Hello!", max_tokens=2)
