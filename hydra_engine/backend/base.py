@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.device import Device, SharedMemory
+from hydra_engine.backend.quantized import QuantizedWeight
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "quick_gelu"]
 # Tells a plan the contents of its tensors, before its first use and before each replay of a launch that was captured
@@ -192,8 +193,9 @@ class Ops(Protocol):
         ...
 
     # ---- linear algebra
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """weight [num_out, K] (+ bias [num_out]) -> packed. The caller drops its reference to `weight` afterwards."""
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        """weight [num_out, K] (+ bias [num_out]) -> packed. The caller drops its reference to `weight` afterwards.
+        Products with a quantised weight are computed as backend/quantized.py says, for x of any compute dtype."""
         ...
 
     def linear(

@@ -280,8 +280,12 @@ def check_linear(weight: Tensor, bias: Tensor | None) -> None:
     """[num_out, K] and [num_out] of compute dtypes."""
     if weight.dim() != 2 or weight.dtype not in COMPUTE_DTYPES:
         raise ValueError(f"weight: expected [num_out, K] of a float type, got {described(weight)}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in COMPUTE_DTYPES):
-        raise ValueError(f"bias: expected [{weight.shape[0]}] of a float type, got {described(bias)}")
+    check_bias(bias, weight.shape[0])
+
+
+def check_bias(bias: Tensor | None, num_out: int) -> None:
+    if bias is not None and (bias.shape != (num_out,) or bias.dtype not in COMPUTE_DTYPES):
+        raise ValueError(f"bias: expected [{num_out}] of a float type, got {described(bias)}")
 
 
 def check_rows(

@@ -12,6 +12,7 @@ from torch import Tensor
 from hydra_engine import _C
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.quantized import QuantizedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
@@ -25,7 +26,9 @@ class NativeLinear:
 
     __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+        if isinstance(weight, QuantizedWeight):
+            raise ValueError("weight: expected a float type, got a quantised one")
         checks.check_linear(weight, bias)
         checks.check_device(torch.device("cpu"), (("weight", weight),))
         weight = weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous()

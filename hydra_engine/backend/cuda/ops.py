@@ -20,6 +20,7 @@ from hydra_engine.backend.cuda.cache import CudaCacheOps
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer_choices
 from hydra_engine.backend.device import Send
+from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -98,7 +99,9 @@ class CudaOps(CudaCacheOps):
         chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
         return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, QuantizedWeight):
+            raise ValueError("weight: expected a float type, got a quantised one")
         return PlainLinear(weight, bias, weight.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from hydra_engine.backend.base import (
     StateCache,
     StateRows,
 )
+from hydra_engine.backend.quantized import QuantizedWeight, reference_product
 from hydra_engine.backend.reference import delta_rule
 from hydra_engine.backend.reference.attention import causal, padded, tiles
 from hydra_engine.backend.reference.delta_rule import by_vectors
@@ -56,6 +57,20 @@ ALL_OPS = (
 )
 
 _LINEAR_ROWS = 32  # rows per matrix product
+
+
+class QuantizedLinear:
+    """`PackedLinear` of backend/base.py: a weight in 8 or 4 bits as it is, and the bias in float32."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        checks.check_bias(bias, weight.num_out)
+        self.num_out, self.num_in = weight.shape
+        self.weight = weight
+        self.bias = None if bias is None else bias.detach().float()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class PlainLinear:
@@ -88,8 +103,10 @@ class ReferenceOps:
 
     # ---- linear algebra
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """In float32, twice the size of a 16-bit original: the reference trades memory for simplicity."""
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedLinear(weight, bias)
         return PlainLinear(weight, bias, torch.float32)
 
     def linear(
@@ -102,13 +119,17 @@ class ReferenceOps:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """act(x @ W^T + bias) + residual, 32 rows at a time."""
-        assert isinstance(weight, PlainLinear)
+        assert isinstance(weight, PlainLinear | QuantizedLinear)
         checks.check_rows("x", x, weight.num_in, x.dtype)
         out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
         if residual is not None:
             checks.check_rows("residual", residual, weight.num_out, out.dtype, x.shape[0])
         for begin, end in tiles(x.shape[0], _LINEAR_ROWS):
-            product = padded(x[begin:end], _LINEAR_ROWS) @ weight.weight.T
+            tile = padded(x[begin:end], _LINEAR_ROWS)
+            if isinstance(weight, QuantizedLinear):
+                product = reference_product(tile, weight.weight)
+            else:
+                product = tile @ weight.weight.T
             if weight.bias is not None:
                 product += weight.bias
             result = activation(product, act)[: end - begin]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.models.loading.parameters import Scope
 
 
@@ -21,9 +23,10 @@ class Linear:
 
     `scale` names a vector of the checkpoint with a factor per output, for weights and biases alike (layer scale); it is
     multiplied into them once, when they are loaded. `arrange` makes one of the parts' weights, or biases, in another
-    order than one after another; where checkpoints have more dimensions than two, `num_in` names all but the first."""
+    order than one after another, the same for both; where checkpoints have more dimensions than two, `num_in` names all
+    but the first. Any part may come quantised."""
 
-    packed: PackedLinear
+    packed: tuple[PackedLinear, ...]  # one for all parts, unless they are quantised in several ways
 
     def __init__(
         self,
@@ -40,38 +43,86 @@ class Linear:
         self._biases = [f"{name}.bias" for name in parts] if bias else []
         self._scale = scale
         self._arrange = arrange or _stacked
-        self._arrived: dict[str, Tensor] = {}
+        self._weights_arrived: dict[str, Tensor | QuantizedWeight] = {}
+        self._vectors_arrived: dict[str, Tensor] = {}
+        self._dtype = scope.dtype
         shape_in = num_in if isinstance(num_in, tuple) else (num_in,)
         for name, num_out in parts.items():
-            scope.want(f"{name}.weight", (num_out, *shape_in), partial(self._fill, f"{name}.weight"))
+            fill = partial(self._fill_weight, f"{name}.weight")
+            quantized = fill if len(shape_in) == 1 else None
+            scope.want(f"{name}.weight", (num_out, *shape_in), fill, fill_quantized=quantized)
             if bias:
-                scope.want(f"{name}.bias", (num_out,), partial(self._fill, f"{name}.bias"))
+                scope.want(f"{name}.bias", (num_out,), partial(self._fill_vector, f"{name}.bias"))
         if scale is not None:
-            scope.want(scale, (sum(parts.values()),), partial(self._fill, scale))
+            scope.want(scale, (sum(parts.values()),), partial(self._fill_vector, scale))
         scope.hold(self)
 
     def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
-        return self._ops.linear(x, self.packed, act=act, residual=residual)
+        if len(self.packed) == 1:
+            return self._ops.linear(x, self.packed[0], act=act, residual=residual)
+        cuts = [part.num_out for part in self.packed]
+        residuals = [None] * len(cuts) if residual is None else residual.split(cuts, dim=1)
+        parts = zip(self.packed, residuals, strict=True)
+        return torch.cat([self._ops.linear(x, part, act=act, residual=rest) for part, rest in parts], dim=1)
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes
+        return sum(part.nbytes for part in self.packed)
 
-    def _fill(self, name: str, tensor: Tensor) -> None:
+    def _fill_weight(self, name: str, weight: Tensor | QuantizedWeight) -> None:
+        self._weights_arrived[name] = weight
+        self._pack_if_complete()
+
+    def _fill_vector(self, name: str, tensor: Tensor) -> None:
+        self._vectors_arrived[name] = tensor
+        self._pack_if_complete()
+
+    def _pack_if_complete(self) -> None:
         """Packs when the last part has come; until then at most one layer's parts are kept twice."""
-        self._arrived[name] = tensor
-        if len(self._arrived) < len(self._weights) + len(self._biases) + (self._scale is not None):
+        weights, vectors = self._weights_arrived, self._vectors_arrived
+        if len(weights) < len(self._weights) or len(vectors) < len(self._biases) + (self._scale is not None):
             return
-        bias = self._arrange([self._arrived.pop(part) for part in self._biases]) if self._biases else None
-        weight = self._arrange([self._arrived.pop(part) for part in self._weights])
+        bias = self._arrange([vectors.pop(name) for name in self._biases]) if self._biases else None
+        joined = self._joined([weights.pop(name) for name in self._weights])
+        counts = [weight.shape[0] for weight in joined]
         if self._scale is not None:
-            factors = self._arrived.pop(self._scale)
-            weight = _scaled(weight, factors[:, None])
-            bias = None if bias is None else _scaled(bias, factors)
-        self.packed = self._ops.pack_linear(weight, bias)
+            factors = vectors.pop(self._scale)
+            joined = [_scaled(weight, part) for weight, part in zip(joined, factors.split(counts), strict=True)]
+            bias = None if bias is None else _scaled_tensor(bias, factors)
+        biases = [None] * len(counts) if bias is None else bias.split(counts)
+        self.packed = tuple(map(self._ops.pack_linear, joined, biases))
+
+    def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
+        """Neighbours of one form as one weight. Parts whose outputs are mixed must have one form: several become
+        tensors."""
+        groups = [list(group) for _, group in groupby(parts, _form)]
+        if len(groups) > 1 and self._arrange is not _stacked:
+            groups = [[part.dequantized(self._dtype) if isinstance(part, QuantizedWeight) else part for part in parts]]
+        return [self._join(group) for group in groups]
+
+    def _join(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+        """Of one form."""
+        weights = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if not weights:
+            return self._arrange([part for part in parts if isinstance(part, Tensor)])
+        if self._arrange is _stacked:
+            return stacked(weights)
+        counts = [weight.num_out for weight in weights]
+        return stacked(weights).rows(self._arrange(list(torch.arange(sum(counts)).split(counts))))
 
 
-def _scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+def _form(weight: Tensor | QuantizedWeight) -> object:
+    return None if isinstance(weight, Tensor) else weight.form
+
+
+def _scaled(weight: Tensor | QuantizedWeight, factors: Tensor) -> Tensor | QuantizedWeight:
+    """Each output times its factor."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.scaled(factors)
+    return _scaled_tensor(weight, factors[:, None])
+
+
+def _scaled_tensor(tensor: Tensor, factors: Tensor) -> Tensor:
     """The product in float32, rounded once."""
     return (tensor.float() * factors.float()).to(tensor.dtype)
 
@@ -155,18 +206,19 @@ class Head:
     def nbytes(self) -> int:
         return self.packed.nbytes
 
-    def fill(self, tensor: Tensor) -> None:
-        self.packed = self._ops.pack_linear(tensor)
+    def fill(self, weight: Tensor | QuantizedWeight) -> None:
+        self.packed = self._ops.pack_linear(weight)
 
 
 class Embedding:
-    """The token table; `tied_head` shares its tensor."""
+    """The token table, in the compute dtype; `tied_head` shares its tensor, quantised if the checkpoint has it so."""
 
     table: Tensor
 
     def __init__(self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None) -> None:
         self._tied_head = tied_head
-        scope.want("weight", (num_rows, num_channels), self._fill)
+        self._dtype = scope.dtype
+        scope.want("weight", (num_rows, num_channels), self._fill, fill_quantized=self._fill)
         scope.hold(self)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -176,10 +228,10 @@ class Embedding:
     def nbytes(self) -> int:
         return self.table.nbytes
 
-    def _fill(self, tensor: Tensor) -> None:
-        self.table = tensor
+    def _fill(self, weight: Tensor | QuantizedWeight) -> None:
+        self.table = weight.dequantized(self._dtype) if isinstance(weight, QuantizedWeight) else weight
         if self._tied_head is not None:
-            self._tied_head.fill(tensor)
+            self._tied_head.fill(weight)
 
 
 class GatedMlp:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Ops
+from hydra_engine.backend.quantized import QuantizedWeight
 
 Renames = tuple[tuple[str, str], ...]  # (how a name begins in a file, how the canonical name does); first match counts
 
@@ -29,6 +30,7 @@ class Slot(NamedTuple):
     fill: Callable[[Tensor], None]  # takes the tensor in its dtype, on the device, and owns it
     optional: bool = False
     dtype: torch.dtype | None = None  # None: the compute dtype
+    fill_quantized: Callable[[QuantizedWeight], None] | None = None  # None: dequantised for `fill`
 
 
 class Demands:
@@ -63,9 +65,10 @@ class Scope:
         *,
         optional: bool = False,
         dtype: torch.dtype | None = None,
+        fill_quantized: Callable[[QuantizedWeight], None] | None = None,
     ) -> None:
         """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it."""
-        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype)
+        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype, fill_quantized)
 
     def skip(self, *prefixes: str) -> None:
         """Tensors whose names begin so may be in the checkpoint; they are not read."""
