@@ -80,7 +80,7 @@ namespace avx2 {
 void attend(const AttentionCall& call, const AttentionTask& task);
 void merge_spans(const AttentionCall& call, const AttentionTask& task);
 }
-namespace avx512 {
+namespace avx512bf16 {
 void attend(const AttentionCall& call, const AttentionTask& task);
 void merge_spans(const AttentionCall& call, const AttentionTask& task);
 }

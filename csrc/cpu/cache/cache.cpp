@@ -65,7 +65,7 @@ namespace {
 void rope_level(const RopeCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   const Isa isa = current_isa();
-  if (isa >= Isa::avx512bf16) return avx512::rope_tokens(call, begin, end);
+  if (isa >= Isa::avx512bf16) return avx512bf16::rope_tokens(call, begin, end);
   if (isa == Isa::avx2) return avx2::rope_tokens(call, begin, end);
 #endif
   scalar::rope_tokens(call, begin, end);
@@ -74,7 +74,7 @@ void rope_level(const RopeCall& call, int64_t begin, int64_t end) {
 void add_level(const MergeCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   const Isa isa = current_isa();
-  if (isa >= Isa::avx512bf16) return avx512::add_merged(call, begin, end);
+  if (isa >= Isa::avx512bf16) return avx512bf16::add_merged(call, begin, end);
   if (isa == Isa::avx2) return avx2::add_merged(call, begin, end);
 #endif
   scalar::add_merged(call, begin, end);

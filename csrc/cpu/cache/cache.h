@@ -90,7 +90,7 @@ namespace avx2 {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
 void add_merged(const MergeCall& call, int64_t begin, int64_t end);
 }
-namespace avx512 {
+namespace avx512bf16 {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
 void add_merged(const MergeCall& call, int64_t begin, int64_t end);
 }

@@ -73,7 +73,7 @@ void run_rule(RuleCall call);
   }
 HYDRA_DELTA_LEVEL(scalar)
 HYDRA_DELTA_LEVEL(avx2)
-HYDRA_DELTA_LEVEL(avx512)
+HYDRA_DELTA_LEVEL(avx512bf16)
 #undef HYDRA_DELTA_LEVEL
 
 }  // namespace hydra

@@ -46,7 +46,7 @@ void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
 namespace avx2 {
 void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
 }
-namespace avx512 {
+namespace avx512bf16 {
 void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
 }
 

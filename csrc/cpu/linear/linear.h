@@ -66,7 +66,7 @@ void linear_part(const LinearCall& call, const LinearPart& part);
 namespace avx2 {
 void linear_part(const LinearCall& call, const LinearPart& part);
 }
-namespace avx512 {
+namespace avx512bf16 {
 void linear_part(const LinearCall& call, const LinearPart& part);
 }
 namespace amx {

@@ -2,12 +2,12 @@
 #include "cpu/isa.h"
 
 #if HYDRA_X86
-#define HYDRA_LEVEL avx512
+#define HYDRA_LEVEL avx512bf16
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
 #include "cpu/linear/fma.h"
 
-namespace hydra::avx512 {
+namespace hydra::avx512bf16 {
 namespace {
 
 // Up to this many rows a product is as fast as its weights are read, and memory is read fastest in the order of its
@@ -108,5 +108,5 @@ HYDRA_TARGET void linear_part(const LinearCall& call, const LinearPart& part) {
   multiply_part<f16_t>(call, part);
 }
 
-}  // namespace hydra::avx512
+}  // namespace hydra::avx512bf16
 #endif

@@ -1,9 +1,9 @@
-// Norms and gated activations with AVX-512.
+// Recurrent states with AVX-512.
 #include "cpu/isa.h"
 
 #if HYDRA_X86
-#define HYDRA_LEVEL avx512
+#define HYDRA_LEVEL avx512bf16
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
-#include "cpu/elementwise/rows.h"
+#include "cpu/delta/states.h"
 #endif

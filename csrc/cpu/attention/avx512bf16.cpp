@@ -2,12 +2,12 @@
 #include "cpu/isa.h"
 
 #if HYDRA_X86
-#define HYDRA_LEVEL avx512
+#define HYDRA_LEVEL avx512bf16
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
 #include "cpu/attention/bf16_math.h"
 
-namespace hydra::avx512 {
+namespace hydra::avx512bf16 {
 namespace {
 
 HYDRA_INLINE __m512 dot_pairs(__m512 total, __m512i a, __m512i b) {
@@ -129,5 +129,5 @@ void merge_spans(const AttentionCall& call, const AttentionTask& task) {
   }
 }
 
-}  // namespace hydra::avx512
+}  // namespace hydra::avx512bf16
 #endif
