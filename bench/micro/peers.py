@@ -18,7 +18,7 @@ from bench.micro.harness import Report
 from bench.micro.subject import Encode, Step, Subject
 from hydra_engine.models.build import vision_class
 from hydra_engine.models.loading.random_weights import NamedDraws
-from hydra_engine.models.loading.weights import canonical_name
+from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.qwen_vl.spec import Qwen2VisionSpec
 
 

@@ -16,9 +16,10 @@ from hydra_engine.backend.base import Backend, Ops
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.layers.decoder import Decoder
+from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.loading.parameters import Demands, Scope
 from hydra_engine.models.loading.random_weights import fill_random
-from hydra_engine.models.loading.weights import Checkpoint, Progress, fill_model
+from hydra_engine.models.loading.weights import Progress, fill_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import FAMILIES
 from hydra_engine.models.transformers_adapter.spec import FAMILY as GENERIC
@@ -95,6 +96,6 @@ def load_model(
             fill_random(model, dtype=backend.dtype, device=device, progress=advance)
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
-    with Checkpoint(model_dir, renames) as checkpoint, torch.inference_mode():
+    with open_checkpoint(model_dir, renames) as checkpoint, torch.inference_mode():
         fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)
     return model

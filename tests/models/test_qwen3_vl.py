@@ -14,7 +14,7 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.models.build import build_model
-from hydra_engine.models.loading.weights import canonical_name
+from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.qwen_vl.model import Qwen3VlVision
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec

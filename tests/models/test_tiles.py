@@ -16,7 +16,7 @@ from hydra_engine.models.build import build_model
 from hydra_engine.models.internvl.model import InternVlVision
 from hydra_engine.models.llava_next.model import LlavaNextVision
 from hydra_engine.models.loading.parameters import Renames
-from hydra_engine.models.loading.weights import canonical_name
+from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.payloads import content_of_image, payloads_of
 from hydra_engine.preprocess.media.pixels import render

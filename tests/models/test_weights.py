@@ -279,7 +279,8 @@ def test_quantised_tensors_are_refused(model_dir: Path, backend: Backend) -> Non
     rewrite(model_dir, lambda tensors: tensors.update({NORM: torch.ones(64, dtype=torch.int8)}))
     assert (
         refusal(model_dir, backend)
-        == f"tensor {NORM} in model.safetensors is stored as I8; supported are F64, F32, F16, BF16"
+        == f"tensor {NORM} in model.safetensors is stored as I8; supported are F64, F32, F16, BF16, "
+        "and other types where config.json has a quantization_config"
     )
 
 

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from hydra_engine.errors import CheckpointError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = FLOATS | {
+    **{"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8},
+    **{"I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+}
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **{"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32},

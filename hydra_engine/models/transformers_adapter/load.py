@@ -20,7 +20,9 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.models.loading.weights import Checkpoint, Progress, all_finite, listed
+from hydra_engine.models.loading.checkpoint import listed
+from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
+from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class, probe_picture
 from hydra_engine.models.transformers_adapter.model import GenericModel
@@ -45,7 +47,7 @@ def load_generic(
     check_finite: bool = True,
 ) -> GenericModel:
     """Reads the whole checkpoint, whatever the role, and keeps what the role needs. Raises CheckpointError."""
-    with Checkpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
+    with SafetensorsCheckpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
         total = sum(entry.nbytes for entry in checkpoint.entries.values())
     report = progress or (lambda _done, _total: None)
     report(0, total)

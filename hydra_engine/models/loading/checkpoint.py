@@ -1,0 +1,49 @@
+"""What the loader sees of any checkpoint, whatever its files: canonical names with shapes, read one tensor at a time.
+
+A format is a class with this protocol; `open_checkpoint.py` chooses one. Does not know files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol, Self
+
+from torch import Tensor
+
+from hydra_engine.backend.quantized import QuantizedWeight
+
+_SHOWN = 8  # names per complaint; the log has all of them
+
+
+class StoredTensor(NamedTuple):
+    """A tensor before it is read. One that is stored in several parts (numbers, scales, ..) has the shape and the name
+    of the matrix that they make; what keeps the parts from making it is told with the names that do not fit a model."""
+
+    shape: tuple[int, ...]
+    nbytes: int  # in the file, for progress
+    missing: tuple[str, ...] = ()  # names of parts
+    misshaped: tuple[str, ...] = ()  # sentences: a part and what is wrong with it
+
+
+class Checkpoint(Protocol):
+    """Weights by canonical names, open. Opening reads headers only and raises CheckpointError for damaged files, or for
+    a format that is not supported."""
+
+    @property
+    def entries(self) -> Mapping[str, StoredTensor]: ...
+
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """In the stored precision and in memory of its own, on the CPU. Raises CheckpointError naming the tensor."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(name[:120] for name in ordered[:_SHOWN])
+    return shown + (f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else "")
