@@ -189,6 +189,33 @@ def test_packed_weight_needs_about_the_original_memory() -> None:
     assert NativeLinear(weight, torch.zeros(1024)).nbytes == weight.nbytes + 4096
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "num_out, num_in", [(1, 1), (5, 3), (16, 16), (17, 33), (33, 31), (32, 64), (70, 50), (96, 129)]
+)
+def test_weights_are_packed_in_the_layout_of_the_kernels(
+    threads: int, dtype: torch.dtype, num_out: int, num_in: int
+) -> None:
+    """Panels of 32 outputs, padded with zeros; bfloat16 in blocks of 32 k, tiles of 16 outputs and pairs of k."""
+    around = torch.randn(num_out, num_in + 3).to(dtype)
+    weight, code = around[:, :num_in], DTYPE_CODES[dtype]
+    rows, depth = -(-num_out // 32) * 32, -(-num_in // 32) * 32 if dtype is torch.bfloat16 else num_in
+    padded = torch.zeros(rows, depth, dtype=dtype)
+    padded[:num_out, :num_in] = weight
+    if dtype is torch.bfloat16:
+        expected = padded.view(rows // 32, 2, 16, depth // 32, 16, 2).permute(0, 3, 1, 4, 2, 5)
+    else:
+        expected = padded.view(rows // 32, 32, depth).transpose(1, 2)
+    guarded = torch.full((expected.numel() + 96,), float("nan"), dtype=dtype)
+    begin = -guarded.data_ptr() % 64 // dtype.itemsize + 64 // dtype.itemsize
+    assert _C.packed_bytes(num_out, num_in, code) == expected.numel() * dtype.itemsize
+    address = guarded.data_ptr() + begin * dtype.itemsize
+    _C.PackedWeight(address, 0, num_out, num_in, code).pack(weight.data_ptr(), weight.stride(0))
+    packed = guarded[begin : begin + expected.numel()]
+    assert torch.equal(packed, expected.reshape(-1))
+    assert guarded[:begin].isnan().all() and guarded[begin + expected.numel() :].isnan().all()
+
+
 def test_callers_on_two_threads_do_not_disturb_each_other() -> None:
     x, weight, bias = case(40, 700, 600, torch.bfloat16)
     packed = NativeLinear(weight, bias)

@@ -11,20 +11,77 @@
 namespace hydra {
 namespace {
 
-template <class T>
-void pack_panel(const PackedWeight& packed, const T* weight, int64_t stride, int64_t panel) {
-  T* target = static_cast<T*>(const_cast<void*>(packed.data)) + panel * packed.panel_elements();
-  std::memset(target, 0, static_cast<size_t>(packed.panel_elements()) * sizeof(T));
-  const int64_t first = panel * kPanel, columns = std::min<int64_t>(kPanel, packed.num_out - first);
-  for (int64_t column = 0; column < columns; ++column) {
-    const T* source = weight + (first + column) * stride;
-    for (int64_t k = 0; k < packed.num_in; ++k) {
-      if (packed.dtype == DType::bf16) {
-        const int64_t block = k / kPanel * kPanel * kPanel + column / kTile * kTileElements;
-        target[block + k % kPanel / 2 * kPanel + column % kTile * 2 + k % 2] = source[k];
-      } else {
-        target[k * kPanel + column] = source[k];
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef uint32_t WordsInMemory __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint16_t HalvesInMemory __attribute__((vector_size(8), aligned(1), may_alias));
+
+constexpr int kTileBytes = 64;               // of a row that is packed at once: a cache line
+constexpr int kTileWords = kTileBytes / 4;   // a word is one float or two neighbouring halves
+constexpr int64_t kTileLine = kTile * kTileBytes;
+
+// Hands the words of kTile rows to `put(word, first row, the word of four rows)`.
+template <class Put>
+inline void transpose_tile(const char* rows, int64_t row_bytes, Put&& put) {
+  for (int row = 0; row < kTile; row += 4) {
+    for (int word = 0; word < kTileWords; word += 4) {
+      Words in[4];
+      for (int i = 0; i < 4; ++i) {
+        in[i] = *reinterpret_cast<const WordsInMemory*>(rows + (row + i) * row_bytes + word * 4);
       }
+      const Words even = {0, 4, 1, 5}, odd = {2, 6, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
+      const Words a = __builtin_shuffle(in[0], in[1], even), b = __builtin_shuffle(in[0], in[1], odd);
+      const Words c = __builtin_shuffle(in[2], in[3], even), d = __builtin_shuffle(in[2], in[3], odd);
+      put(word, row, __builtin_shuffle(a, c, low));
+      put(word + 1, row, __builtin_shuffle(a, c, high));
+      put(word + 2, row, __builtin_shuffle(b, d, low));
+      put(word + 3, row, __builtin_shuffle(b, d, high));
+    }
+  }
+}
+
+// kTile columns by kTileWords words of k, the first of them `word`, of a panel's memory.
+void pack_tile(const PackedWeight& packed, const char* rows, int64_t row_bytes, int64_t word, int column, char* panel) {
+  if (packed.dtype == DType::bf16) {  // tiles lie one after another, those of 32 columns side by side
+    char* tile = panel + (word / kTileWords * 2 + column / kTile) * kTileLine;
+    transpose_tile(rows, row_bytes, [&](int w, int row, Words words) {
+      *reinterpret_cast<WordsInMemory*>(tile + w * kTileBytes + row * 4) = words;
+    });
+  } else if (packed.dtype == DType::f32) {
+    transpose_tile(rows, row_bytes, [&](int w, int row, Words words) {
+      if (word + w >= packed.num_in) return;
+      *reinterpret_cast<WordsInMemory*>(panel + ((word + w) * kPanel + column + row) * 4) = words;
+    });
+  } else {
+    transpose_tile(rows, row_bytes, [&](int w, int row, Words words) {
+      const int64_t k = 2 * (word + w);
+      char* target = panel + (k * kPanel + column + row) * 2;
+      if (k < packed.num_in) {
+        *reinterpret_cast<HalvesInMemory*>(target) = __builtin_convertvector(words & 0xffff, HalvesInMemory);
+      }
+      if (k + 1 < packed.num_in) {
+        *reinterpret_cast<HalvesInMemory*>(target + kPanel * 2) = __builtin_convertvector(words >> 16, HalvesInMemory);
+      }
+    });
+  }
+}
+
+void pack_panel(const PackedWeight& packed, const char* weight, int64_t row_bytes, int64_t panel) {
+  const int64_t size = element_size(packed.dtype), in_bytes = packed.num_in * size;
+  char* target = static_cast<char*>(const_cast<void*>(packed.data)) + panel * packed.panel_elements() * size;
+  for (int64_t begin = 0; begin < in_bytes; begin += kTileBytes) {
+    const int64_t bytes = std::min<int64_t>(kTileBytes, in_bytes - begin);
+    for (int column = 0; column < kPanel; column += kTile) {
+      const int64_t first = panel * kPanel + column;
+      const int64_t columns = std::clamp<int64_t>(packed.num_out - first, 0, kTile);
+      if (columns == kTile && bytes == kTileBytes) {
+        pack_tile(packed, weight + first * row_bytes + begin, row_bytes, begin / 4, column, target);
+        continue;
+      }
+      char padded[kTileLine] = {};
+      for (int64_t i = 0; i < columns; ++i) {
+        std::memcpy(padded + i * kTileBytes, weight + (first + i) * row_bytes + begin, static_cast<size_t>(bytes));
+      }
+      pack_tile(packed, padded, kTileBytes, begin / 4, column, target);
     }
   }
 }
@@ -94,13 +151,12 @@ void linear_packed_rows(const LinearCall& call) {
 }  // namespace
 
 void pack_weight(const PackedWeight& packed, const void* weight, int64_t weight_stride) {
-  parallel_for(packed.num_panels(), [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      if (packed.dtype == DType::f32) {
-        pack_panel(packed, static_cast<const float*>(weight), weight_stride, panel);
-      } else {
-        pack_panel(packed, static_cast<const uint16_t*>(weight), weight_stride, panel);
-      }
+  const int64_t row_bytes = weight_stride * element_size(packed.dtype), panels = packed.num_panels();
+  // Several parts per thread, as for products: one that loses its core holds up little.
+  const int parts = static_cast<int>(std::min<int64_t>(panels, num_threads() == 1 ? 1 : 4 * num_threads()));
+  run_parts(parts, [&](int part) {
+    for (int64_t panel = panels * part / parts; panel < panels * (part + 1) / parts; ++panel) {
+      pack_panel(packed, static_cast<const char*>(weight), row_bytes, panel);
     }
   });
 }
