@@ -193,9 +193,13 @@ class Ops(Protocol):
         ...
 
     # ---- linear algebra
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
+    ) -> PackedLinear:
         """weight [num_out, K] (+ bias [num_out]) -> packed. The caller drops its reference to `weight` afterwards.
-        Products with a quantised weight are computed as backend/quantized.py says, for x of any compute dtype."""
+        `rows`: the dtype of the x that it will multiply, that of `weight` unless said. A 16-bit weight of float32 rows
+        may stay in its 16 bits: the product is that of the widened weight, bit for bit. Products with a quantised
+        weight are computed as backend/quantized.py says, for x of any compute dtype."""
         ...
 
     def linear(

@@ -105,6 +105,19 @@ def resolve_dtype(
 ) -> tuple[torch.dtype, str]:
     """The compute dtype and why. `dtype`: "auto" or a name of DTYPES; `checkpoint_dtype`: of the stored weights;
     `device`: "cpu" or "cuda:N"."""
+    chosen, reason = _resolve_dtype(dtype, checkpoint_dtype, backend, device)
+    kept = weights_dtype(chosen, checkpoint_dtype, backend, device)
+    return chosen, reason if kept is chosen else f"{reason}; matrices stay {checkpoint_dtype}"
+
+
+def weights_dtype(dtype: torch.dtype, checkpoint_dtype: str, backend: str = "auto", device: str = CPU) -> torch.dtype:
+    """The dtype of matrices where that of activations is `dtype`: beside float32 the native products read 16 bits as
+    they are stored. Arguments as those of `resolve_dtype`."""
+    native = device == CPU and backend in ("auto", "native") and load_extension()[0] is not None
+    return DTYPES.get(checkpoint_dtype, dtype) if native and dtype is torch.float32 else dtype
+
+
+def _resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str, device: str) -> tuple[torch.dtype, str]:
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}", param="dtype")

@@ -91,8 +91,10 @@ def _model(summaries: Sequence[InstanceSummary]) -> str:
     first = summaries[0]
     parts = [max(getattr(s, part) for s in summaries) for part in ("vision_weights_bytes", "language_weights_bytes")]
     size_in_memory = sum(parts) or first.weights_bytes
-    count = size_in_memory // _BYTES.get(first.dtype, 4)
-    return f"{first.model} ({first.family}), {_number(count)} parameters, {first.dtype}"
+    kept = first.weights_dtype or first.dtype
+    count = size_in_memory // _BYTES.get(kept, 4)
+    dtypes = first.dtype if kept == first.dtype else f"weights {kept}, activations {first.dtype}"
+    return f"{first.model} ({first.family}), {_number(count)} parameters, {dtypes}"
 
 
 def _number(count: int) -> str:

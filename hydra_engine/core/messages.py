@@ -135,7 +135,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     model: str
     family: str
     device: str
-    dtype: str
+    dtype: str  # of activations
     backend: str
     deterministic: bool
     threads: int
@@ -151,6 +151,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     image_budget: int
     load_s: float
     incarnation: int = 0
+    weights_dtype: str = ""  # of matrices; "": that of activations
     vision_weights_bytes: int = 0  # of weights_bytes
     language_weights_bytes: int = 0
     state_bytes: int = 0  # of recurrent states

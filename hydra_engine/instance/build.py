@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from hydra_engine.backend.select import weights_dtype
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready
@@ -88,10 +89,12 @@ def _summary(
 ) -> InstanceSummary:
     config, backend, model, plan = stack.config, stack.backend, stack.model, stack.plan
     free_bytes, device_bytes = backend.device.memory()
+    kept = weights_dtype(backend.dtype, stack.spec.dtype, config.backend, backend.device.name)
     return InstanceSummary(
         name=name,
         role=context.role.letters,
         incarnation=context.incarnation,
+        weights_dtype=str(kept).removeprefix("torch."),
         vision_weights_bytes=plan.vision_weights_bytes,
         language_weights_bytes=plan.language_weights_bytes,
         state_bytes=plan.state_bytes,

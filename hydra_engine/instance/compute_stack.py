@@ -21,7 +21,13 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, resolve_attention
 from hydra_engine.backend.device import Device
 from hydra_engine.backend.devices import ChosenDevice, gpu_name
-from hydra_engine.backend.select import create_backend, resolve_deterministic, resolve_device, resolve_dtype
+from hydra_engine.backend.select import (
+    create_backend,
+    resolve_deterministic,
+    resolve_device,
+    resolve_dtype,
+    weights_dtype,
+)
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, fault_points_enabled
 from hydra_engine.core.roles import Role
@@ -139,7 +145,9 @@ def _load_and_size(
         free_bytes=free_bytes,
         neighbours=context.neighbours,
     )
-    plan_of = partial(plan_memory, spec, role, config, backend.dtype.itemsize, free_bytes, shares=context.shares)
+    weight_bytes = weights_dtype(backend.dtype, spec.dtype, config.backend, device.name).itemsize
+    sizes = backend.dtype.itemsize, free_bytes
+    plan_of = partial(plan_memory, spec, role, config, *sizes, shares=context.shares, weight_bytes=weight_bytes)
     plan = plan_of(filling=Filling(own_bytes) if fills else None)
     resolved = _resolve(config, spec, plan, role, device)
     with _memory_for("the weights"):

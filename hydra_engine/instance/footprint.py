@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype
+from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype, weights_dtype
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import EPD, Role, Topology, check_serves, check_states
 from hydra_engine.core.units import GIB
@@ -109,7 +109,16 @@ def _footprint(
         whole = {"total_bytes": free_bytes, "free_bytes": free_bytes}
         own_bytes, _ = own_part(spec, role, config, dtype.itemsize, **whole, neighbours=(role, *others))
         filling = Filling(own_bytes, estimate(spec, role, config, dtype.itemsize))
-    plan = plan_memory(spec, role, config, dtype.itemsize, free_bytes, shares=1 + len(others), filling=filling)
+    plan = plan_memory(
+        spec,
+        role,
+        config,
+        dtype.itemsize,
+        free_bytes,
+        shares=1 + len(others),
+        filling=filling,
+        weight_bytes=weights_dtype(dtype, spec.dtype, config.backend, device).itemsize,
+    )
     cache = config.cache
     kv_tokens, image_rows = plan.num_kv_blocks * cache.block_size, plan.num_image_blocks * cache.image_block_size
     return Footprint(name, role.letters, device, plan, kv_tokens, image_rows)

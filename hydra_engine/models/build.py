@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hydra_engine.backend.base import Backend, Ops
+from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.layers.decoder import Decoder
@@ -93,7 +94,8 @@ def load_model(
     model = build_model(spec, backend.ops, backend.dtype, role, device=device)
     if random_weights:
         with torch.inference_mode():
-            fill_random(model, dtype=backend.dtype, device=device, progress=advance)
+            stored = DTYPES.get(spec.dtype, torch.float32)
+            fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
     with open_checkpoint(model_dir, renames) as checkpoint, torch.inference_mode():

@@ -121,6 +121,8 @@ def test_a_topology_is_a_table_with_what_each_does_without() -> None:
         ["p0", "P", "cpu", "13 GiB (no tower: -1 GiB)", kv, images],
         ["d0", "D", "cpu", "13 GiB (no tower: -1 GiB)", kv, "none"],
     ]
+    narrow = instance("i0", "EPD", dtype="float32", weights_dtype="bfloat16")
+    assert start_lines([narrow])[1].endswith("7.5 billion parameters, weights bfloat16, activations float32")
     assert max(map(len, lines)) <= 100
     assert len({line.index(start) for line, start in zip(lines[3:7], ("KV", "none", kv, kv), strict=True)}) == 1
     assert lines[7:] == [

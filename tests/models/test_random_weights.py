@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_parts_of_a_model_agree_and_seeds_differ(bare: Path) -> None:
     other = drawn(bare, EPD, seed=1)
     assert not any(torch.equal(tensor, whole[name]) for name, tensor in other.items())
     assert all(torch.isfinite(tensor).all() for tensor in whole.values())
+
+
+def test_matrices_are_drawn_in_the_dtype_of_a_checkpoint(bare: Path) -> None:
+    backend, spec = create_backend("cpu", torch.float32), load_spec(bare)
+    wide, narrow = (
+        load_model(bare, replace(spec, dtype=dtype), backend, EPD, random_weights=True).weights_bytes
+        for dtype in ("float32", "bfloat16")
+    )
+    assert narrow < 0.7 * wide
 
 
 def test_the_engine_serves_them(bare: Path) -> None:

@@ -140,6 +140,18 @@ def test_stored_dtypes_are_converted(model_dir: Path, backend: Backend, stored: 
     assert torch.equal(logits(model_dir, backend), narrowed)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_matrices_stay_in_16_bits_beside_float32_and_give_the_same_logits(model_dir: Path, stored: torch.dtype) -> None:
+    native, spec = create_backend("cpu", torch.float32, threads=1), load_spec(model_dir)
+    rewrite(model_dir, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
+    narrow, kept = logits(model_dir, native), load_model(model_dir, spec, native, EPD)
+    in_file = sum(t.nbytes for t in load_file(model_dir / "model.safetensors").values())
+    rewrite(model_dir, lambda tensors: tensors.update({name: t.float() for name, t in tensors.items()}))
+    assert torch.equal(logits(model_dir, native), narrow)
+    assert kept.weights_bytes < 1.25 * in_file  # vectors are wide, and the panels of the miniature padded
+    assert load_model(model_dir, spec, native, EPD).weights_bytes > 1.6 * kept.weights_bytes
+
+
 def test_progress_counts_the_bytes_of_the_role(model_dir: Path, backend: Backend) -> None:
     totals = {}
     for role in ("E", "P", "D", "EPD"):

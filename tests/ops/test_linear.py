@@ -183,6 +183,31 @@ def test_no_inputs_leave_the_bias(isa: str) -> None:
     assert torch.equal(linear(torch.empty(3, 0), NativeLinear(torch.empty(5, 0), bias)), bias.expand(3, 5))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (300, 70, 77)], ids=str)
+def test_narrow_weights_give_float32_rows_the_bits_of_wide_ones(
+    isa: str, threads: int, dtype: torch.dtype, size: tuple[int, int, int]
+) -> None:
+    x, weight, bias = case(*size, torch.float32)
+    weight = weight.to(dtype)
+    narrow = NativeLinear(weight, bias, torch.float32)
+    residual = torch.randn(size[:2], generator=torch.Generator().manual_seed(5))
+    wide = linear(x, NativeLinear(weight.float(), bias), act="silu", residual=residual)
+    assert torch.equal(linear(x, narrow, act="silu", residual=residual), wide)
+    assert narrow.nbytes <= NativeLinear(weight, bias).nbytes
+    with pytest.raises(ValueError, match=r"x: expected .*float32.*got"):
+        linear(x.to(dtype), narrow)
+
+
+def test_narrow_weights_of_any_value_are_widened_without_loss(isa: str) -> None:
+    """Every finite bit pattern: the smallest numbers, both zeros, the largest ones."""
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        weight = weight[weight.isfinite()][:, None]
+        result = linear(torch.ones(3, 1), NativeLinear(weight, rows=torch.float32))
+        assert torch.equal(result, weight.float().T.expand(3, -1))
+
+
 def test_packed_weight_needs_about_the_original_memory() -> None:
     weight = torch.zeros(1024, 512, dtype=torch.bfloat16)
     assert NativeLinear(weight).nbytes == weight.nbytes
@@ -268,7 +293,9 @@ def test_native_checks_name_expected_and_actual() -> None:
     with pytest.raises(ValueError, match=r"dtype: expected 0 .*got 7"):
         _C.packed_bytes(1, 1, 7)
     with pytest.raises(ValueError, match=r"aligned to 64 bytes, got 100"):
-        _C.PackedWeight(100, 0, 1, 1, 0)
+        _C.PackedWeight(100, 0, 1, 1, 0, 0)
+    with pytest.raises(ValueError, match=r"x_dtype: expected float32 or the weight's 1, got 2"):
+        _C.PackedWeight(0, 0, 1, 1, 1, 2)
     with pytest.raises(ValueError, match=r"isa: expected scalar, .*got 'sse'"):
         _C.force_isa("sse")
     with pytest.raises(ValueError, match=r"n: expected 1 to 1024 threads, got 0"):

@@ -11,11 +11,13 @@ from hydra_engine import _C
 from hydra_engine.backend import devices
 from hydra_engine.backend.reference.ops import ALL_OPS
 from hydra_engine.backend.select import (
+    DTYPES,
     create_backend,
     describe_cpu,
     resolve_deterministic,
     resolve_device,
     resolve_dtype,
+    weights_dtype,
 )
 from hydra_engine.errors import BackendError, ConfigError
 
@@ -133,9 +135,21 @@ def test_the_dtype_follows_checkpoint_and_processor(isa: str) -> None:
     assert resolve_dtype("float16", "bfloat16") == (torch.float16, "dtype float16: as asked")
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_matrices_beside_float32_rows_stay_in_16_bits_where_native_products_read_them(stored: str) -> None:
+    said = f"dtype float32: as asked; matrices stay {stored}"
+    assert resolve_dtype("float32", stored) == resolve_dtype("float32", stored, "native") == (torch.float32, said)
+    assert weights_dtype(torch.float32, stored) is DTYPES[stored]
+    assert weights_dtype(torch.bfloat16, stored) is torch.bfloat16
+    for backend, device in (("reference", "cpu"), ("auto", "cuda:0")):
+        assert weights_dtype(torch.float32, stored, backend, device) is torch.float32
+        assert "stay" not in resolve_dtype("float32", stored, backend, device)[1]
+    assert weights_dtype(torch.float32, "float32") is weights_dtype(torch.float32, "float64") is torch.float32
+
+
 def test_the_dtype_without_the_extension_is_float32(without_extension: None) -> None:
     dtype, reason = resolve_dtype("auto", "bfloat16")
-    assert dtype == torch.float32 and "not built" in reason
+    assert dtype == torch.float32 and "not built" in reason and "stay" not in reason
 
 
 def test_memory_is_what_the_machine_has() -> None:

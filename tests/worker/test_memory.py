@@ -118,6 +118,8 @@ def test_a_role_reckons_with_the_weights_of_its_own_part() -> None:
     for letters, expected in {"E": (4000, 0), "P": (0, language), "D": (0, language), "ED": (4000, language)}.items():
         made = plan(role=Role.parse(letters))
         assert (made.vision_weights_bytes, made.language_weights_bytes) == expected
+    narrow = plan_memory(fake_spec(), Role.P, EngineConfig(model=""), 4, 10**9, weight_bytes=2)
+    assert narrow.language_weights_bytes == language // 2
     # What the tower does not take is there for the cache.
     least = language + 100_000
     assert plan(least, role=Role.P).num_kv_blocks == 40_000 // (16 * TOKEN_BYTES)

@@ -103,9 +103,8 @@ HYDRA_TARGET void multiply_bf16(const LinearCall& call, const LinearPart& part) 
 }  // namespace
 
 HYDRA_TARGET void linear_part(const LinearCall& call, const LinearPart& part) {
-  if (call.weight.dtype == DType::bf16) return multiply_bf16(call, part);
-  if (call.weight.dtype == DType::f32) return multiply_part<float>(call, part);
-  multiply_part<f16_t>(call, part);
+  if (call.weight.is_bf16()) return multiply_bf16(call, part);
+  multiply_part(call, part);
 }
 
 }  // namespace hydra::avx512bf16

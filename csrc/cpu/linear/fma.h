@@ -1,5 +1,6 @@
-// Products by fused multiply-adds on float32, for any weight dtype: the only way for f32 and f16, and the way for bf16
-// where the processor has no bf16 instructions. Rows of x become float32 first, weights while they are loaded.
+// Products by fused multiply-adds on float32, for rows and weights of any dtype: the only way for all but bf16 rows, and
+// the way for those where the processor has no bf16 instructions. Rows of x become float32 first, weights while they
+// are loaded: widening is exact, so 16-bit weights give float32 rows the bits that the same weights in float32 give.
 // Include after defining a level, see cpu/simd.h.
 #pragma once
 
@@ -110,7 +111,7 @@ HYDRA_TARGET const float* float_rows(const LinearCall& call, int64_t begin, int6
   return rows;
 }
 
-template <class Weight>
+template <class X, class Weight>
 HYDRA_TARGET void multiply_part(const LinearCall& call, const LinearPart& part) {
   static thread_local Scratch scratch;
   // A panel stays in the second-level cache while the rows of a chunk pass by; 2 MiB of rows repay fetching it.
@@ -120,7 +121,7 @@ HYDRA_TARGET void multiply_part(const LinearCall& call, const LinearPart& part) 
   for (int64_t begin = part.row_begin; begin < part.row_end; begin += chunk) {
     const int64_t end = std::min(begin + chunk, part.row_end);
     int64_t stride;
-    const float* x = float_rows<Weight>(call, begin, end, scratch, stride);
+    const float* x = float_rows<X>(call, begin, end, scratch, stride);
     for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
       const Weight* weights = static_cast<const Weight*>(call.weight.data) + panel * call.weight.panel_elements();
       for (int64_t row = begin; row < end; row += kMaxRows) {
@@ -129,6 +130,18 @@ HYDRA_TARGET void multiply_part(const LinearCall& call, const LinearPart& part) 
         finish_block(call, sums, kPanel, row, rows, panel);
       }
     }
+  }
+}
+
+HYDRA_TARGET inline void multiply_part(const LinearCall& call, const LinearPart& part) {
+  const bool wide = call.weight.x_dtype == DType::f32;
+  switch (call.weight.dtype) {
+    case DType::f32:
+      return multiply_part<float, float>(call, part);
+    case DType::bf16:
+      return wide ? multiply_part<float, bf16_t>(call, part) : multiply_part<bf16_t, bf16_t>(call, part);
+    case DType::f16:
+      return wide ? multiply_part<float, f16_t>(call, part) : multiply_part<f16_t, f16_t>(call, part);
   }
 }
 

@@ -89,7 +89,7 @@ void pack_panel(const PackedWeight& packed, const char* weight, int64_t row_byte
 void linear_part(const LinearCall& call, const LinearPart& part) {
 #if HYDRA_X86
   const Isa isa = current_isa();
-  if (isa == Isa::amx && call.weight.dtype == DType::bf16) return amx::linear_part_bf16(call, part);
+  if (isa == Isa::amx && call.weight.is_bf16()) return amx::linear_part_bf16(call, part);
   if (isa >= Isa::avx512bf16) return avx512bf16::linear_part(call, part);
   if (isa == Isa::avx2) return avx2::linear_part(call, part);
 #endif
@@ -164,7 +164,7 @@ void pack_weight(const PackedWeight& packed, const void* weight, int64_t weight_
 void linear(const LinearCall& call) {
   if (call.rows == 0 || call.weight.num_out == 0) return;
 #if HYDRA_X86
-  if (current_isa() == Isa::amx && call.weight.dtype == DType::bf16 && amx::wants_packed_rows(call)) {
+  if (current_isa() == Isa::amx && call.weight.is_bf16() && amx::wants_packed_rows(call)) {
     return linear_packed_rows(call);
   }
 #endif

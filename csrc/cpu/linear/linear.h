@@ -28,7 +28,9 @@ struct PackedWeight {
   int64_t num_out = 0;
   int64_t num_in = 0;
   DType dtype = DType::f32;
+  DType x_dtype = DType::f32;  // of the rows that it multiplies: f32 or `dtype`
 
+  bool is_bf16() const { return dtype == DType::bf16 && x_dtype == DType::bf16; }
   int64_t num_panels() const { return ceil_div(num_out, kPanel); }
   int64_t padded_in() const { return dtype == DType::bf16 ? ceil_div(num_in, kPanel) * kPanel : num_in; }
   int64_t panel_elements() const { return padded_in() * kPanel; }
@@ -37,7 +39,7 @@ struct PackedWeight {
 
 struct LinearCall {
   PackedWeight weight;
-  const void* x = nullptr;  // [rows, num_in] of weight.dtype
+  const void* x = nullptr;  // [rows, num_in] of weight.x_dtype
   int64_t x_stride = 0;     // elements between rows
   void* out = nullptr;      // [rows, num_out] of out_dtype
   int64_t out_stride = 0;

@@ -6,10 +6,6 @@
 
 namespace hydra::scalar {
 
-void linear_part(const LinearCall& call, const LinearPart& part) {
-  if (call.weight.dtype == DType::f32) return multiply_part<float>(call, part);
-  if (call.weight.dtype == DType::bf16) return multiply_part<bf16_t>(call, part);
-  multiply_part<f16_t>(call, part);
-}
+void linear_part(const LinearCall& call, const LinearPart& part) { multiply_part(call, part); }
 
 }  // namespace hydra::scalar

@@ -21,20 +21,24 @@ _ALIGNMENT = 64  # a cache line
 
 
 class NativeLinear:
-    """`PackedLinear` of backend/base.py: a weight in the kernels' layout, about the size of the original, of which
-    nothing is kept."""
+    """`PackedLinear` of backend/base.py: a weight in its dtype and the kernels' layout, about the size of the original,
+    of which nothing is kept."""
 
     __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
+    ) -> None:
         if isinstance(weight, QuantizedWeight):
             raise ValueError("weight: expected a float type, got a quantised one")
         checks.check_linear(weight, bias)
         checks.check_device(torch.device("cpu"), (("weight", weight),))
         weight = weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous()
         self.num_out, self.num_in = weight.shape
-        self.dtype = weight.dtype
-        num_bytes = _C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[self.dtype])
+        self.dtype = weight.dtype if rows is None else rows
+        if self.dtype is not torch.float32:
+            weight = weight.to(self.dtype)
+        num_bytes = _C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[weight.dtype])
         memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         offset = -memory.data_ptr() % _ALIGNMENT
         self._data = memory[offset : offset + num_bytes]
@@ -43,9 +47,8 @@ class NativeLinear:
             self._bias = torch.zeros(-(-self.num_out // 32) * 32, dtype=torch.float32)
             self._bias[: self.num_out] = bias
         bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self.handle = _C.PackedWeight(
-            self._data.data_ptr(), bias_address, self.num_out, self.num_in, DTYPE_CODES[self.dtype]
-        )
+        dtypes = DTYPE_CODES[weight.dtype], DTYPE_CODES[self.dtype]
+        self.handle = _C.PackedWeight(self._data.data_ptr(), bias_address, self.num_out, self.num_in, *dtypes)
         if weight.numel():
             self.handle.pack(weight.data_ptr(), weight.stride(0))
 

@@ -99,10 +99,12 @@ class CudaOps(CudaCacheOps):
         chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
         return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
+    ) -> PackedLinear:
         if isinstance(weight, QuantizedWeight):
             raise ValueError("weight: expected a float type, got a quantised one")
-        return PlainLinear(weight, bias, weight.dtype)
+        return PlainLinear(weight, bias, rows or weight.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum takes the place of `residual`."""

@@ -103,7 +103,9 @@ class ReferenceOps:
 
     # ---- linear algebra
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
+    ) -> PackedLinear:
         """In float32, twice the size of a 16-bit original: the reference trades memory for simplicity."""
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import cast
 
 import torch
@@ -38,19 +38,19 @@ class Linear:
         scale: str | None = None,
         arrange: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
-        self._ops = scope.ops
+        self._ops, self._dtype = scope.ops, scope.dtype
         self._weights = [f"{name}.weight" for name in parts]
         self._biases = [f"{name}.bias" for name in parts] if bias else []
         self._scale = scale
         self._arrange = arrange or _stacked
         self._weights_arrived: dict[str, Tensor | QuantizedWeight] = {}
         self._vectors_arrived: dict[str, Tensor] = {}
-        self._dtype = scope.dtype
         shape_in = num_in if isinstance(num_in, tuple) else (num_in,)
         for name, num_out in parts.items():
             fill = partial(self._fill_weight, f"{name}.weight")
             quantized = fill if len(shape_in) == 1 else None
-            scope.want(f"{name}.weight", (num_out, *shape_in), fill, fill_quantized=quantized)
+            whole = scale is None  # a factor makes numbers that 16 bits cannot hold
+            scope.want(f"{name}.weight", (num_out, *shape_in), fill, fill_quantized=quantized, matrix=whole)
             if bias:
                 scope.want(f"{name}.bias", (num_out,), partial(self._fill_vector, f"{name}.bias"))
         if scale is not None:
@@ -90,7 +90,7 @@ class Linear:
             joined = [_scaled(weight, part) for weight, part in zip(joined, factors.split(counts), strict=True)]
             bias = None if bias is None else _scaled_tensor(bias, factors)
         biases = [None] * len(counts) if bias is None else bias.split(counts)
-        self.packed = tuple(map(self._ops.pack_linear, joined, biases))
+        self.packed = tuple(map(self._ops.pack_linear, joined, biases, repeat(self._dtype)))
 
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
         """Neighbours of one form as one weight. Parts whose outputs are mixed must have one form: several become
@@ -196,7 +196,7 @@ class Head:
     packed: PackedLinear
 
     def __init__(self, scope: Scope) -> None:
-        self._ops = scope.ops
+        self._ops, self._dtype = scope.ops, scope.dtype
         scope.hold(self)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -207,22 +207,22 @@ class Head:
         return self.packed.nbytes
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
-        self.packed = self._ops.pack_linear(weight)
+        self.packed = self._ops.pack_linear(weight, rows=self._dtype)
 
 
 class Embedding:
-    """The token table, in the compute dtype; `tied_head` shares its tensor, quantised if the checkpoint has it so."""
+    """The token table, whose rows are given in the compute dtype; `tied_head` shares its tensor,
+    quantised if the checkpoint has it so."""
 
     table: Tensor
 
     def __init__(self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None) -> None:
-        self._tied_head = tied_head
-        self._dtype = scope.dtype
-        scope.want("weight", (num_rows, num_channels), self._fill, fill_quantized=self._fill)
+        self._tied_head, self._dtype = tied_head, scope.dtype
+        scope.want("weight", (num_rows, num_channels), self._fill, fill_quantized=self._fill, matrix=True)
         scope.hold(self)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.table.index_select(0, token_ids)
+        return self.table.index_select(0, token_ids).to(self._dtype)
 
     @property
     def nbytes(self) -> int:

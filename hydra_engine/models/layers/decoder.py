@@ -34,8 +34,8 @@ class Decoder:
         self._embed = Embedding(model.at("embed_tokens"), spec.vocab_size, spec.hidden_size, tied_head=tied_head)
         # Files that say "tied" and hold a head all the same mean that head, as transformers 5 reads them.
         shape = spec.vocab_size, spec.hidden_size
-        head = self._head.fill
-        scope.want("lm_head.weight", shape, head, optional=spec.tie_embeddings, fill_quantized=head)
+        fill, optional = self._head.fill, spec.tie_embeddings
+        scope.want("lm_head.weight", shape, fill, optional=optional, fill_quantized=fill, matrix=True)
         self._layers = tuple(_layers(model, spec))
         # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)

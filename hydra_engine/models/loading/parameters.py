@@ -31,6 +31,13 @@ class Slot(NamedTuple):
     optional: bool = False
     dtype: torch.dtype | None = None  # None: the compute dtype
     fill_quantized: Callable[[QuantizedWeight], None] | None = None  # None: dequantised for `fill`
+    matrix: bool = False  # what reads it widens 16 bits itself, without loss, so they stay where rows are float32
+
+    def dtype_of(self, stored: torch.dtype, rows: torch.dtype) -> torch.dtype:
+        """In which dtype a tensor of `stored` fills it where the compute dtype is `rows`."""
+        if self.matrix and rows is torch.float32 and stored in (torch.bfloat16, torch.float16):
+            return stored
+        return self.dtype or rows
 
 
 class Demands:
@@ -66,9 +73,10 @@ class Scope:
         optional: bool = False,
         dtype: torch.dtype | None = None,
         fill_quantized: Callable[[QuantizedWeight], None] | None = None,
+        matrix: bool = False,
     ) -> None:
         """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it."""
-        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype, fill_quantized)
+        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype, fill_quantized, matrix)
 
     def skip(self, *prefixes: str) -> None:
         """Tensors whose names begin so may be in the checkpoint; they are not read."""

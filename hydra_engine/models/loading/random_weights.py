@@ -61,17 +61,20 @@ def fill_random(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    stored: torch.dtype = torch.float32,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fills every slot that a checkpoint must have, one tensor at a time, drawn in its dtype where it stays; `progress`
-    counts bytes. At most the model, one tensor and the parts of one fused matrix exist at a time."""
+    """Fills every slot that a checkpoint must have, one tensor at a time, drawn in its dtype where it stays; `stored`
+    is that of the checkpoint in whose place they come. `progress` counts bytes. At most the model, one tensor and the
+    parts of one fused matrix exist at a time."""
     slots = {name: slot for name, slot in model.slots.items() if not slot.optional}
-    sizes = {name: torch.Size(slot.shape).numel() * (slot.dtype or dtype).itemsize for name, slot in slots.items()}
+    dtypes = {name: slot.dtype_of(stored, dtype) for name, slot in slots.items()}
+    sizes = {name: torch.Size(slot.shape).numel() * dtypes[name].itemsize for name, slot in slots.items()}
     total, done = sum(sizes.values()), 0
     draws = NamedDraws(slots, device, seed)
     for name, slot in slots.items():
-        tensor = torch.empty(slot.shape, dtype=slot.dtype or dtype, device=device)
+        tensor = torch.empty(slot.shape, dtype=dtypes[name], device=device)
         draws.fill(name, tensor)
         slot.fill(tensor)
         del tensor  # before the next one is made

@@ -41,10 +41,10 @@ def fill_model(
     done = 0
     for name, slot in slots.items():
         stored = checkpoint.read(name)
-        target = slot.dtype or dtype
         if isinstance(stored, QuantizedWeight):
-            _fill_quantized(name, slot, stored, target, device, check_finite=check_finite)
+            _fill_quantized(name, slot, stored, slot.dtype or dtype, device, check_finite=check_finite)
         else:
+            target = slot.dtype_of(stored.dtype, dtype)
             _fill_plain(name, slot, stored, target, device, check_finite=check_finite)
         done += entries[name].nbytes
         if progress is not None:

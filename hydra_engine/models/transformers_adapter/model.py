@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, go_on
 from hydra_engine.models.specs.base import ModelSpec
@@ -63,8 +64,9 @@ class GenericModel:
         self.num_slices = 0
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
         set_attention(module, NAME)
-        take_over_products(self._decoder, backend.ops, backend.dtype)
-        self._head = take_over_head(module, backend.ops, backend.dtype)
+        stored = DTYPES.get(spec.dtype, backend.dtype)
+        take_over_products(self._decoder, backend.ops, backend.dtype, stored)
+        self._head = take_over_head(module, backend.ops, backend.dtype, stored)
         # Products that are not ours (the experts of a mixture, say) may depend on how many rows share them.
         self.deterministic = not has_products(self._decoder)
 

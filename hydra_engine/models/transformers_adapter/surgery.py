@@ -18,35 +18,39 @@ from hydra_engine.backend.base import Ops
 class OpsLinear(nn.Module):
     """A linear layer through `Ops.linear`. `weight` has shape and dtype for code that asks for them, and no memory."""
 
-    def __init__(self, linear: nn.Linear, ops: Ops, out_dtype: torch.dtype | None) -> None:
+    def __init__(self, linear: nn.Linear, ops: Ops, stored: torch.dtype, out_dtype: torch.dtype | None) -> None:
         super().__init__()
         self._ops = ops
         self._out_dtype = out_dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.empty_like(linear.weight, device="meta")
-        self.packed = ops.pack_linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        narrow = weight.to(stored)
+        kept = narrow if bool((narrow == weight).all()) else weight  # as the checkpoint has it, where that was widened
+        self.packed = ops.pack_linear(kept, bias, weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         return self._ops.linear(rows, self.packed, out_dtype=self._out_dtype).view(*x.shape[:-1], self.out_features)
 
 
-def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
-    """Replaces the plain linear layers of `dtype` below `root`; others keep their own arithmetic."""
+def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> None:
+    """Replaces the plain linear layers of `dtype` below `root`; others keep their own arithmetic. Weights that `stored`
+    can hold, the dtype of the checkpoint, may be kept in that."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype is dtype:
-                setattr(parent, name, OpsLinear(child, ops, None))
+                setattr(parent, name, OpsLinear(child, ops, stored, None))
 
 
-def take_over_head(root: Any, ops: Ops, dtype: torch.dtype) -> nn.Module:
+def take_over_head(root: Any, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> nn.Module:
     """Replaces the layer over the vocabulary, whose results are then float32, and returns what stands there now."""
     head = root.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ValueError("the model has no layer over its vocabulary")
     if type(head) is not nn.Linear or head.weight.dtype is not dtype:
         return head
-    ours = OpsLinear(head, ops, torch.float32)
+    ours = OpsLinear(head, ops, stored, torch.float32)
     replace(root, head, ours)
     return ours
 

@@ -34,13 +34,15 @@ class Needs:
     role: Role
     config: EngineConfig
     dtype_bytes: int
+    weight_bytes: int | None = None  # of one; None: as activations
 
     @property
     def weights(self) -> tuple[int, int]:
         """(vision, language) bytes of the parts that the role loads."""
         language = self.spec.language.num_parameters() if self.role.needs_language else 0
         vision = self.spec.vision.num_parameters() if self.spec.vision is not None and self.role.needs_vision else 0
-        return vision * self.dtype_bytes, language * self.dtype_bytes
+        num_bytes = self.weight_bytes or self.dtype_bytes
+        return vision * num_bytes, language * num_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -151,11 +153,13 @@ def plan_memory(
     *,
     shares: int = 1,
     filling: Filling | None = None,
+    weight_bytes: int | None = None,
 ) -> CachePlan:
-    """`free_bytes` is what is free before the weights are loaded, which `shares` instances on the device divide;
-    `filling` says instead what this one has. Sizes that the configuration gives are those of each instance. Raises
-    ResourceError, saying what to change, when the longest request cannot be served."""
-    needs, reasons = Needs(spec, role, config, dtype_bytes), list[str]()
+    """`dtype_bytes` of an activation, `weight_bytes` of a weight where that is less. `free_bytes` is what is free
+    before the weights are loaded, which `shares` instances on the device divide; `filling` says instead what this one
+    has. Sizes that the configuration gives are those of each instance. Raises ResourceError, saying what to change,
+    when the longest request cannot be served."""
+    needs, reasons = Needs(spec, role, config, dtype_bytes, weight_bytes), list[str]()
     vision_bytes, language_bytes = needs.weights
     weights_bytes = vision_bytes + language_bytes
     device = refusals.DevicePart(spec, role, dtype_bytes, shares, filling is not None)
