@@ -235,7 +235,7 @@ def test_weights_are_packed_in_the_layout_of_the_kernels(
     begin = -guarded.data_ptr() % 64 // dtype.itemsize + 64 // dtype.itemsize
     assert _C.packed_bytes(num_out, num_in, code) == expected.numel() * dtype.itemsize
     address = guarded.data_ptr() + begin * dtype.itemsize
-    _C.PackedWeight(address, 0, num_out, num_in, code).pack(weight.data_ptr(), weight.stride(0))
+    _C.PackedWeight(address, 0, num_out, num_in, code, code).pack(weight.data_ptr(), weight.stride(0))
     packed = guarded[begin : begin + expected.numel()]
     assert torch.equal(packed, expected.reshape(-1))
     assert guarded[:begin].isnan().all() and guarded[begin + expected.numel() :].isnan().all()

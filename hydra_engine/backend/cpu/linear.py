@@ -22,7 +22,7 @@ _ALIGNMENT = 64  # a cache line
 
 class NativeLinear:
     """`PackedLinear` of backend/base.py: a weight in its dtype and the kernels' layout, about the size of the original,
-    of which nothing is kept."""
+    of which nothing is kept. `dtype` is that of the rows that it multiplies."""
 
     __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
 
