@@ -141,14 +141,15 @@ def profile_instance(
 
 
 class _Progress:
-    """Sends progress at most ten times a second, and always the last step."""
+    """Sends progress at most ten times a second, and always the first and the last step of a phase."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+        self._phase = ""
         self._sent_s = float("-inf")
 
     def report(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done >= total or now - self._sent_s >= _PROGRESS_PERIOD_S:
-            self._sent_s = now
+        if what != self._phase or done >= total or now - self._sent_s >= _PROGRESS_PERIOD_S:
+            self._phase, self._sent_s = what, now
             self._outbox.send([Loading(what, done, total)])

@@ -7,7 +7,10 @@ of one block suffice; what is left in recurrent states is never read, because a 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -80,15 +83,31 @@ def _state_rows(cu_q: torch.Tensor) -> StateRows:
 
 
 _SIDE = 224  # pixels; the family's rule makes of it what its tower takes
+_CHECKPOINT = 2  # of an encode: the one behind the first layer
 _MAX_TOKENS = 16  # of the prefill, and before the decode
 
 
-def warm_vision(model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device) -> None:
+def warm_vision(
+    model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device, *, whole: bool
+) -> None:
+    """One picture. Not `whole`: up to the tower's second layer, for devices where the first call of an op costs about
+    as much as any other. A tower takes seconds there, and its other layers call the same ops."""
     if vision.processor is not None:
         return  # its pictures are made elsewhere, and loading has run the tower on one
     item = vision.plan_image(_SIDE, _SIDE).items[0]
-    with torch.inference_mode():
-        model.encode(blank_pictures(item, (_SIDE, _SIDE), 1, device), cache)
+    batch = blank_pictures(item, (_SIDE, _SIDE), 1, device)
+    checkpoints = itertools.count(1)
+
+    def stop() -> None:
+        if next(checkpoints) == _CHECKPOINT:
+            raise _EnoughError
+
+    with torch.inference_mode(), contextlib.suppress(_EnoughError):
+        model.encode(batch if whole else replace(batch, checkpoint=stop), cache)
+
+
+class _EnoughError(Exception):
+    """Ends an encode between two layers."""
 
 
 def warm_language(

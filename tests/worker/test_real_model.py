@@ -20,6 +20,7 @@ from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.models.build import load_model
+from hydra_engine.models.layers.vision import VisionLayer
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.faults import FaultPoints
@@ -204,6 +205,20 @@ def test_warm_up_leaves_nothing_behind(rig: Rig) -> None:
     before = bits(rig.kv_cache), bits(rig.image_cache)
     rig.worker.warm_up(lambda done, total: None)
     assert torch.equal(bits(rig.kv_cache), before[0]) and torch.equal(bits(rig.image_cache), before[1])
+
+
+@pytest.mark.parametrize(("asynchronous", "num_layers"), [(False, 1), (True, 2)])
+def test_warm_up_of_a_processor_runs_one_layer_of_the_tower(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, num_layers: int
+) -> None:
+    """Elsewhere all that its feature layer needs."""
+    rig = make_rig(model_dir, "reference", 4, asynchronous=asynchronous)
+    made: list[int] = []
+    run = VisionLayer.__call__
+    monkeypatch.setattr(VisionLayer, "__call__", lambda *of, **more: (made.append(1), run(*of, **more))[1])
+    rig.worker.warm_up(lambda done, total: None)
+    assert len(made) == num_layers
+    rig.worker.close()
 
 
 def bits(cache: PagedCache) -> torch.Tensor:

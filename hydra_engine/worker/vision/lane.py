@@ -61,7 +61,7 @@ class VisionLane:
         self._clock = clock
         self._faults = faults
         self._gate = gate
-        self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device)
+        self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device, whole=asynchronous)
         self._run = run
         self._piece_rows = piece_rows if gate.can_hold and config.scheduler.slices_layers else 0
         if gate.can_hold:
