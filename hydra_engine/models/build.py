@@ -98,6 +98,6 @@ def load_model(
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
-    with open_checkpoint(model_dir, renames) as checkpoint, torch.inference_mode():
+    with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode():
         fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)
     return model

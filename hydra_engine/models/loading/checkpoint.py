@@ -16,13 +16,15 @@ _SHOWN = 8  # names per complaint; the log has all of them
 
 
 class StoredTensor(NamedTuple):
-    """A tensor before it is read. One that is stored in several parts (numbers, scales, ..) has the shape and the name
-    of the matrix that they make; what keeps the parts from making it is told with the names that do not fit a model."""
+    """A tensor before it is read. One that is stored in several parts (numbers, scales, ..) has the name and the shape
+    of the matrix that they make. What keeps them from making it is told with the names that do not fit a model; the
+    shape does not matter then."""
 
     shape: tuple[int, ...]
     nbytes: int  # in the file, for progress
     missing: tuple[str, ...] = ()  # names of parts
     misshaped: tuple[str, ...] = ()  # sentences: a part and what is wrong with it
+    spare: bool = False  # a model need not know it: it would change nothing
 
 
 class Checkpoint(Protocol):

@@ -81,11 +81,13 @@ def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor])
     needed = {name: entries[name] for name in slots if name in entries}
     missing = [name for name, slot in slots.items() if name not in entries and not slot.optional]
     missing += [part for entry in needed.values() for part in entry.missing]
-    surplus = [name for name in entries if name not in slots and not name.startswith(unneeded)]
+    surplus = [
+        name for name in entries if name not in slots and not name.startswith(unneeded) and not entries[name].spare
+    ]
     misshaped = [
         f"{name} is {list(entry.shape)} instead of {list(slots[name].shape)}"
         for name, entry in needed.items()
-        if entry.shape != slots[name].shape
+        if entry.shape != slots[name].shape and not entry.missing and not entry.misshaped
     ]
     misshaped += [part for entry in needed.values() for part in entry.misshaped]
     problems = {"missing": missing, "not expected": surplus, "of the wrong shape": misshaped}

@@ -9,6 +9,7 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, VisionSpec
 from hydra_engine.models.specs.decoder import build_language, special_tokens, stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json, read_json_if_present
+from hydra_engine.models.specs.quantization import read_quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +76,5 @@ def model_spec(
         eos_token_ids=eos,
         dtype=stored_dtype(files.config, text),
         video_token_id=video_token_id,
+        quantization=read_quantization(files.config, text),
     )

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.models.specs.geometry import no_videos
+from hydra_engine.models.specs.quantization import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -297,6 +298,7 @@ class ModelSpec:
     video_token_id: int | None = None  # None: the family takes no videos
     tokenizer_class: str | None = None  # what AutoTokenizer takes, where transformers chooses
     trust_remote_code: bool = False  # code that comes with the model may be run
+    quantization: Quantization | None = None  # of the stored weights
 
     @property
     def max_model_len(self) -> int:

@@ -14,6 +14,7 @@ import msgspec
 from hydra_engine.errors import CheckpointError, from_info
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.quantization import read_quantization
 from hydra_engine.models.transformers_adapter.spec import Answer
 
 _DESCRIBE_SECONDS = 300.0
@@ -22,6 +23,8 @@ _COMMAND = (sys.executable, "-m", "hydra_engine.models.transformers_adapter.desc
 
 def build_generic(files: ModelFiles) -> ModelSpec:
     """Raises CheckpointError for what the adapter cannot run, with the reason."""
+    if read_quantization(files.config, files.config.section_if_present("text_config")) is not None:
+        raise CheckpointError("the weights are quantised; --model-impl transformers runs unquantised ones only")
     return _describe(str(files.model_dir), files.options.trust_remote_code, _stamp(files.model_dir))
 
 
