@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,7 +58,9 @@ class Paged:
         self.layers = max(1, min(64, COLD_BYTES // layer_bytes)) if queries == 1 else 1
         self.bytes_read = requests * context * 2 * num_kv_heads * dim * dtype.itemsize
         shape = (requests * blocks, self.layers, 2, BLOCK_SIZE, num_kv_heads, dim)
-        self.cache = PagedCache(torch.randn(shape).to(dtype))
+        # Memory as the engine's caches have it, of large pages where the system gives them to numpy.
+        raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+        self.cache = PagedCache(raw.copy_(torch.randn(shape)))
         self.tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
         self.q = torch.randn(requests * queries, self.num_heads, dim).to(dtype)
         self.context, self.queries, self.scale = context, queries, dim**-0.5

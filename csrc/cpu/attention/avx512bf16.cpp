@@ -110,11 +110,11 @@ struct Bf16Math : Bf16Tiles {
 void attend(const AttentionCall& call, const AttentionTask& task) {
   switch (call.dtype) {
     case DType::f32:
-      return attend_with<FloatMath<float>>(call, task);
+      return attend_in_float<float>(call, task);
     case DType::bf16:
       return attend_with<Bf16Math>(call, task);
     default:
-      return attend_with<FloatMath<f16_t>>(call, task);
+      return attend_in_float<f16_t>(call, task);
   }
 }
 

@@ -14,6 +14,7 @@ struct Bf16Tiles {
   using Element = bf16_t;
   using Keys = const bf16_t*;
   static constexpr bool kFine = false;
+  static constexpr bool kByRows = false;
   static constexpr int kChunk = 32;  // dimensions per vector
 
   static constexpr int64_t query_width(int64_t dim) { return (dim + kChunk - 1) / kChunk * kChunk; }

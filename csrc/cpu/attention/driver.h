@@ -7,45 +7,17 @@
 
 #include <algorithm>
 
+#include "cpu/attention/prefetch.h"
 #include "cpu/attention/softmax.h"
 #include "cpu/scratch.h"
 
 namespace hydra::HYDRA_LEVEL {
 
-// Asks for memory ahead of its use, a few cache lines at a time between the steps of a computation: in a burst they
-// would wait for each other, and the computation for them.
-class Prefetcher {
- public:
-  // Bytes [first, end) of `count` rows of keys and of values, in turn.
-  HYDRA_INLINE Prefetcher(const char* const* keys, const char* const* values, int64_t count, int64_t first, int64_t end)
-      : keys_(keys), values_(values), pieces_(2 * count), first_(first), end_(end) {}
-
-  // How many lines are left at the start.
-  HYDRA_INLINE int64_t lines() const { return pieces_ * ((end_ - first_ + kLine - 1) / kLine); }
-
-  HYDRA_INLINE void lines(int64_t count) {
-    for (; count > 0; --count) {
-      if (at_ >= stop_) {
-        if (piece_ == pieces_) return;
-        const char* row = (piece_ & 1 ? values_ : keys_)[piece_ / 2];
-        ++piece_;
-        at_ = row + first_;
-        stop_ = row + end_;
-      }
-      __builtin_prefetch(at_, 0, 2);
-      at_ += kLine;
-    }
-  }
-
-  HYDRA_INLINE void rest() { lines(lines()); }
-
- private:
-  static constexpr int64_t kLine = 64;
-  const char* const* keys_;
-  const char* const* values_;
-  int64_t pieces_, first_, end_, piece_ = 0;
-  const char* at_ = nullptr;
-  const char* stop_ = nullptr;
+// One head of a few rows, and what is to be asked for while they are worked on.
+template <class T>
+struct RowGroup {
+  const T* rows[kLanes];
+  const char* later[kLanes];
 };
 
 // The columns of one KV head, padded to whole tiles.
@@ -122,15 +94,22 @@ struct Driver : TaskColumns<Math> {
     for (int64_t c = 0; c < columns; ++c) limits[c] = Base::limit(c);
     find_rows(key_begin, 0);
     next_count = std::min<int64_t>(kKeyTile, key_end - key_begin);
-    for (int64_t head = task.head_begin; head < task.head_end; ++head) share_of(head).rest();
+    if (!Math::kByRows) {
+      for (int64_t head = task.head_begin; head < task.head_end; ++head) share_of(head).rest();
+    }
     for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(head);
     for (int64_t tile = 0, begin = key_begin; begin < key_end; ++tile, begin += kKeyTile) {
       const int current = static_cast<int>(tile & 1);
       next_slot = current ^ 1;
       next_count = std::max<int64_t>(0, std::min<int64_t>(kKeyTile, key_end - begin - kKeyTile));
       if (next_count) find_rows(begin + kKeyTile, next_slot);
+      if (Math::kByRows && !next_count) repeat_row(next_slot, 0, current);
       const int count = static_cast<int>(std::min<int64_t>(kKeyTile, key_end - begin));
-      for (int64_t head = task.head_begin; head < task.head_end; ++head) visit(head, begin, count, current);
+      if constexpr (Math::kByRows) {
+        visit_rows(begin, count, current);
+      } else {
+        for (int64_t head = task.head_begin; head < task.head_end; ++head) visit(head, begin, count, current);
+      }
       if (in_later_span(begin) && (begin + kKeyTile >= key_end || (begin + kKeyTile) % kSpanKeys == 0)) {
         for (int64_t head = task.head_begin; head < task.head_end; ++head) merge_span(head, begin);
       }
@@ -142,6 +121,9 @@ struct Driver : TaskColumns<Math> {
   }
 
  private:
+  // How far ahead of their use rows are asked for: the time that memory takes to answer.
+  static constexpr int64_t kAheadBytes = 16 << 10;
+
   // Whether the tile that starts at `begin` belongs to the second span of this task or to one behind it.
   HYDRA_INLINE bool in_later_span(int64_t begin) const { return call.causal && begin >= key_begin + kSpanKeys; }
 
@@ -152,12 +134,13 @@ struct Driver : TaskColumns<Math> {
     const int64_t q_bytes = aligned(padded * query_width * static_cast<int64_t>(sizeof(Element)));
     const int64_t sums_bytes = padded * sums_width * 4, top_bytes = aligned(padded * 4);
     const int64_t total_bytes = padded * kLanes * 4;
-    const int64_t keys_bytes = aligned(kKeyTile * query_width * static_cast<int64_t>(sizeof(Element)));
-    const int64_t values_bytes = kKeyTile * sums_width * 4;
+    const int64_t packs = Math::kByRows ? 0 : 1, score_tiles = Math::kByRows ? num_heads : 1;
+    const int64_t keys_bytes = packs * aligned(kKeyTile * query_width * static_cast<int64_t>(sizeof(Element)));
+    const int64_t values_bytes = packs * kKeyTile * sums_width * 4;
     const int64_t zero_bytes = aligned(kMaxHeadDim * static_cast<int64_t>(sizeof(Stored)));
     const int64_t limits_bytes = aligned(columns * 8);
     const int64_t heads_bytes = aligned(num_heads * static_cast<int64_t>(sizeof(HeadState<Math>)));
-    const int64_t tile_bytes = kColumnTile * kKeyTile * 4;
+    const int64_t tile_bytes = score_tiles * std::min<int64_t>(padded, kColumnTile) * kKeyTile * 4;
     const int64_t states = in_later_span(key_end - 1) ? 2 : 1;
     const int64_t head_bytes = q_bytes + states * (sums_bytes + top_bytes + total_bytes);
     char* memory = static_cast<char*>(scratch.reserve(limits_bytes + heads_bytes + num_heads * head_bytes + keys_bytes +
@@ -205,6 +188,11 @@ struct Driver : TaskColumns<Math> {
   // Addresses of head 0 of the tile's rows; none behind the task's last key.
   HYDRA_TARGET void find_rows(int64_t begin, int slot) {
     const int64_t count = std::min<int64_t>(kKeyTile, key_end - begin);
+    point_at_keys(begin, count, slot);
+    if (Math::kByRows && count < kKeyTile) repeat_row(slot, count, slot);
+  }
+
+  HYDRA_TARGET void point_at_keys(int64_t begin, int64_t count, int slot) {
     if (!sequence.blocks) {
       for (int64_t j = 0; j < count; ++j) {
         k_rows[slot][j] = sequence.k + (begin + j) * sequence.k_row_bytes;
@@ -222,6 +210,14 @@ struct Driver : TaskColumns<Math> {
       k_rows[slot][j] = sequence.k + start + offset * sequence.k_row_bytes;
       v_rows[slot][j] = sequence.v + start + offset * sequence.v_row_bytes;
     }
+  }
+
+  // Rows [first, kKeyTile) of a tile become the row before them or, without one, the last of the tile in slot `last`: a
+  // place that may be read and has been.
+  HYDRA_TARGET void repeat_row(int slot, int64_t first, int last) {
+    const int64_t row = first ? first - 1 : kKeyTile - 1;
+    std::fill(k_rows[slot] + first, k_rows[slot] + kKeyTile, k_rows[last][row]);
+    std::fill(v_rows[slot] + first, v_rows[slot] + kKeyTile, v_rows[last][row]);
   }
 
   // This head's share of the next tile: the heads share its rows among them, a row being all the task's heads side by
@@ -246,7 +242,7 @@ struct Driver : TaskColumns<Math> {
     }
     Prefetcher next = share_of(head);
     const int64_t some = next.lines() / 8;
-    const typename Math::Keys key_tile = Math::pack_keys(k, used, dim, keys);
+    const auto key_tile = Math::pack_keys(k, used, dim, keys);
     next.lines(some);
     Math::pack_values(v, used, dim, values, next);
     HeadState<Math>& state = heads[head - task.head_begin];
@@ -262,17 +258,67 @@ struct Driver : TaskColumns<Math> {
     next.rest();
   }
 
+  // One key tile of all heads, up to kColumnTile columns each: keys and then values in the order in which they lie in
+  // memory, a few rows at a time with all their heads. Rows that lie `ahead` of them are asked for meanwhile.
+  HYDRA_TARGET void visit_rows(int64_t begin, int count, int slot) {
+    const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Stored)), tile = columns * kKeyTile;
+    const int64_t row_bytes = (task.head_end - task.head_begin) * head_bytes;
+    const unsigned ahead = static_cast<unsigned>(std::clamp<int64_t>(kAheadBytes / row_bytes, kLanes, kKeyTile));
+    RowGroup<Stored> group;
+    for (int first = 0; first < count; first += kLanes) {
+      for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+        point_at(k_rows[0], static_cast<unsigned>(slot * kKeyTile + first), ahead, head, group);
+        const int64_t index = head - task.head_begin;
+        Math::multiply_keys(heads[index].q, static_cast<int>(columns), group, dim,
+                            scores[0] + index * tile + first);
+      }
+    }
+    const int used = count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+      const int64_t index = head - task.head_begin;
+      weigh_columns(heads[index], 0, begin, used, scores[0] + index * tile, weights + index * tile);
+    }
+    for (int first = 0; first < count; first += kLanes) {
+      for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+        point_at(v_rows[0], static_cast<unsigned>(slot * kKeyTile + first), ahead, head, group);
+        const int64_t index = head - task.head_begin;
+        Math::multiply_values(weights + index * tile + first, static_cast<int>(columns), group,
+                              std::min(kLanes, count - first), dim, state_of(heads[index], begin).sums);
+      }
+    }
+  }
+
+  // `all`: the rows of both tiles.
+  HYDRA_INLINE void point_at(const char* const* all, unsigned first, unsigned ahead, int64_t head, RowGroup<Stored>& group) const {
+    const int64_t offset = head * dim * static_cast<int64_t>(sizeof(Stored));
+    for (unsigned j = 0; j < kLanes; ++j) {
+      group.rows[j] = reinterpret_cast<const Stored*>(all[first + j] + offset);
+      group.later[j] = all[(first + j + ahead) % (2 * kKeyTile)] + offset;
+    }
+  }
+
+  HYDRA_INLINE const ColumnState& state_of(const HeadState<Math>& head, int64_t begin) const {
+    return in_later_span(begin) ? head.span : head.columns;
+  }
+
   HYDRA_INLINE int rows_from(int64_t first) const {
     return static_cast<int>(std::min<int64_t>(kColumnTile, columns - first));
   }
 
-  HYDRA_INLINE void score(const HeadState<Math>& state, const typename Math::Keys& key_tile, int64_t first, int used,
+  template <class Keys>
+  HYDRA_INLINE void score(const HeadState<Math>& state, const Keys& key_tile, int64_t first, int used,
                           float* target) const {
     Math::multiply_keys(state.q + first * query_width, rows_from(first), key_tile, used, dim, target);
   }
 
   // Columns [first, first + rows) with the tile's keys [begin, begin + used).
   HYDRA_INLINE void add_values(const HeadState<Math>& state, int64_t first, int64_t begin, int used, float* tile) {
+    const ColumnState tile_state = weigh_columns(state, first, begin, used, tile, weights);
+    Math::multiply_values(weights, rows_from(first), values, used, dim, tile_state.sums);
+  }
+
+  HYDRA_INLINE ColumnState weigh_columns(const HeadState<Math>& state, int64_t first, int64_t begin, int used,
+                                         float* tile, Element* target) const {
     const int rows = rows_from(first);
     int visible[kColumnTile];
     const bool all = limits[first] >= begin + used;
@@ -281,11 +327,11 @@ struct Driver : TaskColumns<Math> {
         visible[row] = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(limits[first + row] - begin, used)));
       }
     }
-    const ColumnState& all_columns = in_later_span(begin) ? state.span : state.columns;
+    const ColumnState& all_columns = state_of(state, begin);
     const ColumnState tile_state{all_columns.sums + first * sums_width, sums_width, all_columns.top + first,
                                  all_columns.total + first * kLanes};
-    weigh<Math>(tile, weights, all ? nullptr : visible, rows, used, factor, tile_state);
-    Math::multiply_values(weights, rows, values, used, dim, tile_state.sums);
+    weigh<Math>(tile, target, all ? nullptr : visible, rows, used, factor, tile_state);
+    return tile_state;
   }
 
   // At the end of a span whose last tile starts at `begin`. The span's state of a column that saw none of it is void.

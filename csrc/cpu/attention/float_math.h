@@ -1,104 +1,30 @@
-// Products in float32 for any storage type: keys and values are widened while a tile is packed.
-// Include after defining a level, see cpu/simd.h.
+// Products in float32 for any storage type: keys and values are widened on their way. Include after defining a level,
+// see cpu/simd.h.
 //
-// Packed keys: [kKeyTile / kLanes][D][kLanes], a vector holds one dimension of kLanes keys. Packed values:
-// [kKeyTile][sums_width]. A score adds its dimensions in order, a sum its keys in order, each in one chain of
-// multiply-adds: how many rows are worked on together changes nothing.
+// A row is cut into steps of a vector each (float_steps.h). A score has one chain of multiply-adds per lane, step after
+// step, and then adds the lanes up in pairs, pairs of pairs and so on; a sum adds its keys in one chain, in order. Both
+// classes here do that, so a query's bits do not depend on which of them it meets, nor on how many rows are worked on
+// together.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/attention/driver.h"
+#include "cpu/attention/float_steps.h"
 
 namespace hydra::HYDRA_LEVEL {
 
-// rows[i][j] <-> rows[j][i].
-HYDRA_INLINE void transpose(vf* rows) {
-  exchange<1>(rows, Lanes());
-  exchange<2>(rows, Lanes());
-  if constexpr (kLanes > 4) exchange<4>(rows, Lanes());
-  if constexpr (kLanes > 8) exchange<8>(rows, Lanes());
-}
-
+// What both ways of multiplying have in common.
 template <class T>
 struct FloatMath {
   using Stored = T;
   using Element = float;
-  using Keys = const float*;
+  using Steps = FloatSteps<T>;
   static constexpr bool kFine = std::is_same_v<T, float>;
-  static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block
-  static constexpr int kRows = 4;
 
-  static constexpr int64_t query_width(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
-  static constexpr int64_t sums_width(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+  static constexpr int64_t query_width(int64_t dim) { return Steps::width(dim); }
+  static constexpr int64_t sums_width(int64_t dim) { return Steps::width(dim); }
 
   static void begin(int) {}
   static void end() {}
-
-  HYDRA_INLINE static vf load_at(const T* row, int64_t d, int64_t dim) {
-    return d + kLanes <= dim ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
-  }
-
-  HYDRA_INLINE static void pack_query(const T* row, int64_t dim, int64_t column, float* packed) {
-    packed += column * query_width(dim);
-    for (int64_t d = 0; d < dim; d += kLanes) store(packed + d, load_at(row, d, dim));
-  }
-
-  HYDRA_TARGET static Keys pack_keys(const T* const* rows, int count, int64_t dim, float* memory) {
-    float* packed = memory;
-    for (int first = 0; first < count; first += kLanes, packed += dim * kLanes) {
-      for (int64_t d = 0; d < dim; d += kLanes) {
-        vf block[kLanes];
-#pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) block[j] = load_at(rows[first + j], d, dim);
-        transpose(block);
-        const int some = static_cast<int>(dim - d < kLanes ? dim - d : kLanes);
-        for (int i = 0; i < some; ++i) store(packed + (d + i) * kLanes, block[i]);
-      }
-    }
-    return memory;
-  }
-
-  HYDRA_TARGET static void pack_values(const T* const* rows, int count, int64_t dim, float* packed, Prefetcher& next) {
-    const int64_t lines = next.lines() / kKeyTile;
-    for (int j = 0; j < count; ++j, packed += sums_width(dim)) {
-      next.lines(lines);
-      for (int64_t d = 0; d < dim; d += kLanes) store(packed + d, load_at(rows[j], d, dim));
-    }
-  }
-
-  template <int R, int V>
-  HYDRA_INLINE static void score_block(const float* q, int64_t width, const float* keys, int64_t dim, float* scores) {
-    vf total[R][V] = {};
-    for (int64_t d = 0; d < dim; ++d) {
-      vf key[V];
-      for (int v = 0; v < V; ++v) key[v] = load(keys + (v * dim + d) * kLanes);
-      for (int r = 0; r < R; ++r) {
-        const vf query = splat(q[r * width + d]);
-        for (int v = 0; v < V; ++v) total[r][v] = fused_multiply_add(query, key[v], total[r][v]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) store(scores + r * kKeyTile + v * kLanes, total[r][v]);
-    }
-  }
-
-  template <int V>
-  HYDRA_INLINE static void score_rows(const float* q, int rows, const float* keys, int64_t dim, float* scores) {
-    const int64_t width = query_width(dim);
-    int r = 0;
-    for (; r + kRows <= rows; r += kRows) score_block<kRows, V>(q + r * width, width, keys, dim, scores + r * kKeyTile);
-    for (; r < rows; ++r) score_block<1, V>(q + r * width, width, keys, dim, scores + r * kKeyTile);
-  }
-
-  HYDRA_TARGET static void multiply_keys(const float* q, int rows, const float* keys, int count, int64_t dim,
-                                         float* scores) {
-    int first = 0;
-    for (; first + kVectors * kLanes <= count; first += kVectors * kLanes) {
-      score_rows<kVectors>(q, rows, keys + first * dim, dim, scores + first);
-    }
-    for (; first < count; first += kLanes) score_rows<1>(q, rows, keys + first * dim, dim, scores + first);
-  }
 
   template <int kCount>
   HYDRA_INLINE static void store_weights(float* target, const vf* weights) {
@@ -107,11 +33,121 @@ struct FloatMath {
   }
 
   template <int R, int V>
-  HYDRA_INLINE static void sum_block(const float* weights, const float* values, int count, int64_t width, float* sums) {
-    vf total[R][V];
+  HYDRA_INLINE static void load_sums(const float* sums, int64_t width, vf (&total)[R][V]) {
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < V; ++v) total[r][v] = load(sums + r * width + v * kLanes);
     }
+  }
+
+  template <int R, int V>
+  HYDRA_INLINE static void store_sums(const vf (&total)[R][V], int64_t width, float* sums) {
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) store(sums + r * width + v * kLanes, total[r][v]);
+    }
+  }
+
+  HYDRA_INLINE static void store_result(const float* sums, float factor, int64_t dim, T* row) {
+    Steps::store_row(sums, factor, dim, row);
+  }
+};
+
+// Many columns share the work of packing a tile. Packed queries: [columns][kLanes][steps]. Packed keys:
+// [kKeyTile / kLanes][kLanes of a step][steps][keys]. Packed values: [kKeyTile][steps][kLanes].
+template <class T>
+struct ManyFloatColumns : FloatMath<T> {
+  static constexpr bool kByRows = false;
+  using typename FloatMath<T>::Steps;
+  using Keys = const float*;
+  static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block
+  static constexpr int kRows = 4;
+  static constexpr int kRounds = kLanes == 16 ? 4 : kLanes == 8 ? 3 : 2;  // of adding pairs of lanes
+
+  HYDRA_INLINE static void pack_query(const T* row, int64_t dim, int64_t column, float* packed) {
+    const int64_t width = Steps::width(dim), steps = width / kLanes;
+    packed += column * width;
+    for (int64_t step = 0; step < steps; ++step) {
+      const vf value = Steps::load_step(row, step, dim);
+      for (int lane = 0; lane < kLanes; ++lane) packed[lane * steps + step] = value[lane];
+    }
+  }
+
+  HYDRA_TARGET static Keys pack_keys(const T* const* rows, int count, int64_t dim, float* memory) {
+    const int64_t width = Steps::width(dim), steps = width / kLanes;
+    float* packed = memory;
+    for (int first = 0; first < count; first += kLanes, packed += width * kLanes) {
+      for (int64_t step = 0; step < steps; ++step) {
+        vf block[kLanes];
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) block[j] = Steps::load_step(rows[first + j], step, dim);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store(packed + (i * steps + step) * kLanes, block[i]);
+      }
+    }
+    return memory;
+  }
+
+  HYDRA_TARGET static void pack_values(const T* const* rows, int count, int64_t dim, float* packed, Prefetcher& next) {
+    const int64_t lines = next.lines() / kKeyTile, width = Steps::width(dim);
+    for (int j = 0; j < count; ++j, packed += width) {
+      next.lines(lines);
+      for (int64_t step = 0; step < width / kLanes; ++step) {
+        store(packed + step * kLanes, Steps::load_step(rows[j], step, dim));
+      }
+    }
+  }
+
+  template <int R, int V>
+  HYDRA_INLINE static void score_block(const float* q, int64_t width, const float* keys, float* scores) {
+    const int64_t steps = width / kLanes;
+    vf sums[kRounds + 1][R][V];  // of 1, 2, 4, .. lanes
+    for (int lane = 0; lane < kLanes; ++lane, keys += steps * kLanes, q += steps) {
+      vf total[R][V] = {};
+      for (int64_t step = 0; step < steps; ++step) {
+        vf key[V];
+        for (int v = 0; v < V; ++v) key[v] = load(keys + (v * width + step) * kLanes);
+        for (int r = 0; r < R; ++r) {
+          const vf query = splat(q[r * width + step]);
+          for (int v = 0; v < V; ++v) total[r][v] = fused_multiply_add(query, key[v], total[r][v]);
+        }
+      }
+      int round = 0;
+      for (int bits = lane; bits & 1; bits >>= 1, ++round) {
+        for (int r = 0; r < R; ++r) {
+          for (int v = 0; v < V; ++v) total[r][v] += sums[round][r][v];
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) sums[round][r][v] = total[r][v];
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) store(scores + r * kKeyTile + v * kLanes, sums[kRounds][r][v]);
+    }
+  }
+
+  template <int V>
+  HYDRA_INLINE static void score_rows(const float* q, int rows, const float* keys, int64_t dim, float* scores) {
+    const int64_t width = Steps::width(dim);
+    int r = 0;
+    for (; r + kRows <= rows; r += kRows) score_block<kRows, V>(q + r * width, width, keys, scores + r * kKeyTile);
+    for (; r < rows; ++r) score_block<1, V>(q + r * width, width, keys, scores + r * kKeyTile);
+  }
+
+  HYDRA_TARGET static void multiply_keys(const float* q, int rows, const float* keys, int count, int64_t dim,
+                                         float* scores) {
+    const int64_t width = Steps::width(dim);
+    int first = 0;
+    for (; first + kVectors * kLanes <= count; first += kVectors * kLanes) {
+      score_rows<kVectors>(q, rows, keys + first * width, dim, scores + first);
+    }
+    for (; first < count; first += 2 * kLanes) score_rows<2>(q, rows, keys + first * width, dim, scores + first);
+  }
+
+  template <int R, int V>
+  HYDRA_INLINE static void sum_block(const float* weights, const float* values, int count, int64_t width, float* sums) {
+    vf total[R][V];
+    FloatMath<T>::load_sums(sums, width, total);
     for (int j = 0; j < count; ++j) {
       vf value[V];
       for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * kLanes);
@@ -120,9 +156,7 @@ struct FloatMath {
         for (int v = 0; v < V; ++v) total[r][v] = fused_multiply_add(weight, value[v], total[r][v]);
       }
     }
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) store(sums + r * width + v * kLanes, total[r][v]);
-    }
+    FloatMath<T>::store_sums(total, width, sums);
   }
 
   template <int R>
@@ -136,24 +170,144 @@ struct FloatMath {
 
   HYDRA_TARGET static void multiply_values(const float* weights, int rows, const float* values, int count, int64_t dim,
                                            float* sums) {
-    const int64_t width = sums_width(dim);
+    const int64_t width = Steps::width(dim);
     int r = 0;
     for (; r + kRows <= rows; r += kRows) {
       sum_rows<kRows>(weights + r * kKeyTile, values, count, width, sums + r * width);
     }
     for (; r < rows; ++r) sum_rows<1>(weights + r * kKeyTile, values, count, width, sums + r * width);
   }
+};
 
-  HYDRA_INLINE static void store_result(const float* sums, float factor, int64_t dim, T* row) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      const vf result = load(sums + d) * factor;
-      if (d + kLanes <= dim) {
-        store(row + d, result);
-      } else {
-        store_part(row + d, result, static_cast<int>(dim - d));
-      }
+// Up to kColumnTile columns: rows are multiplied as they lie in the cache, in the order in which they lie there, a few
+// rows of all heads after another. Packing would cost more than reading them. Packed queries: [columns][steps][kLanes].
+template <class T>
+struct FewFloatColumns : FloatMath<T> {
+  using typename FloatMath<T>::Steps;
+  static constexpr bool kByRows = true;
+  static constexpr int kVectors = Steps::kVectors;       // of a chunk
+  static constexpr int64_t kChunk = kVectors * kLanes;   // dimensions
+
+  HYDRA_INLINE static void pack_query(const T* row, int64_t dim, int64_t column, float* packed) {
+    const int64_t width = Steps::width(dim);
+    packed += column * width;
+    for (int64_t step = 0; step < width / kLanes; ++step) {
+      store(packed + step * kLanes, Steps::load_step(row, step, dim));
     }
   }
+
+  // Asks for what is to be read later; bytes of a head.
+  HYDRA_INLINE static void ask_for(const RowGroup<T>& group, int64_t bytes) {
+    for (int j = 0; j < kLanes; ++j) {
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(group.later[j] + at, 0, 2);
+    }
+  }
+
+  template <int R, int K, bool kWhole>
+  HYDRA_INLINE static void multiply_chunk(const float* q, int64_t width, const T* const* keys, int64_t d, int64_t dim,
+                                          vf (&total)[R][K]) {
+    multiply_vector<R, K, kWhole, 0>(q + d, width, keys, d, dim, total);
+    if constexpr (kVectors == 2) multiply_vector<R, K, kWhole, 1>(q + d + kLanes, width, keys, d, dim, total);
+  }
+
+  // Vector kPart of the chunk.
+  template <int R, int K, bool kWhole, int kPart>
+  HYDRA_INLINE static void multiply_vector(const float* q, int64_t width, const T* const* keys, int64_t d, int64_t dim,
+                                           vf (&total)[R][K]) {
+    vf key[K];
+    for (int k = 0; k < K; ++k) key[k] = Steps::template load_vector<kWhole, kPart>(keys[k], d, dim);
+    for (int r = 0; r < R; ++r) {
+      const vf query = load(q + r * width);
+      for (int k = 0; k < K; ++k) total[r][k] = fused_multiply_add(query, key[k], total[r][k]);
+    }
+  }
+
+  // Lane by lane the products of R columns with K keys: totals[r * kLanes + k].
+  template <int R, int K>
+  HYDRA_INLINE static void multiply_block(const float* q, const T* const* keys, int64_t dim, vf* totals) {
+    const int64_t width = Steps::width(dim), whole = dim / kChunk * kChunk;
+    vf total[R][K] = {};
+    for (int64_t d = 0; d < whole; d += kChunk) multiply_chunk<R, K, true>(q, width, keys, d, dim, total);
+    if (whole < dim) multiply_chunk<R, K, false>(q, width, keys, whole, dim, total);
+    for (int r = 0; r < R; ++r) {
+      for (int k = 0; k < K; ++k) totals[r * kLanes + k] = total[r][k];
+    }
+  }
+
+  template <int R>
+  HYDRA_INLINE static void score_rows(const float* q, const T* const* keys, int64_t dim, float* scores) {
+    constexpr int K = kLanes < 8 / R ? kLanes : 8 / R;
+    vf totals[R][kLanes];
+    for (int k = 0; k < kLanes; k += K) multiply_block<R, K>(q, keys + k, dim, &totals[0][k]);
+    for (int r = 0; r < R; ++r) store(scores + r * kKeyTile, sums_of_rows(totals[r]));
+  }
+
+  // scores[column][0 .. kLanes) of `rows` columns with kLanes keys.
+  HYDRA_INLINE static void multiply_keys(const float* q, int rows, const RowGroup<T>& keys, int64_t dim,
+                                         float* scores) {
+    const int64_t width = Steps::width(dim);
+    ask_for(keys, dim * static_cast<int64_t>(sizeof(T)));
+    int r = 0;
+    for (; r + 2 <= rows; r += 2) score_rows<2>(q + r * width, keys.rows, dim, scores + r * kKeyTile);
+    if (r < rows) score_rows<1>(q + r * width, keys.rows, dim, scores + r * kKeyTile);
+  }
+
+  // C chunks of the values of `count` keys from dimension d on.
+  template <int R, int C, bool kWhole>
+  HYDRA_INLINE static void sum_block(const float* weights, const T* const* values, int count, int64_t d, int64_t dim,
+                                     float* sums) {
+    const int64_t width = Steps::width(dim);
+    vf total[R][C * kVectors];
+    FloatMath<T>::load_sums(sums + d, width, total);
+    for (int j = 0; j < count; ++j) {
+      vf value[C * kVectors];
+      for (int c = 0; c < C; ++c) {
+        value[c * kVectors] = Steps::template load_vector<kWhole, 0>(values[j], d + c * kChunk, dim);
+        if constexpr (kVectors == 2) {
+          value[c * kVectors + 1] = Steps::template load_vector<kWhole, 1>(values[j], d + c * kChunk, dim);
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        const vf weight = splat(weights[r * kKeyTile + j]);
+        for (int v = 0; v < C * kVectors; ++v) total[r][v] = fused_multiply_add(weight, value[v], total[r][v]);
+      }
+    }
+    FloatMath<T>::store_sums(total, width, sums + d);
+  }
+
+  template <int R>
+  HYDRA_INLINE static void sum_rows(const float* weights, const T* const* values, int count, int64_t dim, float* sums) {
+    constexpr int C = (R == 1 ? 8 : R == 2 ? 4 : 2) / kVectors;
+    const int64_t whole = dim / kChunk * kChunk;
+    int64_t d = 0;
+    for (; d + C * kChunk <= whole; d += C * kChunk) sum_block<R, C, true>(weights, values, count, d, dim, sums);
+    for (; d < whole; d += kChunk) sum_block<R, 1, true>(weights, values, count, d, dim, sums);
+    if (whole < dim) sum_block<R, 1, false>(weights, values, count, whole, dim, sums);
+  }
+
+  // Adds `count` keys to the sums of `rows` columns.
+  HYDRA_INLINE static void multiply_values(const float* weights, int rows, const RowGroup<T>& values, int count,
+                                           int64_t dim, float* sums) {
+    const int64_t width = Steps::width(dim);
+    ask_for(values, dim * static_cast<int64_t>(sizeof(T)));
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      sum_rows<4>(weights + r * kKeyTile, values.rows, count, dim, sums + r * width);
+    }
+    for (; r + 2 <= rows; r += 2) {
+      sum_rows<2>(weights + r * kKeyTile, values.rows, count, dim, sums + r * width);
+    }
+    if (r < rows) sum_rows<1>(weights + r * kKeyTile, values.rows, count, dim, sums + r * width);
+  }
 };
+
+template <class T>
+HYDRA_TARGET void attend_in_float(const AttentionCall& call, const AttentionTask& task) {
+  if ((task.token_end - task.token_begin) * call.group() <= kColumnTile) {
+    Driver<FewFloatColumns<T>>(call, task).run();
+  } else {
+    Driver<ManyFloatColumns<T>>(call, task).run();
+  }
+}
 
 }  // namespace hydra::HYDRA_LEVEL

@@ -9,11 +9,11 @@ namespace hydra::scalar {
 void attend(const AttentionCall& call, const AttentionTask& task) {
   switch (call.dtype) {
     case DType::f32:
-      return attend_with<FloatMath<float>>(call, task);
+      return attend_in_float<float>(call, task);
     case DType::bf16:
-      return attend_with<FloatMath<bf16_t>>(call, task);
+      return attend_in_float<bf16_t>(call, task);
     default:
-      return attend_with<FloatMath<f16_t>>(call, task);
+      return attend_in_float<f16_t>(call, task);
   }
 }
 

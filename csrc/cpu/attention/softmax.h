@@ -113,26 +113,33 @@ HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
   }
 }
 
-// One round of largest_of_rows: rows i and i + kBit share row i, their lanes told apart by the lane's bit.
-template <int kBit, int... kLane>
-HYDRA_INLINE void merge_largest(vf* rows, std::integer_sequence<int, kLane...>) {
+// One round of merge_rows: rows i and i + kBit share row i, their lanes told apart by the lane's bit.
+template <int kBit, bool kAdd, int... kLane>
+HYDRA_INLINE void merge_pairs(vf* rows, std::integer_sequence<int, kLane...>) {
   const vi lower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
   const vi upper = {(kLane & kBit ? kLanes + kLane : kLane + kBit)...};
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i += 2 * kBit) {
     const vf a = rows[i], b = rows[i + kBit];
-    rows[i] = larger(__builtin_shuffle(a, b, lower), __builtin_shuffle(a, b, upper));
+    const vf first = __builtin_shuffle(a, b, lower), second = __builtin_shuffle(a, b, upper);
+    rows[i] = kAdd ? first + second : larger(first, second);
   }
 }
 
-// Lane i of the result is the largest lane of rows[i].
-HYDRA_INLINE vf largest_of_rows(vf* rows) {
-  merge_largest<1>(rows, Lanes());
-  merge_largest<2>(rows, Lanes());
-  if constexpr (kLanes > 4) merge_largest<4>(rows, Lanes());
-  if constexpr (kLanes > 8) merge_largest<8>(rows, Lanes());
+template <bool kAdd>
+HYDRA_INLINE vf merge_rows(vf* rows) {
+  merge_pairs<1, kAdd>(rows, Lanes());
+  merge_pairs<2, kAdd>(rows, Lanes());
+  if constexpr (kLanes > 4) merge_pairs<4, kAdd>(rows, Lanes());
+  if constexpr (kLanes > 8) merge_pairs<8, kAdd>(rows, Lanes());
   return rows[0];
 }
+
+// Lane i of the result is the largest lane of rows[i].
+HYDRA_INLINE vf largest_of_rows(vf* rows) { return merge_rows<false>(rows); }
+
+// Lane i of the result is the sum of rows[i]: of neighbouring lanes first, then of pairs, and so on.
+HYDRA_INLINE vf sums_of_rows(vf* rows) { return merge_rows<true>(rows); }
 
 // The larger of the row's vectors, lane by lane. With kHide, what the column does not see becomes minus infinity, also
 // in memory.

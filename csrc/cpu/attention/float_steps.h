@@ -1,0 +1,100 @@
+// Rows of a storage type as vectors of floats, in an order that is cheap to widen. Include after defining a level, see
+// cpu/simd.h.
+//
+// A row is a number of chunks, a chunk is kVectors steps of kLanes floats. Of bf16 a chunk is two steps, its even and its
+// odd dimensions, because a word of two becomes either by one instruction. What a row lacks to whole chunks is zero.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/attention/softmax.h"
+
+namespace hydra::HYDRA_LEVEL {
+
+template <class T>
+struct FloatSteps {
+  static constexpr int kVectors = 1;
+
+  static constexpr int64_t width(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+
+  HYDRA_INLINE static vf load_step(const T* row, int64_t step, int64_t dim) {
+    const int64_t d = step * kLanes;
+    return d + kLanes <= dim ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
+  }
+
+  // Vector kPart of the chunk that begins with dimension d; the row has all of the chunk if kWhole.
+  template <bool kWhole, int kPart>
+  HYDRA_INLINE static vf load_vector(const T* row, int64_t d, int64_t dim) {
+    return kWhole ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
+  }
+
+  // row[d] = sums[d] * factor
+  HYDRA_INLINE static void store_row(const float* sums, float factor, int64_t dim, T* row) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const vf result = load(sums + d) * factor;
+      if (d + kLanes <= dim) {
+        store(row + d, result);
+      } else {
+        store_part(row + d, result, static_cast<int>(dim - d));
+      }
+    }
+  }
+};
+
+template <>
+struct FloatSteps<bf16_t> {
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kChunk = 2 * kLanes;
+
+  static constexpr int64_t width(int64_t dim) { return (dim + kChunk - 1) / kChunk * kChunk; }
+
+  HYDRA_INLINE static vu load_words(const bf16_t* row, int64_t d, int64_t dim) {
+    if (d + kChunk <= dim) return *reinterpret_cast<const vu_memory*>(row + d);
+    bf16_t buffer[kChunk] = {};
+    if (dim - d == kLanes) {  // as of 72 dimensions; a copy of fixed size is a load and a store
+      std::memcpy(buffer, row + d, kLanes * sizeof(bf16_t));
+    } else {
+      std::memcpy(buffer, row + d, static_cast<size_t>(dim - d) * sizeof(bf16_t));
+    }
+    return *reinterpret_cast<const vu_memory*>(buffer);
+  }
+
+  HYDRA_INLINE static vf even(vu words) { return (vf)(words << 16); }
+  HYDRA_INLINE static vf odd(vu words) { return (vf)(words & 0xffff0000u); }
+
+  HYDRA_INLINE static vf load_step(const bf16_t* row, int64_t step, int64_t dim) {
+    const vu words = load_words(row, step / 2 * kChunk, dim);
+    return step % 2 ? odd(words) : even(words);
+  }
+
+  template <bool kWhole, int kPart>
+  HYDRA_INLINE static vf load_vector(const bf16_t* row, int64_t d, int64_t dim) {
+    const vu words = kWhole ? *reinterpret_cast<const vu_memory*>(row + d) : load_words(row, d, dim);
+    return kPart ? odd(words) : even(words);
+  }
+
+  HYDRA_INLINE static void store_row(const float* sums, float factor, int64_t dim, bf16_t* row) {
+    for (int64_t d = 0; d < dim; d += kChunk) {
+      bf16_t even[kLanes], odd[kLanes];
+      store(even, load(sums + d) * factor);
+      store(odd, load(sums + d + kLanes) * factor);
+      const vu words = __builtin_convertvector(*reinterpret_cast<const vh_memory*>(even), vu) |
+                       __builtin_convertvector(*reinterpret_cast<const vh_memory*>(odd), vu) << 16;
+      if (d + kChunk <= dim) {
+        *reinterpret_cast<vu_memory*>(row + d) = words;
+      } else {
+        std::memcpy(row + d, &words, static_cast<size_t>(dim - d) * sizeof(bf16_t));
+      }
+    }
+  }
+};
+
+// rows[i][j] <-> rows[j][i].
+HYDRA_INLINE void transpose(vf* rows) {
+  exchange<1>(rows, Lanes());
+  exchange<2>(rows, Lanes());
+  if constexpr (kLanes > 4) exchange<4>(rows, Lanes());
+  if constexpr (kLanes > 8) exchange<8>(rows, Lanes());
+}
+
+}  // namespace hydra::HYDRA_LEVEL
