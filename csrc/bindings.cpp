@@ -5,6 +5,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Native kernels of hydra_engine. Call them through hydra_engine.backend.";
   hydra::register_cpu_info(m);
   hydra::register_linear(m);
+  hydra::register_quantized(m);
   hydra::register_elementwise(m);
   hydra::register_cache(m);
   hydra::register_attention(m);

@@ -33,6 +33,38 @@ def linear(
     residual_stride: int = 0,
 ) -> None: ...
 
+# ---- matrix products with weights of 8 and 4 bits; the sizes are those of hydra_engine.backend.quantized
+def quantized_bytes(
+    num_out: int, num_in: int, groups: int, num_bits: int, scale_dtype: int, has_offsets: bool
+) -> int: ...
+
+class PackedQuantized:
+    def __init__(
+        self,
+        data: int,
+        bias: int,
+        num_out: int,
+        num_in: int,
+        groups: int,
+        num_bits: int,
+        scale_dtype: int,
+        has_offsets: bool,
+    ) -> None: ...
+    def pack(self, values: int, scales: int, offsets: int) -> None: ...
+
+def linear_quantized(
+    weight: PackedQuantized,
+    x: int,
+    x_stride: int,
+    rows: int,
+    out: int,
+    act: int,
+    x_dtype: int,
+    out_dtype: int,
+    residual: int = 0,
+    residual_stride: int = 0,
+) -> None: ...
+
 # ---- norms, gated activations, rotation
 def rms_norm(
     x: int,

@@ -10,7 +10,8 @@ on its order; what is float32 is one fused multiply-add per group, in the order 
                              and behind it  offsets[n, g] * (s[t, g] * sum over k of xq)
 
 So every implementation gives the same bits, whatever the processor, the batch or the number of threads. A group with a
-number that is not finite gives NaN. Does not know checkpoints or memory layouts of kernels.
+number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, for 127 / max might be infinite.
+Does not know checkpoints or memory layouts of kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+SMALLEST = 2.0**-100
 MIN_GROUP = 16  # inputs; a group is a multiple of it, or a whole row of the weight
 _ZERO = {8: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
@@ -149,7 +151,8 @@ def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """x [T, K] of a float type -> xq int8 [T, G, group_size] and s float32 [T, G], as the module's formulas say."""
     wide = x.float().unflatten(1, (-1, group_size))
     top = wide.abs().amax(-1)
-    inverse = torch.where(top > 0, 127.0 / top, 0.0)
+    # A number / tensor would be that number times the rounded reciprocal.
+    inverse = torch.where(top >= SMALLEST, torch.tensor(127.0, device=x.device) / top, 0.0)
     numbers = (wide * inverse[:, :, None]).round()
     finite = top.isfinite()
     steps = torch.where(finite, top / 127.0, torch.nan)

@@ -18,6 +18,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
 
 _ALIGNMENT = 64  # a cache line
+_MAX_GROUP = 131072
 
 
 class NativeLinear:
@@ -26,11 +27,7 @@ class NativeLinear:
 
     __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
 
-    def __init__(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
-    ) -> None:
-        if isinstance(weight, QuantizedWeight):
-            raise ValueError("weight: expected a float type, got a quantised one")
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: torch.dtype | None = None) -> None:
         checks.check_linear(weight, bias)
         checks.check_device(torch.device("cpu"), (("weight", weight),))
         weight = weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous()
@@ -38,23 +35,50 @@ class NativeLinear:
         self.dtype = weight.dtype if rows is None else rows
         if self.dtype is not torch.float32:
             weight = weight.to(self.dtype)
-        num_bytes = _C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[weight.dtype])
-        memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-        offset = -memory.data_ptr() % _ALIGNMENT
-        self._data = memory[offset : offset + num_bytes]
-        self._bias = None
-        if bias is not None:
-            self._bias = torch.zeros(-(-self.num_out // 32) * 32, dtype=torch.float32)
-            self._bias[: self.num_out] = bias
-        bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self._data = _aligned(_C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[weight.dtype]))
+        self._bias = _padded_bias(bias, self.num_out)
         dtypes = DTYPE_CODES[weight.dtype], DTYPE_CODES[self.dtype]
-        self.handle = _C.PackedWeight(self._data.data_ptr(), bias_address, self.num_out, self.num_in, *dtypes)
+        self.handle = _C.PackedWeight(self._data.data_ptr(), _address(self._bias), self.num_out, self.num_in, *dtypes)
         if weight.numel():
             self.handle.pack(weight.data_ptr(), weight.stride(0))
 
     @property
     def nbytes(self) -> int:
         return self._data.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+class NativeQuantizedLinear:
+    """`PackedLinear` of backend/base.py for a weight in 8 or 4 bits, in the kernels' layout; products take x of any
+    compute dtype. Groups of more than 131072 inputs, whose sums may need more than 32 bits, raise ValueError."""
+
+    __slots__ = ("_bias", "_data", "handle", "num_in", "num_out")
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        checks.check_bias(bias, weight.num_out)
+        if weight.group_size > _MAX_GROUP:
+            raise ValueError(f"weight: expected groups of at most {_MAX_GROUP} inputs, got {weight.group_size}")
+        offsets = None if weight.offsets is None else weight.offsets.contiguous()
+        tensors = [("values", weight.values.contiguous()), ("scales", weight.scales.contiguous())]
+        checks.check_device(torch.device("cpu"), tensors + ([] if offsets is None else [("offsets", offsets)]))
+        self.num_out, self.num_in = weight.shape
+        form = self.num_out, self.num_in, weight.scales.shape[1], weight.num_bits, DTYPE_CODES[weight.scales.dtype]
+        self._data = _aligned(_C.quantized_bytes(*form, offsets is not None))
+        self._bias = _padded_bias(bias, self.num_out)
+        self.handle = _C.PackedQuantized(self._data.data_ptr(), _address(self._bias), *form, offsets is not None)
+        if self._data.numel():
+            self.handle.pack(*(tensor.data_ptr() for _, tensor in tensors), _address(offsets))
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+def pack_linear(
+    weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
+) -> PackedLinear:
+    if isinstance(weight, QuantizedWeight):
+        return NativeQuantizedLinear(weight, bias)
+    return NativeLinear(weight, bias, rows)
 
 
 def linear(
@@ -66,8 +90,9 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """act(x @ W^T + bias) + residual: x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
-    assert isinstance(weight, NativeLinear)
-    rows, stride = checks.check_rows("x", x, weight.num_in, weight.dtype)
+    assert isinstance(weight, NativeLinear | NativeQuantizedLinear)
+    dtype = weight.dtype if isinstance(weight, NativeLinear) else x.dtype
+    rows, stride = checks.check_rows("x", x, weight.num_in, dtype)
     if out_dtype is None:
         out_dtype = x.dtype
     elif out_dtype is not torch.float32 and out_dtype is not x.dtype:
@@ -77,17 +102,13 @@ def linear(
         _, residual_stride = checks.check_rows("residual", residual, weight.num_out, out_dtype, rows)
         address = residual.data_ptr()
     out = torch.empty((rows, weight.num_out), dtype=out_dtype)
-    _C.linear(
-        weight.handle,
-        x.data_ptr(),
-        stride,
-        rows,
-        out.data_ptr(),
-        _activation_code(act),
-        DTYPE_CODES[out_dtype],
-        address,
-        residual_stride,
-    )
+    shared = x.data_ptr(), stride, rows, out.data_ptr(), _activation_code(act)
+    if isinstance(weight, NativeLinear):
+        _C.linear(weight.handle, *shared, DTYPE_CODES[out_dtype], address, residual_stride)
+    else:
+        _C.linear_quantized(
+            weight.handle, *shared, DTYPE_CODES[dtype], DTYPE_CODES[out_dtype], address, residual_stride
+        )
     return out
 
 
@@ -200,3 +221,22 @@ def _activation_code(act: str) -> int:
     if code is None:
         raise ValueError(f"act: expected one of {', '.join(ACTIVATION_CODES)}, got {act!r}")
     return code
+
+
+def _aligned(num_bytes: int) -> Tensor:
+    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    offset = -memory.data_ptr() % _ALIGNMENT
+    return memory[offset : offset + num_bytes]
+
+
+def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:
+    """[num_out rounded up to whole panels] float32"""
+    if bias is None:
+        return None
+    padded = torch.zeros(-(-num_out // 32) * 32, dtype=torch.float32)
+    padded[:num_out] = bias
+    return padded
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -28,7 +28,7 @@ class NativeOps(CacheOps):
     name = "native"
     deterministic = True
 
-    pack_linear = native_linear.NativeLinear
+    pack_linear = staticmethod(native_linear.pack_linear)
     linear = staticmethod(native_linear.linear)
     rms_norm = staticmethod(native_linear.rms_norm)
     add_rms_norm = staticmethod(native_linear.add_rms_norm)

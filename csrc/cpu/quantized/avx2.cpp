@@ -1,0 +1,133 @@
+// Products for processors with AVX2, FMA and F16C.
+#include "cpu/isa.h"
+
+#if HYDRA_X86
+#define HYDRA_LEVEL avx2
+#define HYDRA_LANES 8
+#define HYDRA_TARGET HYDRA_TARGET_AVX2
+#include <algorithm>
+
+#include "cpu/quantized/quantized.h"
+#include "cpu/simd.h"
+
+namespace hydra::avx2 {
+namespace {
+
+// More than three rows take half a tile at a time, which keeps their sums in registers; the other half comes from the
+// first-level cache.
+constexpr int kMostRows = 8;
+constexpr int vectors_of(int rows) { return rows <= 3 ? 2 : 1; }
+constexpr int number_bytes(int num_bits) { return num_bits == 8 ? 2 : 1; }
+constexpr int64_t kStride = block_stride(8, 2);
+static_assert(kStride == block_stride(4, 1));
+
+HYDRA_INLINE __m256i load_bytes(const uint8_t* source) {
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(source));
+}
+
+HYDRA_INLINE __m256i splat_word(const int8_t* source) {
+  int32_t word;
+  std::memcpy(&word, source, 4);
+  return _mm256_set1_epi32(word);
+}
+
+// As bytes, or as 16 bits in the order in which `dot8` takes them: of four inputs the first and third, then the others.
+HYDRA_INLINE void store_numbers(int8_t* target, vi numbers, int bytes) {
+  const __m256i words = _mm256_packs_epi32((__m256i)numbers, (__m256i)numbers);
+  const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+  const __m128i all = _mm_unpacklo_epi64(low, high);
+  if (bytes == 2) {
+    const __m128i turned = _mm_shufflehi_epi16(_mm_shufflelo_epi16(all, 0xd8), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), turned);
+  } else {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi16(all, all));
+  }
+}
+
+// Products of 16 bits, whose pairs of sums have 32: instructions on bytes would saturate.
+template <int kRows, int kVectors>
+HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+  const __m256i low_bytes = _mm256_set1_epi16(255);
+  __m256i acc[kRows][kVectors] = {};
+#pragma GCC unroll 1
+  for (int64_t step = 0; step < steps; ++step, weights += kStepBytes, x += 8) {
+    __m256i even[kVectors], odd[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const __m256i bytes = load_bytes(weights + 32 * v);
+      even[v] = _mm256_and_si256(bytes, low_bytes);
+      odd[v] = _mm256_srli_epi16(bytes, 8);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i first = splat_word(x + r * kStride), second = splat_word(x + r * kStride + 4);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(even[v], first));
+        acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(odd[v], second));
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = (vi)acc[r][v];
+  }
+}
+
+// Pairs of products sum to at most 2 * 15 * 127 = 3810: eight of them fit into 16 bits.
+template <int kRows, int kVectors>
+HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+  constexpr int64_t kStepsIn16Bits = 4;
+  const __m256i low_halves = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{};
+  }
+  while (steps > 0) {
+    __m256i acc[kRows][kVectors] = {};
+    const int64_t some = std::min(steps, kStepsIn16Bits);
+    steps -= some;
+#pragma GCC unroll 1
+    for (int64_t step = 0; step < some; ++step, weights += kStepBytes, x += 8) {
+      __m256i low[kVectors], high[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const __m256i bytes = load_bytes(weights + 32 * v);
+        low[v] = _mm256_and_si256(bytes, low_halves);
+        high[v] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_halves);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const __m256i first = splat_word(x + r * kStride), second = splat_word(x + r * kStride + 4);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(low[v], first));
+          acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(high[v], second));
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += (vi)_mm256_madd_epi16(acc[r][v], ones);
+    }
+  }
+}
+
+template <int kBits, int kRows, int kVectors>
+HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+  if constexpr (kBits == 8) {
+    dot8(sums, x, weights, steps);
+  } else {
+    dot4(sums, x, weights, steps);
+  }
+}
+
+}  // namespace
+}  // namespace hydra::avx2
+
+#include "cpu/quantized/products.h"
+#include "cpu/quantized/rows.h"
+#endif

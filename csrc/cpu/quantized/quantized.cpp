@@ -1,0 +1,158 @@
+// Packing of weights of 8 and 4 bits, the cut of a product into one rectangle per thread, and the choice of the level.
+#include "cpu/quantized/quantized.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/isa.h"
+#include "cpu/scratch.h"
+#include "cpu/thread_pool.h"
+
+namespace hydra {
+namespace {
+
+// ---- packing
+
+// Eight values of 4 bits, in order from the lowest, as a step has them: of k..k+3 the lower halves of the bytes.
+uint32_t spread(uint32_t word) {
+  const auto to_bytes = [](uint32_t halves) {
+    halves = (halves | halves << 8) & 0x00ff00ffu;
+    return (halves | halves << 4) & 0x0f0f0f0fu;
+  };
+  return to_bytes(word & 0xffffu) | to_bytes(word >> 16) << 4;
+}
+
+// `steps` steps of a tile: of `columns` rows at `values`, `row_bytes` apart, the first `bytes` of each exist.
+void pack_tile(int num_bits, const uint8_t* values, int64_t row_bytes, int64_t bytes, int64_t columns, int64_t steps,
+               uint8_t* target) {
+  for (int64_t step = 0; step < steps; ++step, values += 4, bytes -= 4, target += kStepBytes) {
+    uint32_t words[kTile] = {};
+    if (bytes >= 4) {
+      for (int64_t column = 0; column < columns; ++column) std::memcpy(&words[column], values + column * row_bytes, 4);
+    } else if (bytes > 0) {
+      for (int64_t column = 0; column < columns; ++column) {
+        std::memcpy(&words[column], values + column * row_bytes, static_cast<size_t>(bytes));
+      }
+    }
+    for (uint32_t& word : words) word = num_bits == 8 ? word ^ 0x80808080u : spread(word);  // signed to value + 128
+    std::memcpy(target, words, kStepBytes);
+  }
+}
+
+template <class T>
+void pack_numbers(const T* source, int64_t groups, int64_t columns, uint8_t* target) {
+  T numbers[kPanel] = {};
+  for (int64_t column = 0; column < columns; ++column) numbers[column] = source[column * groups];
+  std::memcpy(target, numbers, sizeof(numbers));
+}
+
+void pack_panel(const PackedQuantized& packed, const QuantizedTensors& weight, int64_t panel) {
+  const int64_t first = panel * kPanel, row_bytes = packed.num_in * packed.num_bits / 8, steps = packed.steps();
+  const int64_t columns = std::min<int64_t>(kPanel, packed.num_out - first), bytes = row_bytes / packed.groups;
+  uint8_t* target = static_cast<uint8_t*>(const_cast<void*>(packed.data)) + panel * packed.panel_bytes();
+  for (int64_t group = 0; group < packed.groups; ++group) {
+    for (int64_t step = 0; step < steps; step += kPieceSteps) {
+      const int64_t count = std::min(kPieceSteps, steps - step);
+      for (int64_t column = 0; column < kPanel; column += kTile, target += count * kStepBytes) {
+        const uint8_t* values = weight.values + (first + column) * row_bytes + group * bytes + step * 4;
+        const int64_t some = std::clamp<int64_t>(columns - column, 0, kTile);
+        pack_tile(packed.num_bits, values, row_bytes, bytes - step * 4, some, count, target);
+      }
+    }
+    const int64_t at = first * packed.groups + group;
+    dispatch(packed.scale_dtype, [&](auto scale) {
+      pack_numbers(static_cast<const decltype(scale)*>(weight.scales) + at, packed.groups, columns, target);
+    });
+    target += packed.scales_bytes();
+    if (packed.has_offsets) pack_numbers(weight.offsets + at, packed.groups, columns, target);
+    target += packed.offsets_bytes();
+  }
+}
+
+// ---- products
+
+void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end) {
+#if HYDRA_X86
+  if (current_isa() >= Isa::avx2) return avx2::quantize_rows(call, begin, end);
+#endif
+  scalar::quantize_rows(call, begin, end);
+}
+
+void quantized_part(const QuantizedCall& call, const LinearPart& part) {
+#if HYDRA_X86
+  if (current_isa() >= Isa::avx2) return avx2::quantized_part(call, part);
+#endif
+  scalar::quantized_part(call, part);
+}
+
+int number_bytes(const PackedQuantized& weight) { return current_isa() == Isa::avx2 && weight.num_bits == 8 ? 2 : 1; }
+
+void quantize_all_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
+  constexpr int64_t kElementsPerThread = 1 << 15;
+  const int64_t rows = call.result.rows, places = rows * call.weight.groups;
+  QuantizedRows& target = call.rows;
+  target.number_bytes = number_bytes(call.weight);
+  target.rows = rows;
+  const int64_t stride = block_stride(call.weight.num_bits, target.number_bytes);
+  target.numbers = static_cast<int8_t*>(numbers.reserve(num_blocks(call.weight) * rows * stride));
+  target.steps = static_cast<float*>(groups.reserve(places * 12));
+  target.zeros = reinterpret_cast<int32_t*>(target.steps + places);
+  target.row_sums = target.steps + 2 * places;
+  const int64_t grain = ceil_div(kElementsPerThread, std::max<int64_t>(1, call.weight.num_in));
+  parallel_for(rows, grain, [&](int64_t begin, int64_t end) { quantize_rows(call, begin, end); });
+}
+
+// Threads worth waking: each should have about ten microseconds of work, or the hand-over costs more than it saves.
+int useful_threads(const QuantizedCall& call) {
+  const int64_t products = call.result.rows * call.weight.num_out * call.weight.num_in;
+  constexpr int64_t kBytesPerThread = 128 << 10, kProductsPerThread = 1 << 22;
+  const int64_t threads = std::max(call.weight.num_bytes() / kBytesPerThread, products / kProductsPerThread);
+  return static_cast<int>(std::clamp<int64_t>(threads, 1, num_threads()));
+}
+
+// Panels first, so that each weight is read by one thread; rows too where there are fewer panels than threads. Several
+// parts per thread, so that one that loses its core holds up only one of them.
+void multiply_parts(const QuantizedCall& call) {
+  const int threads = useful_threads(call);
+  const int64_t panels = call.weight.num_panels(), rows = call.result.rows;
+  if (threads == 1) return quantized_part(call, {0, rows, 0, panels});
+  constexpr int64_t kPanelsPerPart = 8, kPartsPerThread = 4;
+  const int64_t pieces = std::clamp<int64_t>(panels / kPanelsPerPart, threads, kPartsPerThread * threads);
+  const int across = static_cast<int>(std::min(pieces, panels));
+  const int64_t row_units = ceil_div(rows, kPanel);
+  const int down = static_cast<int>(std::clamp<int64_t>(threads / across, 1, row_units));
+  run_parts(across * down, [&](int part) {
+    const int64_t column = part % across, row = part / across;
+    quantized_part(call, {row * row_units / down * kPanel, std::min((row + 1) * row_units / down * kPanel, rows),
+                          panels * column / across, panels * (column + 1) / across});
+  });
+}
+
+}  // namespace
+
+void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weight) {
+  parallel_for(packed.num_panels(), [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) pack_panel(packed, weight, panel);
+  });
+}
+
+void linear_quantized(const QuantizedCall& call) {
+  if (call.result.rows == 0 || call.weight.num_out == 0) return;
+  static thread_local Scratch numbers, groups;
+  constexpr int64_t kMostRows = 1024;  // bounds the memory of their bytes
+  const int64_t x_size = element_size(call.result.weight.dtype), out_size = element_size(call.result.out_dtype);
+  for (int64_t begin = 0; begin < call.result.rows; begin += kMostRows) {
+    QuantizedCall chunk = call;
+    chunk.result.rows = std::min(kMostRows, call.result.rows - begin);
+    chunk.result.x = static_cast<const char*>(call.result.x) + begin * call.result.x_stride * x_size;
+    chunk.result.out = static_cast<char*>(call.result.out) + begin * call.result.out_stride * out_size;
+    if (call.result.residual) {
+      chunk.result.residual =
+          static_cast<const char*>(call.result.residual) + begin * call.result.residual_stride * out_size;
+    }
+    quantize_all_rows(chunk, numbers, groups);
+    multiply_parts(chunk);
+  }
+}
+
+}  // namespace hydra

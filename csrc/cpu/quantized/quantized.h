@@ -1,0 +1,98 @@
+// Matrix products with weights of 8 or 4 bits: act(x W^T + bias) + residual by the formulas of
+// hydra_engine/backend/quantized.py. Rows of x become bytes once per call; sums over a group of inputs are integers, and
+// each group adds to the float32 result by one fused multiply-add, in order. So the bits of a row are the same at every
+// instruction-set level, in every batch and with any number of threads.
+//
+// One layout for all levels, read in the order of its addresses. A step of a tile is 64 bytes, four for each of its 16
+// columns (outputs): 8 bits: value + 128 of inputs k..k+3; 4 bits: in the lower halves the values of inputs k..k+3, in
+// the upper ones those of k+4..k+7. A piece is up to 64 steps of two tiles, which stay in the first-level cache while
+// rows pass by. Columns are padded to 32, the inputs of an only group to 64:
+//   [N/32 panels][groups]{pieces{[2 tiles][steps][16 columns][4 bytes]}, scales [32], offsets float32 [32] if any}
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/linear/linear.h"
+
+namespace hydra {
+
+constexpr int kStepBytes = 64;
+constexpr int64_t kPieceSteps = 64;
+
+struct PackedQuantized {
+  const void* data = nullptr;   // 64-byte aligned, owned by Python
+  const float* bias = nullptr;  // num_panels * 32 values, or null
+  int64_t num_out = 0;
+  int64_t num_in = 0;
+  int64_t groups = 1;  // of equal size; several: of a multiple of 16 inputs
+  int num_bits = 8;    // or 4
+  DType scale_dtype = DType::f32;
+  bool has_offsets = false;
+
+  int64_t num_panels() const { return ceil_div(num_out, kPanel); }
+  int64_t group_inputs() const { return groups == 1 ? ceil_div(num_in, 64) * 64 : num_in / groups; }
+  int64_t padded_in() const { return groups * group_inputs(); }
+  int64_t step_inputs() const { return 32 / num_bits; }
+  int64_t steps() const { return group_inputs() / step_inputs(); }
+  int64_t piece_inputs() const { return kPieceSteps * step_inputs(); }
+  int64_t pieces() const { return ceil_div(steps(), kPieceSteps); }
+  int64_t scales_bytes() const { return kPanel * element_size(scale_dtype); }
+  int64_t offsets_bytes() const { return has_offsets ? kPanel * 4 : 0; }
+  int64_t group_bytes() const { return 2 * steps() * kStepBytes + scales_bytes() + offsets_bytes(); }
+  int64_t panel_bytes() const { return groups * group_bytes(); }
+  int64_t num_bytes() const { return num_panels() * panel_bytes(); }
+};
+
+// The tensors of a QuantizedWeight, contiguous.
+struct QuantizedTensors {
+  const uint8_t* values;  // [num_out, num_in], or 4 bits: [num_out, num_in / 2]
+  const void* scales;     // [num_out, groups]
+  const float* offsets;   // [num_out, groups], or null
+};
+
+// Rows of x as bytes, and what every group of them adds: working memory that the threads of a call share. A block is a
+// piece of a group or as many whole groups as have the steps of a piece; at a distance that is known to the compiler, the
+// rows of a block need no registers for their addresses.
+struct QuantizedRows {
+  int8_t* numbers = nullptr;  // [blocks][rows][block_stride], zero behind num_in
+  int number_bytes = 1;       // 2 where a level wants 16 bits, in an order of its own
+  int64_t rows = 0;
+  float* steps = nullptr;        // [rows][groups], the formulas' s
+  int32_t* zeros = nullptr;      // [rows][groups], minus the sum of the numbers times the packed form of a zero
+  float* row_sums = nullptr;     // [rows][groups], s times the sum of the numbers
+};
+
+// Bytes between rows of a block: the cache line more spreads them over the sets of the first-level cache.
+constexpr int64_t block_stride(int num_bits, int number_bytes) {
+  return kPieceSteps * (32 / num_bits) * number_bytes + 64;
+}
+inline int64_t groups_per_block(const PackedQuantized& weight) {
+  return weight.steps() == 0 ? weight.groups : std::max<int64_t>(1, kPieceSteps / weight.steps());
+}
+inline int64_t num_blocks(const PackedQuantized& weight) {
+  return ceil_div(weight.groups, groups_per_block(weight)) * std::max<int64_t>(1, weight.pieces());
+}
+
+struct QuantizedCall {
+  PackedQuantized weight;
+  LinearCall result;  // of its weight only the sizes, the bias, and dtype, which is that of x
+  QuantizedRows rows;
+};
+
+// Copies a weight into packed.data's memory.
+void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weight);
+
+void linear_quantized(const QuantizedCall& call);
+
+// Of every level: quantize_rows fills call.rows for rows [begin, end); quantized_part computes one rectangle.
+namespace scalar {
+void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end);
+void quantized_part(const QuantizedCall& call, const LinearPart& part);
+}  // namespace scalar
+namespace avx2 {
+void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end);
+void quantized_part(const QuantizedCall& call, const LinearPart& part);
+}  // namespace avx2
+
+}  // namespace hydra
