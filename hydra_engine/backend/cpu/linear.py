@@ -58,15 +58,15 @@ class NativeQuantizedLinear:
         if weight.group_size > _MAX_GROUP:
             raise ValueError(f"weight: expected groups of at most {_MAX_GROUP} inputs, got {weight.group_size}")
         offsets = None if weight.offsets is None else weight.offsets.contiguous()
-        tensors = [("values", weight.values.contiguous()), ("scales", weight.scales.contiguous())]
-        checks.check_device(torch.device("cpu"), tensors + ([] if offsets is None else [("offsets", offsets)]))
+        values, scales = weight.values.contiguous(), weight.scales.contiguous()
+        checks.check_device(torch.device("cpu"), (("values", values), ("scales", scales)))
         self.num_out, self.num_in = weight.shape
-        form = self.num_out, self.num_in, weight.scales.shape[1], weight.num_bits, DTYPE_CODES[weight.scales.dtype]
+        form = self.num_out, self.num_in, scales.shape[1], weight.num_bits, DTYPE_CODES[scales.dtype]
         self._data = _aligned(_C.quantized_bytes(*form, offsets is not None))
         self._bias = _padded_bias(bias, self.num_out)
         self.handle = _C.PackedQuantized(self._data.data_ptr(), _address(self._bias), *form, offsets is not None)
         if self._data.numel():
-            self.handle.pack(*(tensor.data_ptr() for _, tensor in tensors), _address(offsets))
+            self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets))
 
     @property
     def nbytes(self) -> int:
