@@ -9,8 +9,9 @@ from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_sampling_options, sampling_from
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.summary import timeline_lines
-from hydra_engine.config import MediaConfig, find_model
+from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.preprocess.model_files import find_model_files
 from hydra_engine.preprocess.text.template_files import check_template
 
 _SKIP = frozenset({"seed"})  # here the flag is the request's seed
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     sampling = sampling_from(arguments)
     if arguments.image:
         _check_pictures(arguments.image, config.media)
-    config = find_model(config)
+    config = find_model_files(config)
     check_template(config.model_path, config.chat_template)
     from hydra_engine.engine import Engine  # slow to import
 

@@ -14,9 +14,9 @@ from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.summary import columns
-from hydra_engine.config import find_model
 from hydra_engine.core.units import GIB, size
 from hydra_engine.errors import ConfigError
+from hydra_engine.preprocess.model_files import find_model_files
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = find_model(read_settings(arguments).engine())
+    config = find_model_files(read_settings(arguments).engine())
     log.configure(config.log_level, log_format=config.log_format)
     memory: float | None = arguments.memory
     if memory is not None and not 0 < memory < 1e6:

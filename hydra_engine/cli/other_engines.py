@@ -37,7 +37,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "pictures are scaled between --min-pixels and --max-pixels": (
         *("mm-processor-kwargs", "image-min-tokens", "image-max-tokens"),
     ),
-    f"the vision tower needs no file of its own: {_IN_THE_FOLDER}": ("mm", "mmproj"),
+    "give --mmproj": ("mm",),
     f"the tokenizer needs no name of its own: {_IN_THE_FOLDER}": ("tokenizer", "tokenizer-path", "tokenizer-mode"),
     "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
         *("enable-auto-tool-choice", "tool-call-parser"),

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import find_model
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.errors import ConfigError
+from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:  # `--help` needs neither
     from hydra_engine.planner.fit import CorunTimes
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = find_model(read_settings(arguments).engine())
+    config = find_model_files(read_settings(arguments).engine())
     from hydra_engine.planner.store import save
 
     log.configure(config.log_level, log_format=config.log_format)

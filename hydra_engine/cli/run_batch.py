@@ -18,9 +18,10 @@ from typing import Any, BinaryIO
 from hydra_engine import log
 from hydra_engine.cli.options import GivenOnce, add_engine_options
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import EngineConfig, ServerConfig, find_model
+from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import ConfigError, ResourceError
+from hydra_engine.preprocess.model_files import find_model_files
 
 _SERVER_OPTIONS = frozenset({"served_model_name", "tool_parser", "max_body_bytes"})
 _STANDARD = "-"
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.input is None:
         raise ConfigError("run-batch needs a file of requests: run-batch FILE -o FILE")
     settings = read_settings(arguments)
-    config, server = find_model(settings.engine()), settings.server()
+    config, server = find_model_files(settings.engine()), settings.server()
     log.configure(config.log_level, log_format=config.log_format)
     given = arguments.max_concurrent
     concurrency = _default_concurrency(config) if given is None else given

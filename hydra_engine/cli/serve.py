@@ -10,7 +10,8 @@ from functools import partial
 from hydra_engine import log
 from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import fault_points_enabled, find_model
+from hydra_engine.config import fault_points_enabled
+from hydra_engine.preprocess.model_files import find_model_files
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     log.never_wait()
     settings = read_settings(arguments)
-    config, server = find_model(settings.engine()), settings.server()
+    config, server = find_model_files(settings.engine()), settings.server()
     # Imported here: other commands do not need the server, and errors of the configuration come before the import.
     from hydra_engine.cli.summary import screen_lines
     from hydra_engine.engine import Engine

@@ -171,16 +171,23 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine. `model` is a Hugging Face directory, a hub id such as org/name, the word `demo`
-    or one of SHAPES; `model_folder` is where the files of a hub id are, once `find_model` has found them."""
+    """All settings of an engine. `model` is a Hugging Face directory, a GGUF file or a folder of one, a hub id such as
+    org/name, the word `demo` or one of SHAPES; `model_folder` is where the files of a hub id are, or what was made of
+    GGUF files, once `find_model_files` has found them."""
 
     model: str = opt(
         DEMO_MODEL,
-        "Hugging Face model directory, hub id such as Qwen/Qwen2-VL-2B-Instruct of a model in the Hugging Face cache, "
-        "or `demo` for the model that ships with the engine; with --load-format random "
+        "Hugging Face model directory, GGUF file or folder of one, hub id such as Qwen/Qwen2-VL-2B-Instruct of a model "
+        "in the Hugging Face cache, or `demo` for the model that ships with the engine; with --load-format random "
         f"also {', '.join(SHAPES)}, which ship without weights",
     )
     model_folder: str | None = None
+    mmproj: str | None = opt(
+        None,
+        "GGUF file with the vision tower and projector of a model that is a GGUF file; default: the only mmproj*.gguf "
+        "of a model that is a folder",
+        kind="file",
+    )
     revision: str | None = opt(None, "branch, tag or commit of a hub id; default: main")
     download: bool = opt(False, "download a hub id that is not in the Hugging Face cache")
     device: str = opt("auto", "auto, cpu or cuda:N; auto: cuda:0 if there is a usable GPU, else cpu")

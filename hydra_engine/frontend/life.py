@@ -12,12 +12,13 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
-from hydra_engine.config import EngineConfig, find_model
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Front
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.models.specs.generation import default_sampling
+from hydra_engine.preprocess.model_files import find_model_files
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class EngineLife:
     _thread: LoopThread | None = None  # that runs the loop, unless the caller does
 
     def _prepare(self, config: EngineConfig, *, processes: bool) -> None:
-        self.config = config = find_model(config)
+        self.config = config = find_model_files(config)
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._front: Front | None = None

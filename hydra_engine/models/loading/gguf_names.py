@@ -1,0 +1,175 @@
+"""Where llama.cpp's converter puts the tensors of a model: its names -> canonical ones, and how parts are joined.
+
+What it changes besides names: rows of queries and keys of llama-type decoders are in another order, a tower's fused
+queries, keys and values may be apart, and so are the frames of a patch's kernel. Does not know files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+Shape = tuple[int, ...]
+Joined = Literal["alone", "rows", "frames"]
+
+LAYER = re.compile(r"(v\.)?blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
+_QKV = ("attn_q", "attn_k", "attn_v")
+
+_TEXT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TEXT_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+# Read where the config is made, or of no use.
+_UNREAD = {"rope_freqs.weight"}
+
+
+class _Tower(NamedTuple):
+    """`top`: names outside layers, without .weight and .bias. `fused`: the layer's name of queries, keys and values."""
+
+    top: Mapping[str, str]
+    layers: str
+    layer: Mapping[str, str]
+    fused: str | None = None
+
+
+_QWEN2_TOP = {
+    "v.patch_embd": "visual.patch_embed.proj",
+    "v.post_ln": "visual.merger.ln_q",
+    "mm.0": "visual.merger.mlp.0",
+    "mm.2": "visual.merger.mlp.2",
+}
+_QWEN_LAYER = {"attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
+_TOWERS = {
+    "llava": _Tower(
+        {
+            "v.class_embd": "vision_tower.embeddings.class_embedding",
+            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+            "v.position_embd": "vision_tower.embeddings.position_embedding",
+            "v.pre_ln": "vision_tower.pre_layrnorm",
+            "v.post_ln": "vision_tower.post_layernorm",
+            "mm.0": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        "vision_tower.encoder.layers",
+        {
+            **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+            **{"attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"},
+            **{"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        },
+    ),
+    "qwen2_vl": _Tower(
+        _QWEN2_TOP, "visual.blocks", {**_QWEN_LAYER, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, "attn.qkv"
+    ),
+    "qwen2_5_vl": _Tower(
+        _QWEN2_TOP,
+        "visual.blocks",
+        {**_QWEN_LAYER, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}},
+        "attn.qkv",
+    ),
+    "qwen3_vl": _Tower(
+        {
+            "v.patch_embd": "visual.patch_embed.proj",
+            "v.position_embd": "visual.pos_embed",
+            "v.post_ln": "visual.merger.norm",
+            "mm.0": "visual.merger.linear_fc1",
+            "mm.2": "visual.merger.linear_fc2",
+        },
+        "visual.blocks",
+        {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        "attn.qkv",
+    ),
+}
+_DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)")
+_DEEPSTACK_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+
+
+class Source(NamedTuple):
+    """What a canonical tensor is made of. "rows": parts one below the other; "frames": 2-D kernels become a 3-D one.
+    `heads`: rows are those of so many heads, whose rotary pairs lie side by side; 0: as they are."""
+
+    parts: tuple[str, ...]
+    joined: Joined = "alone"
+    heads: int = 0
+
+
+def sources(shapes: Mapping[str, Shape], model_type: str, heads: tuple[int, int] | None) -> dict[str, Source]:
+    """By canonical name. `shapes`: of all tensors of all files; `model_type` of config.json; `heads` of queries and of
+    keys, where the decoder is of llama's type. A tensor that no rule knows keeps its name."""
+    swapped = _swapped(shapes)
+    tower = _TOWERS.get(model_type)
+    found: dict[str, Source] = {}
+    for name in shapes:
+        if name in _UNREAD:
+            continue
+        if name.startswith(("v.", "mm.")) and tower is not None:
+            for canonical, source in _of_tower(name, shapes, tower, swapped):
+                found[canonical] = source
+        else:
+            canonical, source = _of_text(name, heads)
+            prefix = "language_model." if tower is not None and canonical != name else ""
+            found[prefix + canonical] = source
+    return found
+
+
+def _of_text(name: str, heads: tuple[int, int] | None) -> tuple[str, Source]:
+    stem, _, kind = name.rpartition(".")
+    if stem in _TEXT:
+        return f"{_TEXT[stem]}.{kind}", Source((name,))
+    layer = LAYER.fullmatch(name)
+    if layer is None or layer[1] or layer[3] not in _TEXT_LAYER:
+        return name, Source((name,))
+    turned = {"attn_q": heads[0], "attn_k": heads[1]}.get(layer[3], 0) if heads else 0
+    return f"model.layers.{layer[2]}.{_TEXT_LAYER[layer[3]]}.{layer[4]}", Source((name,), heads=turned)
+
+
+def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) -> Iterator[tuple[str, Source]]:
+    """Nothing for parts of a tensor that another part stands for."""
+    if name == "v.class_embd":
+        yield tower.top.get(name, name), Source((name,))
+        return
+    if name == "v.patch_embd.weight.1":
+        return
+    if name == "v.patch_embd.weight" and f"{name}.1" in shapes:
+        yield f"{tower.top['v.patch_embd']}.weight", Source((name, f"{name}.1"), "frames")
+        return
+    layer = LAYER.fullmatch(name)
+    if layer is not None:
+        yield from _of_tower_layer(name, layer, shapes, tower, swapped)
+        return
+    deep = _DEEPSTACK.fullmatch(name)
+    if deep is not None:
+        layers = sorted({int(found[1]) for found in map(_DEEPSTACK.fullmatch, shapes) if found})
+        index = layers.index(int(deep[1]))
+        yield f"visual.deepstack_merger_list.{index}.{_DEEPSTACK_PARTS[deep[2]]}.{deep[3]}", Source((name,))
+        return
+    stem, _, kind = name.rpartition(".")
+    yield (f"{tower.top[stem]}.{kind}" if stem in tower.top else name), Source((name,))
+
+
+def _of_tower_layer(
+    name: str, layer: re.Match[str], shapes: Iterable[str], tower: _Tower, swapped: bool
+) -> Iterator[tuple[str, Source]]:
+    part, kind = layer[3], layer[4]
+    prefix = f"{tower.layers}.{layer[2]}"
+    if tower.fused is not None and part in _QKV:
+        parts = tuple(f"v.blk.{layer[2]}.{each}.{kind}" for each in _QKV)
+        if part == _QKV[0]:
+            yield f"{prefix}.{tower.fused}.{kind}", Source(tuple(p for p in parts if p in shapes), "rows")
+        return
+    if swapped:
+        part = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(part, part)
+    yield (f"{prefix}.{tower.layer[part]}.{kind}" if part in tower.layer else name), Source((name,))
+
+
+def _swapped(shapes: Mapping[str, Shape]) -> bool:
+    """Older converters called the first matrix of a tower's MLP ffn_down and the second ffn_up: the first is the one
+    that takes rows as wide as a norm's."""
+    down, norm = shapes.get("v.blk.0.ffn_down.weight"), shapes.get("v.blk.0.ln2.weight")
+    return down is not None and norm is not None and len(down) == 2 and down[1] == norm[0]

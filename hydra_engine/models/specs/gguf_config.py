@@ -1,0 +1,340 @@
+"""From the settings of GGUF files to what a Hugging Face directory says of the same model: config.json,
+generation_config.json and preprocessor_config.json, from which the families' specs are built.
+
+A text model and, for pictures, its mmproj: a file with the vision tower and the projector. What neither file says is
+what the family's published checkpoints have. Does not know tokenizers or weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.gguf_file import GgufHeader
+
+JsonFiles = dict[str, dict[str, Any]]
+
+_TEXT_ALONE = {  # architecture -> model_type without pictures, with which positions are equal on all axes
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen2vl": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3vl": ("qwen3", "Qwen3ForCausalLM"),
+}
+_WITH_PICTURES = {  # architecture and projector -> model_type
+    ("llama", "mlp"): "llava",
+    ("qwen2vl", "qwen2vl_merger"): "qwen2_vl",
+    ("qwen2vl", "qwen2.5vl_merger"): "qwen2_5_vl",
+    ("qwen3vl", "qwen3vl_merger"): "qwen3_vl",
+}
+_TEXT_TYPES = {
+    "llava": "llama",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+}
+_ARCHITECTURES = {
+    "llava": "LlavaForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+# Of a picture, in pixels: what the published checkpoints have.
+_PICTURE_PIXELS = {
+    "qwen2_vl": (56 * 56, 3584 * 3584),
+    "qwen2_5_vl": (56 * 56, 3584 * 3584),
+    "qwen3_vl": (1 << 16, 1 << 24),
+}
+PICTURE_TOKENS = ("<|image_pad|>", "<image>")
+_VIDEO_TOKENS = ("<|video_pad|>",)
+# Control tokens that end an answer, whichever of them a file calls its own, as llama.cpp has it.
+_ENDS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
+CONTROL = 3  # of tokenizer.ggml.token_type
+_PROJECTOR = "clip.projector_type"
+
+
+def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[float, ...] = ()) -> JsonFiles:
+    """The files by name. `rope_factors`: the numbers of rope_freqs.weight. Raises CheckpointError naming the file and
+    the setting."""
+    architecture = text.settings.text("general.architecture")
+    if architecture not in _TEXT_ALONE:
+        raise CheckpointError(
+            f"{text.path.name} is of architecture {architecture[:40]!r}; "
+            f"supported are {', '.join(_TEXT_ALONE)}" + _advice(architecture)
+        )
+    language = _language(text, architecture, rope_factors)
+    files = {"generation_config.json": _generation(text.settings)}
+    if mmproj is None:
+        model_type, name = _TEXT_ALONE[architecture]
+        language.get("rope_parameters", {}).pop("mrope_section", None)
+        return files | {"config.json": language | {"model_type": model_type, "architectures": [name]}}
+    model_type = _family(architecture, mmproj)
+    tower = mmproj.settings
+    top = {
+        "model_type": model_type,
+        "architectures": [_ARCHITECTURES[model_type]],
+        "text_config": language | {"model_type": _TEXT_TYPES[model_type]},
+        "vision_config": _llava_tower(mmproj) if model_type == "llava" else _qwen_tower(mmproj, model_type),
+        "tie_word_embeddings": language["tie_word_embeddings"],
+        "image_token_id": picture_token(text.settings),
+    }
+    colours = {name: _colours(tower, f"clip.vision.{name}") for name in ("image_mean", "image_std")}
+    if model_type == "llava":
+        side = tower.integer("clip.vision.image_size")
+        layers = tower.get("clip.vision.feature_layer") or [tower.integer("clip.vision.block_count")]
+        top |= {"vision_feature_layer": layers, "vision_feature_select_strategy": "default"}
+        pictures: dict[str, Any] = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    else:
+        top["video_token_id"] = _token(text.settings, _VIDEO_TOKENS)
+        pictures = _qwen_pictures(tower, model_type)
+    return files | {"config.json": top, "preprocessor_config.json": pictures | colours}
+
+
+def picture_token(settings: Fields) -> int:
+    """The token that stands for a picture in prompts. Of a vocabulary that has none, the unknown token, which no text
+    becomes where every byte has a token; the tokenizer calls it <image>."""
+    return _token(settings, PICTURE_TOKENS, settings.get("tokenizer.ggml.unknown_token_id"))
+
+
+def _token(settings: Fields, names: tuple[str, ...], default: int | None = None) -> int:
+    tokens = settings.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        found = next((name for name in names if name in tokens), None)
+        if found is not None:
+            return tokens.index(found)
+    if default is None:
+        raise CheckpointError(
+            f"{settings.where} has no token {' or '.join(names)}, which stands for pictures or videos"
+        )
+    return default
+
+
+def _advice(architecture: str) -> str:
+    return "; give the text model as MODEL and this file with --mmproj" if architecture == "clip" else ""
+
+
+def _family(architecture: str, mmproj: GgufHeader) -> str:
+    if mmproj.settings.text("general.architecture") != "clip":
+        raise CheckpointError(f"{mmproj.path.name} is not an mmproj file: it has no vision tower")
+    projector = mmproj.settings.text(_PROJECTOR)
+    model_type = _WITH_PICTURES.get((architecture, projector))
+    if model_type is None:
+        pairs = ", ".join(f"{kind} with {text}" for text, kind in _WITH_PICTURES)
+        raise CheckpointError(
+            f"{mmproj.path.name} has a projector of type {projector[:40]!r} beside a text model of architecture "
+            f"{architecture}; supported are {pairs}"
+        )
+    if "v.image_newline" in mmproj.tensors or "model.image_newline" in mmproj.tensors:
+        raise CheckpointError(
+            f"{mmproj.path.name} is of LLaVA 1.6; of the GGUF files of LLaVA those of 1.5 are supported"
+        )
+    return model_type
+
+
+def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, ...]) -> dict[str, Any]:
+    """The text part of config.json, without its model_type."""
+    settings = header.settings
+
+    def named(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    if settings.get(named("expert_count")):
+        raise CheckpointError(f"{header.path.name} is a mixture of experts, which is not supported")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{header.path.name} has no matrix token_embd.weight")
+    hidden, heads = settings.integer(named("embedding_length")), settings.integer(named("attention.head_count"))
+    head_dim = settings.integer(named("attention.key_length"), hidden // heads or 1)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if settings.integer(named(name), head_dim) != head_dim:
+            raise settings.wrong(named(name), f"{head_dim}, the size of a key")
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer(named("feed_forward_length")),
+        "num_hidden_layers": settings.integer(named("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.integer(named("attention.head_count_kv"), heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": settings.integer(named("context_length")),
+        "rms_norm_eps": settings.number(named("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope(settings, architecture, head_dim, rope_factors),
+        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _dtype(header),
+    }
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Of activations where the user does not say: that of the first layer's plain matrices, else bfloat16."""
+    kind = header.tensors.get("blk.0.attn_q.weight", header.tensors["token_embd.weight"]).type.name
+    return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
+
+
+def _rope(settings: Fields, architecture: str, head_dim: int, factors: tuple[float, ...]) -> dict[str, Any]:
+    def named(name: str) -> str:
+        return f"{architecture}.rope.{name}"
+
+    theta = settings.number(named("freq_base"), 10000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    kind = settings.text(named("scaling.type"), "none")
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": settings.number(named("scaling.factor"))}
+    elif kind != "none":
+        raise settings.wrong(named("scaling.type"), "none, linear or yarn")
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = settings.integer(named("scaling.original_context_length"))
+        for name in ("beta_fast", "beta_slow"):
+            if named(f"scaling.yarn_{name}") in settings:
+                rope[name] = settings.number(named(f"scaling.yarn_{name}"))
+    if factors:
+        rope |= _llama3(settings, theta, head_dim, factors)
+    sections = settings.get(named("dimension_sections"))
+    if isinstance(sections, list):
+        rope["mrope_section"] = sections[:3]
+    return rope
+
+
+def _llama3(settings: Fields, theta: float, head_dim: int, factors: tuple[float, ...]) -> dict[str, Any]:
+    """The file has only what each frequency is divided by: the parameters are those of the published models, if they
+    give these numbers."""
+    rope = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    expected = llama3_factors(theta, head_dim, max(factors), 8192)
+    if len(factors) != len(expected) or any(abs(a - b) > 1e-5 * b for a, b in zip(factors, expected, strict=True)):
+        raise CheckpointError(
+            f"{settings.where} scales rotary frequencies (rope_freqs.weight) in a way that is not Llama 3's"
+        )
+    return rope
+
+
+def llama3_factors(theta: float, head_dim: int, factor: float, original: int) -> list[float]:
+    """What Llama 3.1 divides each of the head_dim / 2 frequencies by, with low and high factors of 1 and 4."""
+    found = []
+    for pair in range(0, head_dim, 2):
+        length = 2 * math.pi * theta ** (pair / head_dim)
+        smooth = (original / length - 1.0) / 3.0
+        found.append(
+            1.0 if length < original / 4 else factor if length > original else 1 / ((1 - smooth) / factor + smooth)
+        )
+    return found
+
+
+def _generation(settings: Fields) -> dict[str, Any]:
+    """Special tokens. Every control token that ends an answer is an end."""
+    tokens, kinds = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list):
+        raise settings.missing("tokenizer.ggml.tokens")
+    found = settings.token_ids("tokenizer.ggml.eos_token_id")
+    ends = [
+        *found,
+        *settings.token_ids("tokenizer.ggml.eot_token_id"),
+        *settings.token_ids("tokenizer.ggml.eom_token_id"),
+    ]
+    if isinstance(kinds, list):
+        named = zip(tokens, kinds, strict=False)
+        ends += [index for index, (token, kind) in enumerate(named) if kind == CONTROL and token in _ENDS]
+    special = {
+        name: settings.get(f"tokenizer.ggml.{key}_token_id") for name, key in (("bos", "bos"), ("pad", "padding"))
+    }
+    return {
+        **{f"{name}_token_id": value for name, value in special.items() if value is not None},
+        "eos_token_id": list(dict.fromkeys(ends)),
+    }
+
+
+def _llava_tower(mmproj: GgufHeader) -> dict[str, Any]:
+    tower = mmproj.settings
+    return _tower(mmproj) | {
+        "model_type": "clip_vision_model",
+        "intermediate_size": _inner_size(mmproj),
+        "hidden_act": _activation(tower),
+        "layer_norm_eps": tower.number("clip.vision.attention.layer_norm_epsilon", 1e-5),
+        "image_size": tower.integer("clip.vision.image_size"),
+        "num_hidden_layers": tower.integer("clip.vision.block_count"),
+        "num_attention_heads": tower.integer("clip.vision.attention.head_count"),
+    }
+
+
+def _qwen_tower(mmproj: GgufHeader, model_type: str) -> dict[str, Any]:
+    tower = mmproj.settings
+    width = tower.integer("clip.vision.projection_dim")
+    config = _tower(mmproj) | {
+        "depth": tower.integer("clip.vision.block_count"),
+        "num_heads": tower.integer("clip.vision.attention.head_count"),
+        "spatial_merge_size": tower.integer("clip.vision.spatial_merge_size", 2),
+        "temporal_patch_size": 2,
+        "out_hidden_size": width,
+    }
+    inner = _inner_size(mmproj)
+    if model_type == "qwen2_vl":
+        size = config.pop("hidden_size")
+        return config | {
+            "embed_dim": size,
+            "mlp_ratio": inner / size,
+            "hidden_size": width,
+            "hidden_act": _activation(tower),
+        }
+    config["intermediate_size"] = inner
+    if model_type == "qwen2_5_vl":
+        period = tower.integer("clip.vision.n_wa_pattern")
+        full = list(range(period - 1, config["depth"], period))
+        return config | {
+            "hidden_act": _activation(tower),
+            "fullatt_block_indexes": full,
+            "window_size": tower.integer("clip.vision.window_size", 112),
+            "tokens_per_second": 2,
+        }
+    positions = mmproj.tensors.get("v.position_embd.weight")
+    if positions is None:
+        raise CheckpointError(f"{mmproj.path.name} has no matrix v.position_embd.weight")
+    deep = tower.get("clip.vision.is_deepstack_layers")
+    if not isinstance(deep, list):
+        raise tower.missing("clip.vision.is_deepstack_layers")
+    return config | {
+        "num_position_embeddings": positions.shape[0],
+        "deepstack_visual_indexes": [index for index, is_deep in enumerate(deep) if is_deep],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _tower(mmproj: GgufHeader) -> dict[str, Any]:
+    tower = mmproj.settings
+    return {
+        "hidden_size": tower.integer("clip.vision.embedding_length"),
+        "patch_size": tower.integer("clip.vision.patch_size"),
+    }
+
+
+def _colours(tower: Fields, name: str) -> list[float]:
+    if name not in tower:
+        raise tower.missing(name)
+    return list(tower.numbers(name, (0.0, 0.0, 0.0)))
+
+
+def _activation(tower: Fields) -> str:
+    if tower.flag("clip.use_silu", False):
+        return "silu"
+    return "gelu" if tower.flag("clip.use_gelu", False) else "quick_gelu"
+
+
+def _inner_size(mmproj: GgufHeader) -> int:
+    """Of the tower's MLPs, by a matrix: some converters write another width into the settings."""
+    up = mmproj.tensors.get("v.blk.0.ffn_up.weight")
+    if up is None or len(up.shape) != 2:
+        raise CheckpointError(f"{mmproj.path.name} has no matrix v.blk.0.ffn_up.weight")
+    hidden = mmproj.settings.integer("clip.vision.embedding_length")
+    return up.shape[0] if up.shape[1] == hidden else up.shape[1]
+
+
+def _qwen_pictures(tower: Fields, model_type: str) -> dict[str, Any]:
+    least, most = _PICTURE_PIXELS[model_type]
+    return {
+        "patch_size": tower.integer("clip.vision.patch_size"),
+        "merge_size": tower.integer("clip.vision.spatial_merge_size", 2),
+        "temporal_patch_size": 2,
+        "min_pixels": tower.integer("clip.vision.image_min_pixels", least),
+        "max_pixels": tower.integer("clip.vision.image_max_pixels", most),
+    }

@@ -1,0 +1,153 @@
+"""Where the files of a model are, as `find_model` says; of GGUF files it makes a Hugging Face directory first.
+
+That directory has the JSON files that a spec and a tokenizer are read from, written from the GGUF files' settings, and
+links to the files, whose weights stay where they are. It is in the user's cache and is made again when a file changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hydra_engine.config import EngineConfig, find_model
+from hydra_engine.config.environment import user_folder
+from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.specs.gguf_config import describe
+from hydra_engine.models.specs.gguf_file import GgufHeader, read_gguf
+from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
+
+_FORM = 1  # of the directories; another one is made where this has changed
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_ROPE = "rope_freqs.weight"
+
+
+def find_model_files(config: EngineConfig) -> EngineConfig:
+    """The configuration with `model_folder` set where `model` is a hub id or GGUF. Raises CheckpointError with one
+    sentence where there is no such model."""
+    if config.model_folder is not None:
+        return config
+    path = Path(config.model)
+    if config.model.endswith(".gguf"):
+        if not path.is_file():
+            raise CheckpointError(f"there is no file {config.model[:200]!r}")
+        model, mmproj = _parts(path), config.mmproj
+    elif _holds_gguf(config.model):
+        model, found = _in_folder(path)
+        mmproj = config.mmproj or _only_mmproj(found)
+    else:
+        if config.mmproj is not None:
+            raise ConfigError("mmproj belongs to a MODEL that is a GGUF file", param="mmproj")
+        return find_model(config)
+    if config.model_impl == "transformers":
+        raise ConfigError("GGUF files are for native models, not for model_impl transformers", param="model_impl")
+    if mmproj is not None and not Path(mmproj).is_file():
+        raise CheckpointError(f"there is no file {str(mmproj)[:200]!r}")
+    return replace(config, model_folder=str(gguf_folder(model, None if mmproj is None else Path(mmproj))))
+
+
+def gguf_folder(model: Sequence[Path], mmproj: Path | None) -> Path:
+    """The directory made of these files; `model` are all parts of a text model. Raises CheckpointError, and ConfigError
+    where there is no place for it."""
+    cache = user_folder("XDG_CACHE_HOME", "~/.cache")
+    if cache is None:
+        raise ConfigError("this user has no home directory; set XDG_CACHE_HOME")
+    folder = cache / "gguf" / f"{model[0].stem[:60]}-{_digest([*model, *([mmproj] if mmproj else [])])}"
+    if folder.is_dir():
+        return folder
+    headers = [read_gguf(path) for path in model]
+    text = headers[0]._replace(tensors={name: each for header in headers for name, each in header.tensors.items()})
+    tower = None if mmproj is None else read_gguf(mmproj)
+    files = {
+        **describe(text, tower, _rope_factors(headers)),
+        **tokenizer_files(text.settings, pictures=tower is not None),
+    }
+    links = {f"model-{number:05}.gguf": path for number, path in enumerate(model, 1)}
+    if mmproj is not None:
+        links["mmproj.gguf"] = mmproj
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
+        try:
+            for name, content in files.items():
+                written = content if isinstance(content, str) else json.dumps(content)
+                (unfinished / name).write_text(written, encoding="utf-8")
+            for name, target in links.items():
+                (unfinished / name).symlink_to(target.resolve())
+            os.rename(unfinished, folder)
+        except BaseException:
+            shutil.rmtree(unfinished)
+            raise
+    except OSError as error:
+        if not folder.is_dir():  # else another process was first
+            reason = error.strerror or type(error).__name__
+            raise ConfigError(
+                f"cannot write {folder.parent}: {reason}; set XDG_CACHE_HOME to another folder"
+            ) from error
+    return folder
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    digest = hashlib.blake2b(f"{_FORM}".encode(), digest_size=8)
+    for path in paths:
+        facts = path.stat()
+        digest.update(f"\n{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _rope_factors(headers: Sequence[GgufHeader]) -> tuple[float, ...]:
+    """What rotary frequencies are divided by; empty where they are not."""
+    header = next((header for header in headers if _ROPE in header.tensors), None)
+    if header is None:
+        return ()
+    tensor = header.tensors[_ROPE]
+    if tensor.type.name != "F32":
+        raise CheckpointError(f"{_ROPE} in {header.path.name} must be F32, not {tensor.type.name}")
+    with open(header.path, "rb") as file:
+        file.seek(tensor.begin)
+        return struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes))
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of a model that is split into several."""
+    name = _SPLIT.fullmatch(path.name)
+    if name is None:
+        return [path]
+    count = int(name[3])
+    parts = [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
+        raise CheckpointError(f"{path.name} is one of {count} files, of which {', '.join(missing[:4])} is missing")
+    return parts
+
+
+def _holds_gguf(model: str) -> bool:
+    if not os.path.isdir(model):  # Path's own raises for names that no folder can have
+        return False
+    names = os.listdir(model)
+    return "config.json" not in names and any(name.endswith(".gguf") for name in names)
+
+
+def _in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files of the one text model of a folder, and all its mmproj files."""
+    files = sorted(folder.glob("*.gguf"))
+    towers = [path for path in files if "mmproj" in path.name.lower()]
+    models = {tuple(_parts(path)) for path in files if path not in towers}
+    if len(models) != 1:
+        names = ", ".join(sorted(model[0].name for model in models)[:4]) or "none beside mmproj"
+        raise CheckpointError(f"{folder} has {len(models)} GGUF models ({names}); name one of the files")
+    return list(models.pop()), towers
+
+
+def _only_mmproj(files: Sequence[Path]) -> str | None:
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:4])
+        raise CheckpointError(f"the folder has {len(files)} mmproj files ({names}); choose one with --mmproj")
+    return str(files[0]) if files else None

@@ -1,0 +1,222 @@
+"""GGUF files against the Hugging Face directories that they were made from: the same tensors, logits and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Backend
+from hydra_engine.backend.quantized import QuantizedWeight, quantized_rows
+from hydra_engine.backend.reference import ops as reference_ops
+from hydra_engine.backend.select import create_backend
+from hydra_engine.config import EngineConfig
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.loading.gguf_tensors import decoded
+from hydra_engine.models.loading.open_checkpoint import open_checkpoint
+from hydra_engine.models.specs.gguf_config import llama3_factors
+from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.model_files import find_model_files
+from tests.gguf_files import add_tensor, finish, gguf, random_blocks, write_gguf
+from tests.models.conftest import CheckpointFactory
+from tests.models.driver import Driver
+from tests.models.families.base import Pair, conversations, words
+from tests.models.families.cases import CASES
+
+TOLERANCE = 1e-5
+# The files of Qwen2.5-VL do not say how wide windows are; all published ones have this width.
+WITH_PICTURES: dict[str, dict[str, Any]] = {
+    "llava": {},
+    "qwen2_vl": {},
+    "qwen2_5_vl": {"vision": {"window_size": 112}},
+    "qwen3_vl": {},
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+TEXT_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"text": {"rope_parameters": LINEAR}}),
+    "llama-tied": ("llama", {"text": {"tie_word_embeddings": True, "num_key_value_heads": 1}}),
+    "llama-biases": ("llama", {"text": {"attention_bias": True}}),
+    "mistral": ("mistral", {"text": {"sliding_window": None}}),
+    "qwen2": ("qwen2", {"text": {"tie_word_embeddings": True}}),
+    "qwen3": ("qwen3", {"text": {"head_dim": 24}}),
+}
+QUANTISED = [kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("F32", "F16", "BF16")]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    yield folder
+
+
+@pytest.fixture
+def reference() -> Backend:
+    return create_backend("cpu", torch.float32, backend="reference", threads=1)
+
+
+def folder_of(model: Path, mmproj: Path | None = None) -> Path:
+    return find_model_files(EngineConfig(model=str(model), mmproj=None if mmproj is None else str(mmproj))).model_path
+
+
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_logits_with_pictures_are_those_of_the_directory(
+    family: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    directory = checkpoint(f"gguf-{family}", family, **WITH_PICTURES[family])
+    pair = Pair(CASES[family], "plain", directory, reference, num_blocks=768)
+    made = Pair(CASES[family], "plain", directory, reference, num_blocks=768)
+    made.driver = Driver(folder_of(*write_gguf(directory, tmp_path)), reference, num_blocks=768)
+    assert made.driver.spec.language == pair.spec.language
+    prompts = conversations(CASES[family], pair)
+    for name in ("text only", "many images", "two turns"):
+        ours, theirs = made.request(prompts[name]), pair.request(prompts[name])
+        assert_near(made.driver.run(ours, []), pair.driver.run(theirs, []), name)
+        ours, theirs = made.request(prompts[name]), pair.request(prompts[name])
+        assert made.driver.generate(ours, 8, [11]) == pair.driver.generate(theirs, 8, [11])
+
+
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_logits_of_text_models_are_those_of_the_directory(
+    name: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    family, overrides = TEXT_ONLY[name]
+    directory = checkpoint(f"gguf-text-{name}", family, **overrides)
+    assert_near(logits(folder_of(write_gguf(directory, tmp_path)[0]), reference), logits(directory, reference), name)
+
+
+def test_a_text_model_of_a_family_with_pictures_runs_without_its_tower(
+    checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    directory = checkpoint("gguf-qwen2_vl", "qwen2_vl")
+    alone = folder_of(write_gguf(directory, tmp_path)[0])
+    assert load_spec(alone).vision is None
+    assert_near(logits(alone, reference), logits(directory, reference), "text")
+
+
+def test_scaled_rotary_frequencies_are_llama_3s(tmp_path: Path, checkpoint: CheckpointFactory) -> None:
+    """A file has what frequencies are divided by, and not the parameters of the formula."""
+    scaled = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {**scaled, "original_max_position_embeddings": 8192}
+    directory = checkpoint("gguf-llama3", "llama", text={"rope_parameters": rope})
+    text, _ = write_gguf(directory, tmp_path)
+    factors = llama3_factors(1e6, 16, 32.0, 8192)
+    assert factors[0] == 1.0 and factors[-1] == 32.0 and any(1.0 < factor < 32.0 for factor in factors)
+    add_rope_factors(text, tmp_path / "scaled.gguf", factors)
+    spec = load_spec(folder_of(tmp_path / "scaled.gguf"))
+    assert spec.language.rope_parameters == load_spec(directory).language.rope_parameters
+    add_rope_factors(text, tmp_path / "odd.gguf", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 32.0])
+    with pytest.raises(CheckpointError, match=r"odd.gguf scales rotary frequencies .* not Llama 3's"):
+        folder_of(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_blocks_are_what_llama_cpp_says_they_are(kind: str) -> None:
+    """To the last bit but for types with offsets in 4 bits, where one sum is rounded."""
+    raw = random_blocks(kind, 37, 768)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    numbers = next(known for known in TENSOR_TYPES.values() if known.name == kind)
+    weight = decoded(torch.from_numpy(raw).flatten(), numbers, (37, 768))
+    assert isinstance(weight, QuantizedWeight)
+    difference = np.abs(weight.dequantized(torch.float32).numpy() - expected)
+    assert difference.max() <= (2**-20 * np.abs(expected).max() if kind in ("Q4_1", "Q4_K") else 0)
+    assert weight.num_bits == (4 if kind.startswith("Q4") else 8)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
+def test_quantised_models_compute_what_their_dequantised_weights_do(
+    kind: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows rounded as quantised products round them."""
+    directory = checkpoint("gguf-qwen2_vl", "qwen2_vl")
+    pair = Pair(CASES["qwen2_vl"], "plain", directory, reference, num_blocks=768)
+    pair.driver = Driver(folder_of(*write_gguf(directory, tmp_path, kind)), reference, num_blocks=768)
+    prompt = conversations(CASES["qwen2_vl"], pair)["one image"]
+    found = pair.driver.run(pair.request(prompt), [])
+    products = 0
+
+    def dequantised_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+        nonlocal products
+        products += 1
+        rows, steps = quantized_rows(x, weight.group_size)
+        wide = (rows.double() * steps[:, :, None].double()).flatten(1)
+        return (wide @ weight.dequantized(torch.float32).double().T).float()
+
+    monkeypatch.setattr(reference_ops, "reference_product", dequantised_product)
+    assert_near(pair.driver.run(pair.request(prompt), []), found, kind, 1e-3)
+    assert products > 0
+
+
+def test_parts_of_one_matrix_may_have_different_types(
+    checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    """As files of mixed precision have them: values in more bits than queries and keys."""
+    directory = checkpoint("gguf-llama-mixed", "llama", text={"tie_word_embeddings": True})
+    folders = {kind: folder_of(write_gguf(directory, tmp_path / kind, kind)[0]) for kind in ("F32", "Q4_0", "Q8_0")}
+    mixed = mix(tmp_path / "Q4_0" / "model.gguf", tmp_path / "Q8_0" / "model.gguf", tmp_path / "mixed.gguf")
+    found = logits(folder_of(mixed), reference)
+    expected = logits(folders["F32"], reference)
+    assert (found - expected).abs().mean() < (logits(folders["Q4_0"], reference) - expected).abs().mean()
+    with open_checkpoint(folder_of(mixed)) as checkpoint_of_both:
+        names = ("self_attn.q_proj", "self_attn.v_proj")
+        q, v = (checkpoint_of_both.read(f"model.layers.0.{name}.weight") for name in names)
+    assert isinstance(q, QuantizedWeight) and isinstance(v, QuantizedWeight)
+    assert (q.num_bits, v.num_bits) == (4, 8)
+
+
+def test_tensors_that_do_not_fit_are_named(checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path) -> None:
+    directory = checkpoint("gguf-text-llama", "llama", text={"rope_parameters": LINEAR})
+    text, _ = write_gguf(directory, tmp_path)
+    copied(text, tmp_path / "short.gguf", leave_out={"blk.1.attn_q.weight"})
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.self_attn\.q_proj\.weight"):
+        Driver(folder_of(tmp_path / "short.gguf"), reference)
+    copied(text, tmp_path / "long.gguf", added={"blk.0.extra.weight": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"not expected: blk\.0\.extra\.weight"):
+        Driver(folder_of(tmp_path / "long.gguf"), reference)
+
+
+def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    assert actual.shape == expected.shape, what
+    assert (actual - expected).abs().max().item() <= tolerance, what
+
+
+def logits(folder: Path, backend: Backend) -> Tensor:
+    driver = Driver(folder, backend)
+    return driver.run(driver.request(words(3, 40)), [])
+
+
+def mix(path: Path, values: Path, out: Path) -> Path:
+    """`path` with the matrices of values of another file."""
+    better = {tensor.name: tensor for tensor in gguf.GGUFReader(values).tensors if ".attn_v." in tensor.name}
+    copied(path, out, replaced=better)
+    return out
+
+
+def add_rope_factors(path: Path, out: Path, factors: list[float]) -> None:
+    copied(path, out, added={"rope_freqs.weight": torch.tensor(factors)})
+
+
+def copied(
+    path: Path, out: Path, *, added: Any = (), replaced: Any = (), leave_out: frozenset[str] | set[str] = frozenset()
+) -> None:
+    """A file with the settings and other tensors of another one."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind, inner = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, inner)
+    for tensor in reader.tensors:
+        if tensor.name not in leave_out:
+            tensor = dict(replaced).get(tensor.name, tensor)
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, extra in dict(added).items():
+        add_tensor(writer, name, extra, "F32")
+    finish(writer)
