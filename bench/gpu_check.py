@@ -36,7 +36,7 @@ _SUMMARY_S = 8.0  # of the budget, for what comes after the parts
 _SHAPES = ("llava-1.5-7b", "qwen2.5-vl-7b")
 _TWIN = "qwen2-vl-7b"
 _BY_SHAPE = ("decode", "prefill", "encode", "colocate")
-_ON_DEVICE = (*_BY_SHAPE, "ceilings", "attn_decode", "cache_write", "migrate")
+_ON_DEVICE = (*_BY_SHAPE, "ceilings", "attn_decode", "cache_write", "quantized", "migrate")
 _WORKERS = 8  # processes that share the device in tests that allow it: most of their time is compiling
 
 # Modules -> what goes without them. torch, numpy and pybind11 are needed by everything.
@@ -69,13 +69,14 @@ _NEEDS = {
     "ceilings": _TORCH,
     "attn_decode": (*_TORCH, "msgspec"),
     "cache_write": (*_TORCH, "msgspec"),
+    "quantized": (*_TORCH, "msgspec"),
     "migrate": (*_TORCH, "msgspec"),
     "sched": (*_TORCH, "msgspec"),
     "preprocess": _ENGINE,
     "frontend": _ENGINE,
 }
 # What says most comes first: what the time does not reach is not run.
-_FULL = ("ceilings", "decode", "attn_decode", "prefill", "encode", "cache_write", "colocate", "migrate")
+_FULL = ("ceilings", "decode", "attn_decode", "prefill", "encode", "cache_write", "quantized", "colocate", "migrate")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ BENCHES = (
     "encode",
     "attn_decode",
     "cache_write",
+    "quantized",
     "colocate",
     "migrate",
     "sched",
@@ -71,6 +72,9 @@ GOALS = (
     Goal("decode", r" graph ", OF_FLOOR, 0.85, 0.90),
     Goal("attn_decode", r" B=(?!1 |2 |4 )", OF_FLOOR, 0.85, 0.92),  # fewer rows do not fill a device
     Goal("cache_write", r" N=\d{4,}$|^image write ", OF_FLOOR, 1 / 1.3, 1 / 1.1),  # fewer tokens are one launch
+    Goal("quantized", r" int8 T=(\d|1[0-6])$", OF_FLOOR, 0.75, 0.9),
+    Goal("quantized", r" int4 T=(\d|1[0-6])$", OF_FLOOR, 0.6, 0.85),
+    Goal("quantized", r" int[48] T=\d{4}$", "over_peers.bfloat16", 0.6, 0.9, "x"),
     Goal("colocate", r"", "gain_share", 0.5, 0.75),
     Goal("migrate", r"^map", "p95_us", 1000.0, 150.0, "us", ANYWHERE),
     Goal("migrate", r"^(copy|pull)", OF_FLOOR, 0.8, 0.9, devices=ANYWHERE),

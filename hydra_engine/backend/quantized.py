@@ -11,6 +11,7 @@ on its order; what is float32 is one fused multiply-add per group, in the order 
 
 So every implementation gives the same bits, whatever the processor, the batch or the number of threads. A group with a
 number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, for 127 / max might be infinite.
+On CUDA x is not rounded: products there are those with the dequantised weight, with sums in float32 (W4A16, W8A16).
 Does not know checkpoints or memory layouts of kernels.
 """
 

@@ -134,6 +134,21 @@ _TILED = {
     90: {8192: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
 }
 _TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # of float32
+# Of weights in 8 and 4 bits. By the least number of rows less one: a tile has all rows of a step.
+_FEW_ROWS_QUANTIZED = {
+    16: LinearLaunch(64, 64, 128, 4, 4),
+    0: LinearLaunch(16, 128, 128, 4, 4),
+}
+_QUANTIZED_PROGRAMS = (
+    256  # two for each of 132 SMs: turning numbers into floats takes warps besides the loads in flight
+)
+_TILED_QUANTIZED = {
+    80: {8192: LinearLaunch(128, 128, 128, 8, 3), 0: LinearLaunch(64, 128, 128, 8, 3)},
+    90: {8192: LinearLaunch(128, 128, 128, 8, 4), 0: LinearLaunch(128, 64, 128, 4, 4)},
+}
+_SMALL_GROUP = 64  # inputs: sums of several groups at once need registers
+_TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
+_TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
 
 
 def vector_launch(num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
@@ -157,6 +172,25 @@ def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLau
     if dtype.itemsize > 2:
         return _TILED_WIDE
     return _first(_TILED[90 if capability >= 90 else 80], num_out)
+
+
+def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+    """For up to 64 rows. Inputs are split as the number of rows does not know."""
+    launch = _first(_FEW_ROWS_QUANTIZED, num_rows - 1)
+    if dtype.itemsize > 2:
+        launch = launch._replace(stages=2)
+    programs = triton.cdiv(num_out, launch.columns)
+    longest = num_in // (4 * launch.depth)  # four steps are the least that is worth a program
+    return launch._replace(splits=max(1, min(_QUANTIZED_PROGRAMS // programs, longest)))
+
+
+def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
+    """As `tiled_launch`."""
+    if dtype.itemsize > 2:
+        return _TILED_QUANTIZED_WIDE
+    if group_size <= _SMALL_GROUP:
+        return _TILED_QUANTIZED_SMALL
+    return _first(_TILED_QUANTIZED[90 if capability >= 90 else 80], num_out)
 
 
 def _first(table: dict[int, Entry], size: int) -> Entry:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._checks import FLOATS, check_rows, check_vector, described
+from hydra_kernels._checks import check_rows, described
 from hydra_kernels._common import (
     DOT_DTYPE,
     LinearLaunch,
@@ -24,38 +24,9 @@ from hydra_kernels._common import (
     tiled_launch,
     vector_launch,
 )
-from hydra_kernels.activation import ACTIVATIONS, activate
+from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_splits
 
 MAX_SMALL_ROWS = 16
-_GROUP = 8  # tiles of rows that follow each other before the next columns: their weights are still in L2
-_JOIN_COLUMNS = 256
-_JOIN_WARPS = 2
-
-
-@triton.jit
-def _finish(
-    sums: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    num_rows: tl.tensor,
-    N: tl.constexpr,
-    ACT: tl.constexpr,
-    STRIDE_RESIDUAL: tl.constexpr,
-) -> None:
-    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None."""
-    inside = column < N
-    mask = (row < num_rows)[:, None] & inside[None, :]
-    wide = row.to(tl.int64)[:, None]
-    if bias is not None:
-        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if ACT is not None:
-        sums = activate(sums, ACT)
-    if residual is not None:
-        sums += tl.load(residual + wide * STRIDE_RESIDUAL + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + wide * N + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -82,7 +53,7 @@ def _vector_linear_kernel(
         piece = tl.load(source + k, mask=mask, other=0.0, eviction_policy="evict_first")
         sums += piece.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
     row = tl.arange(0, 1)
-    _finish(tl.sum(sums, axis=1)[None, :], bias, residual, out, row, column, 1, N, ACT, 0)
+    finish_tile(tl.sum(sums, axis=1)[None, :], bias, residual, out, row, column, 1, N, ACT, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -118,30 +89,7 @@ def _few_rows_linear_kernel(
         piece = tl.load(source + k, mask=(column < N)[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
         sums = dot(values, tl.trans(piece), sums, DTYPE)
     target = out + split.to(tl.int64) * num_rows * N
-    _finish(sums, bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _join_splits_kernel(
-    partial: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    N: tl.constexpr,
-    STRIDE_RESIDUAL: tl.constexpr,
-    ACT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Grid (N / COLUMNS, num_rows): adds the splits in their order."""
-    row = tl.program_id(1) + tl.arange(0, 1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros([1, COLUMNS], tl.float32)
-    for split in range(SPLITS):
-        place = (split * num_rows + row).to(tl.int64)[:, None] * N + column[None, :]
-        sums += tl.load(partial + place, mask=(column < N)[None, :], other=0.0)
-    _finish(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+    finish_tile(sums, bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -182,7 +130,7 @@ def _tiled_linear_kernel(
             values = tl.load(tokens + k, mask=(row < num_rows)[:, None] & (k < K), other=0.0)
             piece = tl.load(source + k, mask=(column < N)[:, None] & (k < K), other=0.0)
             sums = dot(values, tl.trans(piece), sums, DTYPE)
-        _finish(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+        finish_tile(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
 
 
 def small_linear(
@@ -219,15 +167,7 @@ def small_linear(
         return out
     partial = torch.empty((launch.splits, num_rows, num_out), dtype=torch.float32, device=x.device)
     _few_rows(x, weight, (None, None, partial), launch, None, 0)
-    _join_splits_kernel[(triton.cdiv(num_out, _JOIN_COLUMNS), num_rows)](
-        *(partial, bias, residual, out, num_rows),
-        N=num_out,
-        STRIDE_RESIDUAL=stride_residual,
-        ACT=name,
-        SPLITS=launch.splits,
-        COLUMNS=_JOIN_COLUMNS,
-        num_warps=_JOIN_WARPS,
-    )
+    join_splits(partial, bias, residual, out, name)
     return out
 
 
@@ -262,7 +202,7 @@ def invariant_linear(
         ROWS=launch.rows,
         COLUMNS=launch.columns,
         DEPTH=launch.depth,
-        GROUP=_GROUP,
+        GROUP=GROUP,
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
         num_warps=launch.warps,
@@ -312,16 +252,4 @@ def _checked(
         raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")
     if weight.device != x.device:
         raise ValueError(f"weight: expected a tensor on {x.device} like x, got {described(weight)}")
-    if act != "none" and act not in ACTIVATIONS:
-        raise ValueError(f"act: expected one of none, {', '.join(ACTIVATIONS)}, got {act!r}")
-    dtype = x.dtype if out_dtype is None else out_dtype
-    if dtype not in FLOATS:
-        raise ValueError(f"out_dtype: expected a float type, got {dtype}")
-    num_out = weight.shape[0]
-    if bias is not None:
-        wanted = torch.float32 if bias.dtype is torch.float32 else x.dtype
-        check_vector("bias", bias, num_out, wanted, x.device)
-    out = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.device)
-    if residual is not None:
-        check_rows("residual", residual, out)
-    return out
+    return checked_output(x, weight.shape[0], bias, residual, act, out_dtype)

@@ -22,7 +22,9 @@ from torch import Tensor
 from hydra_engine import _C
 from hydra_engine.backend.base import DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
+from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
+from tests.kernels.quantized import dequantized
 
 OPS = ReferenceOps()
 _inside = threading.local()  # of a function that has a reference
@@ -92,6 +94,21 @@ def _linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     return OPS.linear(x, OPS.pack_linear(weight, bias), act=act, residual=residual, out_dtype=out_dtype)
+
+
+def _quantized_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: Any = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """With the dequantised weight in float32."""
+    packed = OPS.pack_linear(dequantized(weight), bias)
+    added = None if residual is None else residual.float()
+    wide = OPS.linear(x.float(), packed, act=act, residual=added)
+    return wide.to(out_dtype or x.dtype)
 
 
 def _finish(
@@ -223,6 +240,8 @@ def _places(states: Tensor, writes: Tensor) -> Iterator[tuple[StateCache, Tensor
 REFERENCES: dict[str, Callable[..., Any]] = {
     "small_linear": _linear,
     "invariant_linear": _linear,
+    "small_quantized_linear": _quantized_linear,
+    "invariant_quantized_linear": _quantized_linear,
     "finish": _finish,
     "rms_norm": OPS.rms_norm,
     "add_rms_norm": _add_rms_norm,

@@ -197,7 +197,8 @@ def held_by(value: Any) -> Any:
     if isinstance(value, OnDevice):
         return value.held
     if isinstance(value, (list, tuple)):
-        return type(value)(map(held_by, value))
+        found = [held_by(one) for one in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return value
 
 

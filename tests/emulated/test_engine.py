@@ -19,6 +19,7 @@ from tests.emulated.cuda import emulated_cuda
 from tests.emulated.process import FINDINGS
 from tests.emulated.streams import Streams
 from tests.engine.conftest import assert_at_rest, picture
+from tests.models.quantized.written import METHODS, write_checkpoint, write_dequantized
 
 SMALL: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 24}
 WORDS = Grammar("regex", "([a-f]{3} ){2,6}")
@@ -59,8 +60,9 @@ def expected(model_dir: Path, **options: Any) -> list[tuple[int, ...]]:
         return ask(engine)
 
 
-def check(streams: Streams, model_dir: Path, **options: Any) -> None:
-    wanted = expected(model_dir, **(SIXTEEN_BITS if "dtype" in options else {}))
+def check(streams: Streams, model_dir: Path, *, like: Path | None = None, **options: Any) -> None:
+    """`like`: whose tokens they are on a processor, instead of the model's own."""
+    wanted = expected(like or model_dir, **(SIXTEEN_BITS if "dtype" in options else {}))
     with Engine(model_dir, device="cuda", **(SMALL | {"max_num_seqs": 6} | options)) as engine:
         streams.serving = True
         assert ask(engine) == wanted
@@ -87,6 +89,20 @@ def test_tokens_are_those_of_a_processor(streams: Streams, models: Models, famil
 )
 def test_every_family_and_every_form(streams: Streams, models: Models, family: str, form: str) -> None:
     check(streams, models(family), **FORMS[form])
+
+
+@pytest.mark.quick("w4-32")
+@pytest.mark.parametrize(
+    ("method", "form"), [("w4-32", "graphs"), ("w8a8", "eager"), ("gptq-4-zeros", "deterministic")]
+)
+def test_tokens_of_a_quantised_checkpoint_are_those_of_the_dequantised_one(
+    streams: Streams, models: Models, tmp_path: Path, method: str, form: str
+) -> None:
+    """Activations are not rounded on a GPU, so a processor computes with the dequantised weights here."""
+    plain, quantised, tensors = models("llava"), tmp_path / "quantised", tmp_path / "tensors"
+    weights = write_checkpoint(plain, quantised, METHODS[method], nested="text_config")
+    write_dequantized(plain, tensors, weights)
+    check(streams, quantised, like=tensors, **FORMS[form])
 
 
 @pytest.mark.slow

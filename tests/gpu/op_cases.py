@@ -15,8 +15,10 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Activation, DeltaInputs, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
-from hydra_engine.backend.cuda.linear import SMALL_ROWS, implementation
+from hydra_engine.backend.cuda.linear import SMALL_ROWS, QuantizedCudaLinear, implementation
+from hydra_engine.backend.quantized import QuantizedWeight, quantized
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear, ReferenceOps
+from hydra_kernels.quantized_linear import MAX_SMALL_ROWS
 from tests.gpu.side import Side
 from tests.kernels.comparison import DTYPES, assert_attention_close, assert_close, strided
 from tests.kernels.paged import Step, make_step
@@ -85,10 +87,50 @@ def test_a_row_of_an_exact_linear_does_not_depend_on_the_others(side: Side) -> N
         assert torch.equal(side.exact.linear(x[begin:end], weight), whole[begin:end])
 
 
+def quantized_weight(num_bits: int, group_size: int, *, offsets: bool) -> QuantizedWeight:
+    """[56, 256]"""
+    weight = quantized(random(56, 256, seed=1) * 0.1, num_bits, group_size, torch.float16)
+    return QuantizedWeight(
+        weight.values, weight.scales, random(*weight.scales.shape, seed=5) * 0.1 if offsets else None, num_bits
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, MAX_SMALL_ROWS + 1])
+@pytest.mark.parametrize(("num_bits", "group_size", "offsets"), [(8, 256, False), (4, 64, False), (4, 32, True)])
+def test_linear_with_a_quantized_weight(
+    side: Side, num_bits: int, group_size: int, offsets: bool, rows: int, dtype: torch.dtype
+) -> None:
+    """Is that with the dequantised one: activations are not rounded."""
+    weight, bias = quantized_weight(num_bits, group_size, offsets=offsets), random(56, dtype=dtype, seed=2)
+    x, residual = strided(random(rows, 256, dtype=dtype, seed=3)), strided(random(rows, 56, dtype=dtype, seed=4))
+    plain = REFERENCE.pack_linear(weight.dequantized(torch.float32), bias)
+    expected = REFERENCE.linear(x.float(), plain, act="gelu", residual=residual.float())
+    for ops in (side.ops, side.exact):
+        packed = ops.pack_linear(weight.to(side.device), side.there(bias))
+        assert isinstance(packed, QuantizedCudaLinear) and (packed.num_out, packed.num_in) == weight.shape
+        assert packed.nbytes == weight.nbytes + 4 * bias.numel(), "nothing is padded here, and nothing kept twice"
+        result = ops.linear(side.there(x), packed, act="gelu", residual=side.there(residual))
+        close_to_product(result, expected, dtype)
+        logits = ops.linear(side.there(x), packed, out_dtype=torch.float32)
+        close_to_product(logits, REFERENCE.linear(x.float(), plain), torch.float32)
+
+
+def test_a_row_of_an_exact_linear_with_a_quantized_weight_does_not_depend_on_the_others(side: Side) -> None:
+    weight = side.exact.pack_linear(quantized_weight(4, 32, offsets=True).to(side.device))
+    x = side.there(random(70, 256, dtype=torch.float16))
+    whole = side.exact.linear(x, weight)
+    for begin, end in pairwise((0, 1, 5, 70)):
+        assert torch.equal(side.exact.linear(x[begin:end], weight), whole[begin:end])
+
+
 def test_what_computes_a_linear_follows_from_the_rows(side: Side) -> None:
     chosen = [implementation(rows, deterministic=False) for rows in (1, SMALL_ROWS, SMALL_ROWS + 1, 4096)]
     assert chosen == ["small", "small", "cublas", "cublas"]
     assert {implementation(rows, deterministic=True) for rows in (1, 17, 4096)} == {"invariant"}
+    chosen = [implementation(rows, deterministic=False, quantized=True) for rows in (1, MAX_SMALL_ROWS, 65, 4096)]
+    assert chosen == ["small", "small", "invariant", "invariant"]
+    assert implementation(1, deterministic=True, quantized=True) == "invariant"
 
 
 def test_messages_of_linear(side: Side) -> None:
@@ -104,6 +146,11 @@ def test_messages_of_linear(side: Side) -> None:
         side.ops.linear(x, packed, residual=x)
     with pytest.raises(ValueError, match=r"bias: expected \[8\]"):
         side.ops.pack_linear(side.there(random(8, 16)), side.there(random(7)))
+    weight = quantized_weight(8, 256, offsets=False).to(side.device)
+    with pytest.raises(ValueError, match=r"bias: expected \[56\]"):
+        side.ops.pack_linear(weight, side.there(random(7)))
+    with pytest.raises(ValueError, match=r"x: expected \[T, 256\] torch\.float32 with a dense last dimension"):
+        side.ops.linear(x, side.ops.pack_linear(weight))
 
 
 # ---- element-wise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.quantized import quantized as quantized_weight
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
@@ -23,9 +25,11 @@ from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
+from hydra_kernels.quantized_linear import invariant_quantized_linear, pack, small_quantized_linear
 from hydra_kernels.rotary import rotate
 from hydra_kernels.sampling import greedy, sample
-from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record, specialised
+from tests.gpu.side import interpreted
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, Launch, compile_for, record, specialised
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels; unset TRITON_INTERPRET"
@@ -81,11 +85,24 @@ def patches(num_rows: int) -> object:
     return invariant_linear(x, weight, torch.empty(1280, dtype=BF16), act="gelu")
 
 
+def quantized(
+    num_rows: int, num_out: int, num_in: int, num_bits: int, group_size: int, *, offsets: bool = False
+) -> object:
+    """As `linear`."""
+    numbers, groups = num_in * num_bits // 8, num_in // group_size
+    values = torch.zeros(num_out, numbers, dtype=torch.int8 if num_bits == 8 else torch.uint8)
+    scales = torch.zeros(num_out, groups, dtype=BF16)
+    weight = pack(values, scales, torch.zeros(num_out, groups) if offsets else None, num_bits)
+    x = torch.empty(num_rows, num_in, dtype=BF16)
+    return (small_quantized_linear if num_rows <= 64 else invariant_quantized_linear)(x, weight)
+
+
 def draws(vocabulary: int) -> object:
     field = torch.zeros(4)
     return sample(torch.zeros(4, vocabulary), field, field.int(), field, field, field)
 
 
+QUANTIZED = pack(torch.zeros(512, 4096, dtype=torch.int8), torch.zeros(512, 1), None, 8)
 PLACES = torch.zeros(5, dtype=torch.int64)
 TILES = torch.zeros(4, 2, dtype=torch.int32)
 
@@ -137,6 +154,14 @@ CASES: dict[str, Callable[[], object]] = {
     "linear-tiled-37888": lambda: linear(100, 37888, 3584),
     "linear-tiled-head": lambda: linear(100, 152064, 3584, out_dtype=torch.float32),
     "linear-tiled-patches": lambda: patches(100),
+    "quantized-few-4-128": lambda: quantized(8, 4096, 4096, 4, 128),
+    "quantized-few-4-32-offsets": lambda: quantized(16, 3584, 4096, 4, 32, offsets=True),
+    "quantized-few-4-64-rows": lambda: quantized(64, 4096, 4096, 4, 128),
+    "quantized-few-8": lambda: quantized(8, 4096, 4096, 8, 4096),
+    "quantized-tiled-4-128": lambda: quantized(100, 8192, 4096, 4, 128),
+    "quantized-tiled-4-32": lambda: quantized(100, 8192, 1024, 4, 32),
+    "quantized-tiled-4-offsets": lambda: quantized(100, 4096, 1024, 4, 128, offsets=True),
+    "quantized-tiled-8": lambda: quantized(100, 8192, 4096, 8, 4096),
     "decode-mha-128": lambda: decode(32, 32, 128, 4),
     "decode-mha-80": lambda: decode(16, 16, 80, 1),
     "decode-gqa-128": lambda: decode(28, 4, 128, 4),
@@ -149,9 +174,10 @@ CASES: dict[str, Callable[[], object]] = {
     "packed-80-searched": lambda: packed(80, 600, segments=66),
 }
 # Matrix products of bf16 in tiles of 64 rows or more.
-WGMMA = [name for name in CASES if name.startswith(("prefill", "packed", "linear-tiled"))]
+WGMMA = [name for name in CASES if name.startswith(("prefill", "packed", "linear-tiled", "quantized"))]
 # Kernels whose tiles go through shared memory, and those that read into registers.
-PIPELINED = [name for name in CASES if name.startswith(("decode", "prefill", "packed", "linear-few", "linear-tiled"))]
+_PIPELINED = ("decode", "prefill", "packed", "linear-few", "linear-tiled", "quantized")
+PIPELINED = [name for name in CASES if name.startswith(_PIPELINED)]
 DIRECT = [name for name in CASES if name not in PIPELINED]
 # One number of a row or a few of them are all that a program stores, or stores of every token.
 REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "linear-vector", "delta_rule"))]
@@ -162,6 +188,8 @@ GATHERING = "_draw_kernel"
 # Further shapes of a kernel that another case has.
 FURTHER = {"rms_norm-heads", "rms_norm-4096-float32", "act_and_mul-gelu", "sample-152064", "linear-vector-4096"}
 FURTHER |= {"linear-vector-head", "linear-few-22016", "linear-few-512", "linear-tiled-37888", "linear-tiled-head"}
+FURTHER |= {"quantized-few-4-32-offsets", "quantized-few-4-64-rows", "quantized-tiled-4-32", "quantized-tiled-8"}
+FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8"}
 FURTHER |= {"decode-mha-80", "decode-gqa-64", "prefill-mha-64", "packed-80", "packed-72-windows"}
 
 
@@ -176,13 +204,17 @@ def targets(names: list[str]) -> list[Any]:
     ]
 
 
+def launches_of(name: str, capability: int) -> list[Launch]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in ("linear", "quantized_linear"):
+            monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
+        return record(monkeypatch, CASES[name])
+
+
 @cache
 def compiled(name: str, capability: int) -> dict[str, Compiled]:
     """The kernels that a case launches, by name."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("hydra_kernels.linear.capability_of", lambda device: capability)
-        launches = record(monkeypatch, CASES[name])
-    return {launch.name: compile_for(launch, capability) for launch in launches}
+    return {launch.name: compile_for(launch, capability) for launch in launches_of(name, capability)}
 
 
 @pytest.mark.parametrize(("name", "capability"), targets(list(CASES)))
@@ -196,7 +228,7 @@ def test_compiles_and_fits(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize(("name", "capability"), targets(WGMMA))
 def test_tensor_cores(name: str, capability: int) -> None:
-    (result,) = compiled(name, capability).values()
+    result = next(iter(compiled(name, capability).values()))
     if capability == 90:
         assert result.count(r"wgmma\.mma_async") > 0 and result.count(r"mma\.sync") == 0
     else:
@@ -229,12 +261,47 @@ def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name:
     assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("quantized")])
+def test_words_are_copied_sixteen_bytes_at_a_time(name: str) -> None:
+    """As many copies as tiles have 16 bytes for each thread and stage; the rest is parts of tokens, and offsets."""
+    launch = launches_of(name, 90)[0]
+    given = launch.arguments
+    num_bytes = given["COLUMNS"] * given["DEPTH"] * given["BITS"] // 8
+    copies = compiled(name, 90)[launch.name].count(r"cp\.async\.cg\.shared\.global[^;]*0x10")
+    assert copies >= num_bytes // (16 * 32 * launch.options["num_warps"]) * given["STAGES"]
+
+
 @pytest.mark.parametrize(("name", "capability"), targets([name for name in CASES if name.startswith("linear")]))
 def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(name: str, capability: int) -> None:
     result = next(iter(compiled(name, capability).values()))
     copies = result.count(r"cp\.async\.c[ag]\.shared\.global")
     assert copies == result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10")
     assert copies > 0 or result.count(r"ld\.global[.\w:]*\.v4") >= 4
+
+
+@pytest.mark.parametrize(("name", "num_bits"), [("quantized-few-4-128", 4), ("quantized-few-8", 8)])
+def test_numbers_become_fractions_of_floats(name: str, num_bits: int) -> None:
+    """The few instructions of it are written by hand and no interpreter runs them: here all 16-bit words go through
+    what was compiled, two at once, and are the numbers that `pack` has put there."""
+    ptx = compiled(name, 90)["_quantized_linear_kernel"].ptx
+    step = r"shr\.b32 t, %r\d+, (\d+); and\.b32 t, t, (\d+); or\.b32 %r\d+, t, (\d+);"
+    steps = sorted({tuple(map(int, found)) for found in re.findall(step, ptx)})
+    lower = torch.arange(1 << 16)
+    pairs = lower | lower.flip(0) << 16
+
+    def floats(shift: int, mask: int, base: int) -> Tensor:
+        return (pairs >> shift & mask | base).to(torch.int32).view(BF16).view(-1, 2)
+
+    places = range(0, 16, num_bits)
+    if num_bits == 4:
+        found = [floats(*given) - 136 for given in steps]
+    else:
+        found = [floats(*steps[i]) - floats(*steps[i + 1]) for i in range(0, len(steps), 2)]
+    assert len(found) == len(places)
+    for shift, numbers in zip(places, found, strict=True):
+        words = torch.stack((lower, lower.flip(0)), dim=1) >> shift
+        expected = (words & 15) - 8 if num_bits == 4 else (words & 255).to(torch.uint8).view(torch.int8)
+        assert torch.equal(numbers.float(), expected.float()), shift
 
 
 def of_step(tokens: int, first: int) -> object:
@@ -263,6 +330,8 @@ def of_step(tokens: int, first: int) -> object:
         finish(x, None, x, "gelu"),
         *((small_linear(x, x.new_zeros(512, 4096)),) if 1 < tokens <= 16 else ()),
         invariant_linear(x, x.new_zeros(512, 4096)),
+        small_quantized_linear(x, QUANTIZED),
+        invariant_quantized_linear(x, QUANTIZED),
         prefill_attention(q, k_cache, v_cache, tables, cu_q, context, 0.1, max_q=tokens),
         *(decode_attention(q, k_cache, v_cache, tables, context, 0.1, num_splits=splits) for splits in (3, 1)),
         sample(torch.zeros(tokens, 32064), fields[0], fields[1].int(), *fields[2:]),
@@ -280,8 +349,26 @@ def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyP
             compiled_for = repr((specialised(launch), launch.options))
             seen.setdefault(launch.name, set()).add(compiled_for)
     kinds = {name: len(kinds) for name, kinds in seen.items()}
-    several = {"_rms_norm_kernel": 4, "_decode_gqa_kernel": 2}  # forms of the wrappers above
+    # Forms of the wrappers above.
+    several = {"_rms_norm_kernel": 4, "_decode_gqa_kernel": 2, "_quantized_linear_kernel": 3, "_join_splits_kernel": 2}
     assert kinds == {name: several.get(name, 1) for name in kinds}
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_the_first_product_with_a_quantised_weight_compiles_for_all_others(
+    monkeypatch: pytest.MonkeyPatch, num_bits: int
+) -> None:
+    ops = interpreted().ops
+    weight = quantized_weight(torch.zeros(2048, 1024), num_bits, 128, BF16)
+    packed_linear = ops.pack_linear(weight, torch.zeros(2048))
+
+    def kinds(rows: int) -> set[str]:
+        x, residual = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 2048, dtype=BF16)
+        launches = record(monkeypatch, lambda: ops.linear(x, packed_linear, residual=residual))
+        return {repr((launch.name, specialised(launch), launch.options)) for launch in launches}
+
+    first = kinds(3)
+    assert all(kinds(rows) <= first for rows in (1, 2, 16, 17, 33, 64, 65, 200, 3000))
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 Which of them computes a call is decided in one place, `implementation`, from the number of rows. Sums are float32
 everywhere. cuBLAS adds a bias, or a residual where there is no bias, to the sums before it rounds; an activation, or a
-residual beside a bias, acts on its rounded product. Does not know layers.
+residual beside a bias, acts on its rounded product. Quantised weights always take Triton kernels, which multiply x as
+it is with the exact dequantised weight. Does not know layers.
 """
 
 from __future__ import annotations
@@ -15,19 +16,46 @@ from torch import Tensor
 
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import PlainLinear
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.epilogue import finish
 from hydra_kernels.linear import invariant_linear, small_linear
+from hydra_kernels.quantized_linear import (
+    MAX_SMALL_ROWS,
+    invariant_quantized_linear,
+    pack,
+    small_quantized_linear,
+)
 
 Implementation = Literal["cublas", "small", "invariant"]
 
 SMALL_ROWS = 16  # up to so many rows a product reads its weight at the speed of memory, if all of the device reads
 
+QUANTIZED_STEPS = (1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)  # rows; one for each kernel that products of any others take
 
-def implementation(rows: int, *, deterministic: bool) -> Implementation:
+
+class QuantizedCudaLinear:
+    """`PackedLinear` of backend/base.py: a weight in 8 or 4 bits as its kernel reads it, and the bias in float32."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        checks.check_bias(bias, weight.num_out)
+        self.num_out, self.num_in = weight.shape
+        self.weight = pack(weight.values, weight.scales, weight.offsets, weight.num_bits)
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.has_been_used = False
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.weight.words, self.weight.scales, self.weight.offsets, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def implementation(rows: int, *, deterministic: bool, quantized: bool = False) -> Implementation:
     if deterministic:
         return "invariant"
+    if quantized:
+        return "small" if rows <= MAX_SMALL_ROWS else "invariant"
     return "small" if rows <= SMALL_ROWS else "cublas"
 
 
@@ -40,15 +68,38 @@ def linear(
     out_dtype: torch.dtype | None = None,
     deterministic: bool,
 ) -> Tensor:
-    assert isinstance(weight, PlainLinear)
+    assert isinstance(weight, PlainLinear | QuantizedCudaLinear)
     dtype = out_dtype or x.dtype
     _check(x, weight, act, residual, dtype)
     if x.shape[0] == 0:
         return torch.empty((0, weight.num_out), dtype=dtype, device=x.device)
+    if isinstance(weight, QuantizedCudaLinear):
+        return _quantized(x, weight, act, residual, dtype, deterministic=deterministic)
     chosen = implementation(x.shape[0], deterministic=deterministic)
     if chosen == "cublas":
         return _cublas(x, weight, act, residual, dtype)
     own = small_linear if chosen == "small" else invariant_linear
+    result: Tensor = own(x, weight.weight, weight.bias, residual=residual, act=act, out_dtype=dtype)
+    return result
+
+
+def _quantized(
+    x: Tensor,
+    weight: QuantizedCudaLinear,
+    act: Activation,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    deterministic: bool,
+) -> Tensor:
+    """The first product with a weight is launched for every kind of step, so that a warm-up compiles them all."""
+    if not weight.has_been_used and not deterministic:
+        weight.has_been_used = True
+        for rows in QUANTIZED_STEPS:
+            added = None if residual is None else residual.new_zeros(rows, weight.num_out)
+            _quantized(x.new_zeros(rows, weight.num_in), weight, act, added, dtype, deterministic=deterministic)
+    chosen = implementation(x.shape[0], deterministic=deterministic, quantized=True)
+    own = small_quantized_linear if chosen == "small" else invariant_quantized_linear
     result: Tensor = own(x, weight.weight, weight.bias, residual=residual, act=act, out_dtype=dtype)
     return result
 
@@ -65,9 +116,18 @@ def _cublas(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | 
     return product if act == "none" and residual is None else finish(product, None, residual, act, dtype)
 
 
-def _check(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> None:
-    device = weight.weight.device
-    rows, _ = checks.check_rows("x", x, weight.num_in, weight.weight.dtype, on_host=False)
+def _check(
+    x: Tensor,
+    weight: PlainLinear | QuantizedCudaLinear,
+    act: Activation,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    if isinstance(weight, QuantizedCudaLinear):
+        device, wanted_dtype = weight.weight.words.device, x.dtype
+    else:
+        device, wanted_dtype = weight.weight.device, weight.weight.dtype
+    rows, _ = checks.check_rows("x", x, weight.num_in, wanted_dtype, on_host=False)
     checks.check_device(device, (("x", x),))
     if act != "none" and act not in ACTIVATIONS:
         raise ValueError(f"act: expected none, {', '.join(ACTIVATIONS)}, got {act!r}")

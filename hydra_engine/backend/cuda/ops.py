@@ -33,8 +33,8 @@ _HEADS = f"head dims above {MAX_HEAD_DIM} take torch's attention"
 _CHOICES = {
     "linear": (
         "cublas",
-        f"Triton up to {cuda_linear.SMALL_ROWS} rows; cuBLAS above, where an activation, or a residual beside a bias, "
-        "acts on the rounded product",
+        f"Triton up to {cuda_linear.SMALL_ROWS} rows and for quantised weights; cuBLAS above, where an activation, or "
+        "a residual beside a bias, acts on the rounded product",
     ),
     **dict.fromkeys(
         ("rms_norm", "add_rms_norm", "layer_norm", "act_and_mul", "rotate", "gated_rms_norm", "sigmoid_mul"), _TRITON
@@ -103,7 +103,7 @@ class CudaOps(CudaCacheOps):
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
         if isinstance(weight, QuantizedWeight):
-            raise ValueError("weight: expected a float type, got a quantised one")
+            return cuda_linear.QuantizedCudaLinear(weight, bias)
         return PlainLinear(weight, bias, rows or weight.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,332 @@
+"""Linears with weights of 8 or 4 bits: act(x @ W^T + bias) + residual, x and the result in a float type.
+
+    w[n, k] = scales[n, g] * number[n, k] + offsets[n, g]       g = k // group size; number: -128..127, or -8..7
+
+Numbers are exact in every float type, so they are what the tensor cores multiply; scales meet the float32 sums of a
+group, and offsets the sums of the group's x. Weights are never rounded to a 16-bit type. One kernel is launched in two
+ways: `small_quantized_linear` for decode steps, which is bound by reading the weights, and `invariant_quantized_linear`
+in whose results a row depends on nothing but itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hydra_kernels._checks import check_rows, described
+from hydra_kernels._common import (
+    DOT_DTYPE,
+    INTERPRETING,
+    LinearLaunch,
+    capability_of,
+    dot,
+    few_rows_quantized_launch,
+    num_sms_of,
+    tiled_quantized_launch,
+)
+from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_splits
+
+MAX_SMALL_ROWS = 64
+_PART = 32  # inputs of one product at most: two steps of the tensor cores
+_WORD = 16  # bits
+_PACKED_ROWS = 4096  # that are laid out at once, so that little memory is needed besides
+
+
+class PackedWeight(NamedTuple):
+    """A matrix [N, K] as the kernel reads it, which `pack` makes.
+
+    words: int16 [N, P]. A block of 16 / num_bits parts of `part` inputs each is `part` words: word j has number j of
+    every part, the first part in the lowest bits; numbers of 4 bits are 8 more than they are worth. Rows end with a
+    whole block. scales: [G, N]; offsets: float32 [G, N], or None for zeros."""
+
+    words: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    num_in: int
+    num_bits: int
+    part: int
+
+    @property
+    def group_size(self) -> int:
+        return self.num_in // self.scales.shape[0]
+
+
+def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) -> PackedWeight:
+    """values: 8 bits: int8 [N, K]; 4 bits: uint8 [N, K / 2] of numbers + 8, that of the even k in the lower half.
+    scales [N, G] of a float type; offsets float32 [N, G]. G is 1, or groups are multiples of 16 inputs."""
+    num_out, num_in, groups = values.shape[0], values.shape[1] * 8 // num_bits, scales.shape[1]
+    if num_bits not in (8, 4) or groups == 0 or num_in % groups or (groups > 1 and num_in // groups % 16):
+        raise ValueError(
+            f"scales: expected one for each output, or for each multiple of 16 of {num_in} inputs in 8 or 4 bits, "
+            f"got {described(scales)} and {num_bits} bits"
+        )
+    size = num_in // groups
+    part = _PART if groups == 1 or size % _PART == 0 else 16
+    width = triton.cdiv(num_in, _WORD // num_bits * part) * part
+    words = torch.empty((num_out, width), dtype=torch.int16, device=values.device)
+    for some, target in zip(values.split(_PACKED_ROWS), words.split(_PACKED_ROWS), strict=True):
+        target.copy_(_words(some, num_bits, part, width))
+    offsets = None if offsets is None else offsets.t().contiguous()
+    return PackedWeight(words, scales.t().contiguous(), offsets, num_in, num_bits, part)
+
+
+def _words(values: Tensor, num_bits: int, part: int, width: int) -> Tensor:
+    """values as those of `pack` -> int16 [N, width]"""
+    numbers = values.view(torch.uint8) if num_bits == 8 else torch.stack((values & 15, values >> 4), dim=2).flatten(1)
+    parts = _WORD // num_bits
+    blocks = pad(numbers, (0, parts * width - numbers.shape[1])).view(-1, width // part, parts, part)
+    words = blocks[:, :, 0].to(torch.int16)
+    for place in range(1, parts):
+        words |= blocks[:, :, place].to(torch.int16) << (num_bits * place)
+    return words.flatten(1)
+
+
+@triton.jit
+def _fields(words: tl.tensor, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """128 (bfloat16) or 1024 (float16) + (words >> SHIFT & MASK): the field becomes the lowest bits of the fraction,
+    of two words at once. MASK has at most 7 bits, or is 128 alone, which doubles 128."""
+    BASE: tl.constexpr = 0x43004300 if DTYPE.is_bf16() else 0x64006400
+    MASKS: tl.constexpr = MASK * 0x10001
+    fields = tl.inline_asm_elementwise(
+        f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; and.b32 t, t, {MASKS}; or.b32 $0, t, {BASE}; }}",
+        "=r,r",
+        [words],
+        dtype=tl.int16,
+        is_pure=True,
+        pack=2,
+    )
+    return fields.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _numbers(
+    words: tl.tensor, SHIFT: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+) -> tl.tensor:
+    """One number of each word, exact in DTYPE; `ASM`: by three instructions for two of 16 bits."""
+    if ASM:
+        if BITS == 8:
+            return _fields(words, SHIFT, 127, DTYPE) - _fields(words, SHIFT, 128, DTYPE)
+        ZERO: tl.constexpr = 136.0 if DTYPE.is_bf16() else 1032.0
+        return _fields(words, SHIFT, 15, DTYPE) - ZERO
+    field = words.to(tl.int32) >> SHIFT
+    if BITS == 8:
+        return ((field & 127) - (field & 128)).to(tl.float32).to(DTYPE)
+    return ((field & 15) - 8).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _of_groups(
+    source: tl.tensor,
+    column: tl.tensor,
+    k0: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tl.tuple:
+    """What source [G, N] has for inputs k0, k0 + STEP and so on, [C] float32 each: loaded before the products that wait
+    for it."""
+    found = ()
+    for index in tl.static_range(COUNT):
+        group = tl.minimum((k0 + index * STEP) // GROUP_SIZE, K // GROUP_SIZE - 1)  # x is 0 behind the last one
+        piece = tl.load(source + group * N + column, mask=column < N, other=0.0)
+        found += (piece.to(tl.float32),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantized_linear_kernel(
+    x: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVICTION: tl.constexpr,
+    ASM: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Grid (programs, K / SPAN), each program takes every programs-th tile; with more than one split `out` is [splits,
+    num_rows, N] float32. Products are [COLUMNS, ROWS]: tensor cores take the left operand, the one that is made of
+    other numbers, from registers."""
+    PARTS: tl.constexpr = 16 // BITS
+    BLOCK: tl.constexpr = PARTS * PART
+    WIDTH: tl.constexpr = (K + BLOCK - 1) // BLOCK * PART
+    GROUPS: tl.constexpr = K // GROUP_SIZE
+    # Parts that follow each other and share a group: all, or a number that divides both.
+    SHARED: tl.constexpr = (
+        PARTS if GROUP_SIZE % BLOCK == 0 else (2 if GROUP_SIZE % (2 * PART) == 0 and BITS == 4 else 1)
+    )
+    tiles_down = tl.cdiv(num_rows, ROWS)
+    tiles_across = tl.cdiv(N, COLUMNS)
+    first = tl.program_id(1) * SPAN
+    for tile in range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0)):
+        group = tile // (GROUP * tiles_across)
+        height = tl.minimum(tiles_down - group * GROUP, GROUP)
+        place = tile % (GROUP * tiles_across)
+        row = (group * GROUP + place % height) * ROWS + tl.arange(0, ROWS)
+        column = (place // height) * COLUMNS + tl.arange(0, COLUMNS)
+        alive, inside = (row < num_rows)[:, None], column < N
+        tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
+        source = words + column.to(tl.int64)[:, None] * WIDTH
+        sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+        row_sums = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(first, first + SPAN, DEPTH, num_stages=STAGES):
+            for block in tl.static_range(DEPTH // BLOCK):
+                k0 = start + block * BLOCK
+                word = k0 // PARTS + tl.arange(0, PART)[None, :]
+                mask = inside[:, None] & (word < WIDTH)
+                piece = tl.load(source + word, mask=mask, other=0, eviction_policy=EVICTION)
+                if GROUPS > 1:
+                    scale = _of_groups(scales, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
+                    if offsets is not None:
+                        offset = _of_groups(offsets, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
+                for part in tl.static_range(PARTS):
+                    k = k0 + part * PART + tl.arange(0, PART)[None, :]
+                    values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
+                    numbers = _numbers(piece, part * BITS, BITS, values.dtype, ASM)
+                    if offsets is not None:
+                        row_sums += tl.sum(values.to(tl.float32), axis=1)
+                    if GROUPS == 1:
+                        sums = dot(numbers, tl.trans(values), sums, DTYPE)
+                    else:
+                        if part % SHARED == 0:
+                            of_group = tl.zeros([COLUMNS, ROWS], tl.float32)
+                        of_group = dot(numbers, tl.trans(values), of_group, DTYPE)
+                        if part % SHARED == SHARED - 1:
+                            sums += of_group * scale[part // SHARED][:, None]
+                            if offsets is not None:
+                                sums += offset[part // SHARED][:, None] * row_sums[None, :]
+                                row_sums = tl.zeros([ROWS], tl.float32)
+        if GROUPS == 1:
+            sums *= tl.load(scales + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+            if offsets is not None:
+                sums += tl.load(offsets + column, mask=inside, other=0.0)[:, None] * row_sums[None, :]
+        target = out + tl.program_id(1).to(tl.int64) * num_rows * N
+        finish_tile(tl.trans(sums), bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+
+
+def small_quantized_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """act(x @ W^T + bias) + residual for x [M, K], M at most 64, rows at any stride -> new contiguous [M, N].
+
+    bias [N] of x's dtype or float32; residual [M, N] of the result's dtype, rows at any stride; act "none" or one of
+    `activation.ACTIVATIONS`; out_dtype, of the float types, is x's by default.
+    """
+    out = _checked(x, weight, bias, residual, act, out_dtype)
+    num_rows, num_out = out.shape
+    if num_rows > MAX_SMALL_ROWS:
+        raise ValueError(f"x: expected at most {MAX_SMALL_ROWS} rows, got {num_rows}")
+    if out.numel() == 0:
+        return out
+    launch = few_rows_quantized_launch(num_rows, num_out, weight.num_in, x.dtype)
+    name = None if act == "none" else act
+    programs = triton.cdiv(num_out, launch.columns)
+    if launch.splits == 1:
+        _launch(x, weight, (bias, residual, out), launch, name, programs, "evict_first")
+        return out
+    partial = torch.empty((launch.splits, num_rows, num_out), dtype=torch.float32, device=x.device)
+    _launch(x, weight, (None, None, partial), launch, None, programs, "evict_first")
+    join_splits(partial, bias, residual, out, name)
+    return out
+
+
+def invariant_quantized_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "none",
+    out_dtype: torch.dtype | None = None,
+    *,
+    num_sms: int | None = None,
+) -> Tensor:
+    """What `small_quantized_linear` computes, for any M: row i of the result depends on row i of x and of the residual
+    alone. `num_sms`: how many programs there are at most, by default the SMs of the whole GPU; it changes no bit."""
+    out = _checked(x, weight, bias, residual, act, out_dtype)
+    num_rows, num_out = out.shape
+    if out.numel() == 0:
+        return out
+    launch = tiled_quantized_launch(num_out, weight.group_size, x.dtype, capability_of(x.device))
+    tiles = triton.cdiv(num_rows, launch.rows) * triton.cdiv(num_out, launch.columns)
+    programs = min(tiles, num_sms or num_sms_of(x.device))
+    _launch(x, weight, (bias, residual, out), launch, None if act == "none" else act, programs, "")
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: PackedWeight,
+    end: tuple[Tensor | None, Tensor | None, Tensor],
+    launch: LinearLaunch,
+    act: str | None,
+    programs: int,
+    eviction: str,
+) -> None:
+    """end: bias, residual and what is written; eviction: of the weight from caches."""
+    residual = end[1]
+    depth = max(launch.depth, _WORD // weight.num_bits * weight.part)
+    _quantized_linear_kernel[(programs, launch.splits)](
+        *(x, weight.words, weight.scales, weight.offsets, *end, x.shape[0]),
+        N=weight.words.shape[0],
+        K=weight.num_in,
+        STRIDE_X=x.stride(0),
+        STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
+        ACT=act,
+        BITS=weight.num_bits,
+        GROUP_SIZE=weight.group_size,
+        PART=weight.part,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        DEPTH=depth,
+        SPAN=triton.cdiv(weight.num_in, launch.splits * depth) * depth,
+        GROUP=GROUP,
+        STAGES=launch.stages,
+        EVICTION=eviction,
+        ASM=not INTERPRETING and x.dtype is not torch.float32,
+        DTYPE=DOT_DTYPE,
+        num_warps=launch.warps,
+    )
+
+
+def _checked(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """The result, not yet written."""
+    check_rows("x", x)
+    if x.shape[1] != weight.num_in or x.device != weight.words.device:
+        raise ValueError(f"x: expected [T, {weight.num_in}] on {weight.words.device}, got {described(x)}")
+    return checked_output(x, weight.words.shape[0], bias, residual, act, out_dtype)
