@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all check support bench gpu-check build dist clean help
+.PHONY: demo serve test test-all test-isa check support bench gpu-check build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
 	@echo "make test    the test suite, under four minutes of two idle cores"
 	@echo "make test-all  the campaigns behind it: slow tests, every example of properties, processes that start in full"
+	@echo "make test-isa  the kernels of every instruction set, emulated where the processor lacks them"
 	@echo "make check   format, lint, types, architecture"
 	@echo "make support the table of model families in docs/models.md, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
@@ -53,6 +54,13 @@ test: build
 # `make test` forks most of them from one that has torch loaded.
 test-all: build
 	@HYDRA_TESTS_EXEC=1 $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
+	@$(MAKE) --no-print-directory test-isa
+
+# The kernels of all instruction sets, with what is above AVX2 emulated (setup.py). ARGS="-k 'test_linear and amx'" chooses.
+ISA_TESTS := tests/ops tests/preprocess/test_resize.py -m "not slow" -k "avx512 or amx or behind_the_source"
+test-isa: build
+	@$(BIN)/python setup.py -q build_emulated
+	@PYTHONPATH=$(CURDIR)/tests/native/emulated $(PYTEST) $(ISA_TESTS) $(ARGS)
 
 check: build
 	$(BIN)/ruff format --check .

@@ -11,6 +11,9 @@ HYDRA_CPU_ONLY=1 leaves CUDA out even where a toolkit exists. HYDRA_CUDA_ARCHS l
 machine code of that compute capability, "90+ptx" for intermediate code that newer devices translate; "80;90;90+ptx"
 unless set. HYDRA_NVCC_FLAGS is added to nvcc's flags, NVCC names it. HYDRA_BUILD_JOBS sets how many files are compiled
 at once (as many as there are cores, at most 8, unless set). CXX names the compiler.
+
+`python setup.py build_emulated` makes build/emulated/hydra_engine/_C*.so for tests: the same sources with what is above
+AVX2 in C++ (tests/native/emulated), so that every instruction-set level runs on any processor with AVX2.
 """
 
 import os
@@ -40,7 +43,9 @@ COMPILE_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 # GCC 12 reports its own AVX-512 headers.
 COMPILE_FLAGS += ["-Wno-maybe-uninitialized"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-s"]
+EMULATED = ROOT / "build" / "emulated"
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v"]
+EMULATOR_FLAGS = ["-DHYDRA_EMULATED", "-Itests/native/emulated", "-Wno-psabi"]
 MIN_CUDA = (12, 5)
 DEFAULT_ARCHS = "80;90;90+ptx"
 
@@ -128,15 +133,17 @@ def is_stale(target: Path, depfile: Path) -> bool:
 class IncrementalBuild(build_ext):
     """Compiles only what changed (headers included), a few files at once, and replaces the library atomically."""
 
+    emulated = False
+
     def build_extension(self, ext: Extension) -> None:
         self.cxx = shlex.split(compiler())
-        self.cuda = toolkit()
+        self.cuda = None if self.emulated else toolkit()
         self.objects = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
         jobs = int(os.environ.get("HYDRA_BUILD_JOBS") or min(len(os.sched_getaffinity(0)), 8))
         with ThreadPoolExecutor(jobs) as pool:
             compiled = list(pool.map(self.compile_one, native_sources(ext.sources, self.cuda)))
         # Says which objects the library is made of: with another choice of CUDA they are others, none of them newer.
-        manifest = self.objects / "linked"
+        manifest = (EMULATED if self.emulated else self.objects) / "linked"
         names = "\n".join(map(str, compiled))
         if not manifest.exists() or manifest.read_text() != names:
             manifest.write_text(names)
@@ -151,6 +158,8 @@ class IncrementalBuild(build_ext):
 
     def compile_one(self, source: str) -> Path:
         folder, command = self.objects, [*self.cxx, *COMPILE_FLAGS, "-Icsrc"]
+        if self.emulated and source.startswith("csrc/cpu/"):  # the others are as in the extension
+            folder, command = EMULATED, [*command, *EMULATOR_FLAGS]
         if self.cuda is not None and CUDA_SOURCES in (ROOT / source).parents:
             folder = folder / self.cuda.codes().replace(" ", "-")
             if source.endswith(".cu"):
@@ -185,6 +194,16 @@ class IncrementalBuild(build_ext):
         return target
 
 
+class EmulatedBuild(IncrementalBuild):
+    """The library of tests, see above; never part of a wheel."""
+
+    emulated = True
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_lib = str(EMULATED)
+
+
 setup(
     packages=[*find_packages(include=["hydra_engine", "hydra_engine.*"]), "hydra_kernels"],
     package_dir={"hydra_kernels": "kernels/hydra_kernels"},
@@ -195,5 +214,5 @@ setup(
         "hydra_engine.server.page": ["static/**/*"],
     },
     ext_modules=[Extension("hydra_engine._C", SOURCES)],
-    cmdclass={"build_ext": IncrementalBuild},
+    cmdclass={"build_ext": IncrementalBuild, "build_emulated": EmulatedBuild},
 )

@@ -20,7 +20,8 @@ namespace {
 struct Features {
   bool avx2 = false, fma = false, f16c = false, bmi2 = false;
   bool avx512f = false, avx512bw = false, avx512vl = false, avx512dq = false, avx512bf16 = false;
-  bool amx_tile = false, amx_bf16 = false;
+  bool avx_vnni = false, avx512_vnni = false;
+  bool amx_tile = false, amx_bf16 = false, amx_int8 = false;
 };
 
 #if HYDRA_X86
@@ -58,17 +59,24 @@ Features detect() {
   const uint32_t max_subleaf = a;
   uint32_t a1 = 0, b1, c1, d1;
   if (max_subleaf >= 1) __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1);
+  found.avx_vnni = bit(a1, 4);
   if ((state & 0xe0) == 0xe0) {  // mask registers and both halves of the 512-bit registers
     found.avx512f = bit(b, 16);
     found.avx512dq = bit(b, 17);
     found.avx512bw = bit(b, 30);
     found.avx512vl = bit(b, 31);
     found.avx512bf16 = bit(a1, 5);
+    found.avx512_vnni = bit(c, 11);
   }
   if ((state & 0x60000) == 0x60000 && bit(d, 24) && bit(d, 22) && request_amx()) {
     found.amx_tile = true;
     found.amx_bf16 = true;
+    found.amx_int8 = bit(d, 25);
   }
+#ifdef HYDRA_EMULATED
+  found.avx512f = found.avx512bw = found.avx512vl = found.avx512dq = found.avx512bf16 = found.avx2;
+  found.avx_vnni = found.avx512_vnni = found.amx_tile = found.amx_bf16 = found.amx_int8 = found.avx2;
+#endif
   return found;
 }
 
@@ -115,6 +123,12 @@ void force_isa(const std::string& name) {
   HYDRA_CHECK(false, "isa: expected scalar, avx2, avx512bf16 or amx, got '", name, "'");
 }
 
+bool has_avx_vnni() { return features().avx_vnni && current_isa() >= Isa::avx2; }
+
+bool has_avx512_vnni() { return features().avx512_vnni && current_isa() >= Isa::avx512bf16; }
+
+bool has_amx_int8() { return features().amx_int8 && current_isa() == Isa::amx; }
+
 std::vector<std::string> cpu_features() {
   const Features& f = features();
   std::vector<std::string> names;
@@ -130,8 +144,11 @@ std::vector<std::string> cpu_features() {
   add(f.avx512vl, "avx512vl");
   add(f.avx512dq, "avx512dq");
   add(f.avx512bf16, "avx512_bf16");
+  add(f.avx_vnni, "avx_vnni");
+  add(f.avx512_vnni, "avx512_vnni");
   add(f.amx_tile, "amx_tile");
   add(f.amx_bf16, "amx_bf16");
+  add(f.amx_int8, "amx_int8");
   return names;
 }
 

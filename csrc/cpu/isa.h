@@ -13,12 +13,16 @@
 
 #if HYDRA_X86
 #define HYDRA_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi2")))
-#define HYDRA_TARGET_AVX512BF16 \
-  __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")))
-#define HYDRA_TARGET_AMX                                                                           \
-  __attribute__((                                                                                  \
-      target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16," \
-             "prefer-vector-width=512")))
+#ifdef HYDRA_EMULATED  // a build for tests, see setup.py: what is above AVX2 is C++
+#define HYDRA_TARGET_ABOVE(features) HYDRA_TARGET_AVX2
+#else
+#define HYDRA_TARGET_ABOVE(features) __attribute__((target("avx2,fma,f16c,bmi2," features)))
+#endif
+#define HYDRA_AVX512 "avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512"
+#define HYDRA_TARGET_AVXVNNI HYDRA_TARGET_ABOVE("avxvnni")
+#define HYDRA_TARGET_AVX512VNNI HYDRA_TARGET_ABOVE(HYDRA_AVX512 ",avx512vnni")
+#define HYDRA_TARGET_AVX512BF16 HYDRA_TARGET_ABOVE(HYDRA_AVX512 ",avx512bf16")
+#define HYDRA_TARGET_AMX HYDRA_TARGET_ABOVE(HYDRA_AVX512 ",avx512bf16,amx-tile,amx-bf16,amx-int8")
 #endif
 
 namespace hydra {
@@ -37,6 +41,11 @@ Isa current_isa();
 // For tests: lowers the level of the whole process (or restores it). Throws std::invalid_argument for an unknown name
 // or a level above supported_isa().
 void force_isa(const std::string& name);
+
+// Products of bytes, which processors of one level have or lack; false below the levels avx2, avx512bf16 and amx.
+bool has_avx_vnni();
+bool has_avx512_vnni();
+bool has_amx_int8();
 
 // Names of the relevant features found, for the environment card.
 std::vector<std::string> cpu_features();

@@ -5,8 +5,7 @@
 #if HYDRA_X86
 #include <immintrin.h>
 
-#define HYDRA_TARGET \
-  __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")))
+#define HYDRA_TARGET HYDRA_TARGET_AVX512VNNI
 #define HYDRA_INLINE HYDRA_TARGET __attribute__((always_inline)) inline
 
 namespace hydra {

@@ -15,7 +15,7 @@ namespace {
 
 const Level& best_passes() {
 #if HYDRA_X86
-  if (current_isa() >= Isa::avx512bf16 && __builtin_cpu_supports("avx512vnni")) return avx512_passes();
+  if (has_avx512_vnni()) return avx512_passes();
   if (current_isa() >= Isa::avx2) return avx2_passes();
 #endif
   return scalar_passes();
