@@ -3,6 +3,8 @@
 Few rows: weights rotate through copies larger than the caches of a core, as the layers of a model do, and the bound is
 the read bandwidth. Many rows: the bound is arithmetic. Inputs are random, because processors with AMX run faster on
 zeros. Every result is checked before it is timed.
+
+--precisions: one weight in bf16, 8 and 4 bits instead, against a plain read of each one's own bytes and against bf16.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from torch import Tensor
 
 from bench.common import Times, card, emit, interleaved
 from hydra_engine import _C
-from hydra_engine.backend.cpu.linear import NativeLinear, linear
+from hydra_engine.backend.base import PackedLinear
+from hydra_engine.backend.cpu.linear import NativeLinear, linear, pack_linear
+from hydra_engine.backend.quantized import QuantizedWeight, quantized
 
 FEW_ROWS = 16
 CASES = [
@@ -28,6 +32,14 @@ CASES = [
     *[(rows, 384, 128) for rows in (1, 8, 64)],
 ]
 QUICK_CASES = [(1, 4096, 1024), (8, 1024, 1024), (128, 1024, 1024), (577, 4096, 1024), (1, 384, 128)]
+
+
+PRECISIONS: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
+    "bf16": lambda weight: weight.bfloat16(),
+    "int8": lambda weight: quantized(weight, 8, weight.shape[1], torch.bfloat16),
+    "int4, groups of 128": lambda weight: quantized(weight, 4, 128, torch.float16),
+    "int4, groups of 32": lambda weight: quantized(weight, 4, 32, torch.float16),
+}
 
 
 def in_turn(run: Callable[[int], object], copies: int) -> Callable[[], object]:
@@ -79,16 +91,57 @@ def measure(rows: int, num_out: int, num_in: int, repeats: int, cold_bytes: int)
     }
 
 
+def precision_runs(
+    x: Tensor, copies: dict[str, list[PackedLinear]], reads: dict[str, list[Tensor]]
+) -> dict[str, Callable[[], object]]:
+    runs: dict[str, Callable[[], object]] = {}
+    for name, packed in copies.items():
+        runs[name] = in_turn(lambda i, packed=packed: linear(x, packed[i]), len(packed))  # type: ignore[misc]
+        words = reads[name]
+        runs[f"read {name}"] = in_turn(lambda i, words=words: words[i].sum(), len(words))  # type: ignore[misc]
+    return runs
+
+
+def measure_precisions(num_out: int, num_in: int, cold_bytes: int) -> list[dict[str, Any]]:
+    """Every precision takes its turn in each round, so that their ratios hold on a noisy machine."""
+    weight = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(0)) / num_in**0.5
+    copies: dict[str, list[PackedLinear]] = {}
+    for name, convert in PRECISIONS.items():
+        source = convert(weight)
+        copies[name] = [pack_linear(source)]
+        copies[name] += [pack_linear(source) for _ in range(cold_bytes // copies[name][0].nbytes)]
+    reads = {name: [torch.ones(one.nbytes // 4) for one in packed] for name, packed in copies.items()}
+    clock = time.perf_counter if _C.num_threads() > 1 else time.thread_time
+    results = []
+    print(f"{num_out} x {num_in}, {_C.num_threads()} thread(s), {_C.isa()}; medians; a read: a plain one of its bytes")
+    for rows in (1, 4, 8, 16, 64, 512):
+        x = torch.randn(rows, num_in).bfloat16()
+        times = interleaved(precision_runs(x, copies, reads), 15 if rows <= FEW_ROWS else 3, clock=clock)
+        for name in copies:
+            seconds = times[name].median
+            ratios = times[f"read {name}"].median / seconds, times["bf16"].median / seconds
+            results.append(
+                {"rows": rows, "weight": name, "ms": seconds * 1e3, "to_read": ratios[0], "to_bf16": ratios[1]}
+            )
+            print(f"{rows:4} {name:20} {seconds * 1e3:8.3f} ms  to a read {ratios[0]:5.2f}  to bf16 {ratios[1]:5.2f}")
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="five cases, a few seconds")
+    parser.add_argument("--precisions", action="store_true", help="6144 x 2048 in bf16, 8 and 4 bits")
     parser.add_argument("--isa", help="force a lower instruction-set level")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     _C.set_num_threads(arguments.threads)
     if arguments.isa:
         _C.force_isa(arguments.isa)
+    if arguments.precisions:
+        rates = measure_precisions(6144, 2048, 48 << 20)
+        emit({"bench": "ops.linear precisions", "threads": arguments.threads, "results": rates, "card": card()})
+        return
     print(f"bf16, {arguments.threads} thread(s), {_C.isa()}; ratios above 1: native is faster, best of many [median]")
     print(f"{'M':>5} {'N':>5} {'K':>5} {'us':>9} {'GFLOP/s':>8} {'GB/s':>6}  {'to torch':>13}  {'to a plain read':>15}")
     results = []

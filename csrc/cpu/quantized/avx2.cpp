@@ -128,6 +128,9 @@ HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_
 }  // namespace
 }  // namespace hydra::avx2
 
+// Behind what they call.
+#include "cpu/quantized/vectors.h"
+
 #include "cpu/quantized/products.h"
 #include "cpu/quantized/rows.h"
 #endif

@@ -71,27 +71,41 @@ void pack_panel(const PackedQuantized& packed, const QuantizedTensors& weight, i
 
 // ---- products
 
+// At the levels above AVX2 most processors have products of bytes; the others use AVX2.
+enum class Way { scalar, avx2, avx512vnni, amx };
+
+Way way_of(const QuantizedCall& call) {
+#if HYDRA_X86
+  constexpr int64_t kMostVectorRows = 16;  // up to here, products are as fast as weights are read
+  if (has_amx_int8() && call.result.rows > kMostVectorRows) return Way::amx;
+  if (has_avx512_vnni()) return Way::avx512vnni;
+  if (current_isa() >= Isa::avx2) return Way::avx2;
+#endif
+  return Way::scalar;
+}
+
 void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
-  if (current_isa() >= Isa::avx2) return avx2::quantize_rows(call, begin, end);
+  if (way_of(call) >= Way::avx512vnni) return avx512vnni::quantize_rows(call, begin, end);
+  if (way_of(call) == Way::avx2) return avx2::quantize_rows(call, begin, end);
 #endif
   scalar::quantize_rows(call, begin, end);
 }
 
 void quantized_part(const QuantizedCall& call, const LinearPart& part) {
 #if HYDRA_X86
-  if (current_isa() >= Isa::avx2) return avx2::quantized_part(call, part);
+  if (way_of(call) == Way::amx) return amx::quantized_part(call, part);
+  if (way_of(call) == Way::avx512vnni) return avx512vnni::quantized_part(call, part);
+  if (way_of(call) == Way::avx2) return avx2::quantized_part(call, part);
 #endif
   scalar::quantized_part(call, part);
 }
-
-int number_bytes(const PackedQuantized& weight) { return current_isa() == Isa::avx2 && weight.num_bits == 8 ? 2 : 1; }
 
 void quantize_all_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
   constexpr int64_t kElementsPerThread = 1 << 15;
   const int64_t rows = call.result.rows, places = rows * call.weight.groups;
   QuantizedRows& target = call.rows;
-  target.number_bytes = number_bytes(call.weight);
+  target.number_bytes = way_of(call) == Way::avx2 && call.weight.num_bits == 8 ? 2 : 1;
   target.rows = rows;
   const int64_t stride = block_stride(call.weight.num_bits, target.number_bytes);
   target.numbers = static_cast<int8_t*>(numbers.reserve(num_blocks(call.weight) * rows * stride));

@@ -94,5 +94,12 @@ namespace avx2 {
 void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end);
 void quantized_part(const QuantizedCall& call, const LinearPart& part);
 }  // namespace avx2
+namespace avx512vnni {
+void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end);
+void quantized_part(const QuantizedCall& call, const LinearPart& part);
+}  // namespace avx512vnni
+namespace amx {
+void quantized_part(const QuantizedCall& call, const LinearPart& part);
+}
 
 }  // namespace hydra

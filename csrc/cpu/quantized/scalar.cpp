@@ -38,5 +38,8 @@ void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, i
 }  // namespace
 }  // namespace hydra::scalar
 
+// Behind what they call.
+#include "cpu/quantized/vectors.h"
+
 #include "cpu/quantized/products.h"
 #include "cpu/quantized/rows.h"

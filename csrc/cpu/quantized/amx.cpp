@@ -1,0 +1,124 @@
+// Products of bytes on AMX tiles. A tile of x holds up to 16 rows x 64 inputs, a tile of weights 64 inputs x 16 columns;
+// groups that 64 inputs do not divide take tiles of 32 or 16. Weights of 4 bits become bytes once for all rows.
+#include "cpu/isa.h"
+
+#if HYDRA_X86
+#define HYDRA_LEVEL amx
+#define HYDRA_LANES 16
+#define HYDRA_TARGET HYDRA_TARGET_AMX
+#include <algorithm>
+
+#include "cpu/quantized/block.h"
+
+namespace hydra::amx {
+namespace {
+
+constexpr int kRowBlock = 2 * kTile;
+
+constexpr int number_bytes(int) { return 1; }
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0-3 hold sums, 4 and 5 rows of x, 6 and 7 weights of `depth` words of inputs: as in linear/amx.cpp.
+HYDRA_TARGET void configure(int rows, int depth) {
+  TileConfig config;
+  const int upper = std::min(rows, kTile), lower = rows > kTile ? rows - kTile : upper;
+  const int tile_rows[8] = {upper, upper, lower, lower, upper, lower, depth, depth};
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? depth * 4 : 64);
+    config.rows[tile] = static_cast<uint8_t>(tile_rows[tile]);
+  }
+  _tile_loadconfig(&config);
+}
+
+// words: [2 tiles][count][16 columns][4 inputs]; partial as in Block.
+template <bool kTwoRowTiles>
+HYDRA_INLINE void multiply_words(const int8_t* x, int64_t x_stride, const uint8_t* words, int64_t count, int depth,
+                                 int32_t* partial, bool first) {
+  int32_t* lower = partial + kTile * kPanel;
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, partial, kPanel * 4);
+    _tile_loadd(1, partial + kTile, kPanel * 4);
+    if constexpr (kTwoRowTiles) {
+      _tile_loadd(2, lower, kPanel * 4);
+      _tile_loadd(3, lower + kTile, kPanel * 4);
+    }
+  }
+  for (int64_t word = 0; word < count; word += depth) {
+    _tile_loadd(4, x + word * 4, x_stride);
+    _tile_loadd(6, words + word * kStepBytes, kStepBytes);
+    _tile_dpbsud(0, 4, 6);
+    _tile_loadd(7, words + (count + word) * kStepBytes, kStepBytes);
+    _tile_dpbsud(1, 4, 7);
+    if constexpr (kTwoRowTiles) {
+      _tile_loadd(5, x + kTile * x_stride + word * 4, x_stride);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
+    }
+  }
+  _tile_stored(0, partial, kPanel * 4);
+  _tile_stored(1, partial + kTile, kPanel * 4);
+  if constexpr (kTwoRowTiles) {
+    _tile_stored(2, lower, kPanel * 4);
+    _tile_stored(3, lower + kTile, kPanel * 4);
+  }
+}
+
+// Steps of 4 bits as words of bytes, two of each.
+HYDRA_INLINE void unpack(const uint8_t* steps, int64_t count, uint8_t* words) {
+  for (int64_t step = 0; step < count; ++step) {
+    const vu halves = (vu)_mm512_load_si512(steps + step * kStepBytes);
+    _mm512_store_si512(words + 2 * step * kStepBytes, (__m512i)(halves & 0x0f0f0f0fu));
+    _mm512_store_si512(words + (2 * step + 1) * kStepBytes, (__m512i)(halves >> 4 & 0x0f0f0f0fu));
+  }
+}
+
+template <int kBits, class Scale>
+HYDRA_TARGET void multiply_rows(const Block all, int64_t rows) {
+  constexpr int64_t kStride = block_stride(kBits, 1);
+  alignas(64) uint8_t unpacked[kBits == 4 ? 4 * kPieceSteps * kStepBytes : 64];
+  const int64_t count = all.steps * 8 / kBits;
+  const int depth = count % 16 == 0 ? 16 : count % 8 == 0 ? 8 : 4;
+  const uint8_t* weights = all.weights;
+  for (int64_t group = 0; group < all.groups; ++group, weights += all.group_bytes) {
+    const Scale* scales = reinterpret_cast<const Scale*>(weights + 2 * all.steps * kStepBytes);
+    if constexpr (kBits == 4) unpack(weights, 2 * all.steps, unpacked);
+    const uint8_t* words = kBits == 4 ? unpacked : weights;
+    __asm__ volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
+    for (int64_t row = 0; row < rows; row += kRowBlock) {
+      const int some = static_cast<int>(std::min<int64_t>(kRowBlock, rows - row));
+      const int8_t* x = all.x + row * kStride + group * count * 4;
+      int32_t* partial = all.partial + row * kPanel;
+      if (group == 0 || rows % kRowBlock) configure(some, depth);
+      const auto multiply = some > kTile ? multiply_words<true> : multiply_words<false>;
+      multiply(x, kStride, words, count, depth, partial, all.first);
+      __asm__ volatile("" ::: "memory");  // nor that they write it
+      if (!all.last) continue;
+      for (int r = 0; r < some; ++r) {
+        for (int here = 0; here < kPanel; here += kLanes) {
+          const vi total = *reinterpret_cast<const vi*>(partial + r * kPanel + here);
+          add_group(all, scales, group, static_cast<int>(row) + r, here, total);
+        }
+      }
+    }
+  }
+  _tile_release();
+}
+
+}  // namespace
+}  // namespace hydra::amx
+
+// Behind what it calls.
+#include "cpu/quantized/products.h"
+#endif
