@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend.cpu.linear import DTYPE_CODES, NativeQuantizedLinear, linear, pack_linear
+from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.quantized import SCALE_DTYPES, QuantizedWeight
 from hydra_engine.backend.reference.ops import ReferenceOps
 from tests.ops.conftest import AVAILABLE
@@ -77,7 +78,7 @@ def test_products_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_every_level_gives_the_same_bits(num_bits: int) -> None:
+def test_every_level_up_to_amx_gives_the_same_bits(num_bits: int) -> None:
     cases = [(size, *rest) for size, *rest in product(SIZES, SCALE_DTYPES, (False, True)) if size not in ODD]
     results: dict[str, list[Tensor]] = {}
     best = _C.isa()
@@ -198,6 +199,13 @@ def test_an_empty_batch_and_an_empty_weight_give_empty_results(isa: str) -> None
 def test_a_packed_weight_needs_the_memory_of_its_tensors(num_bits: int, group: int, most: float) -> None:
     weight = weight_of((1024, 512, group), num_bits, torch.float16, offsets=True)
     assert weight.nbytes <= pack_linear(weight).nbytes <= most * weight.nbytes
+
+
+def test_the_choice_names_the_products_of_bytes(isa: str) -> None:
+    reason = next(choice.reason for choice in NativeOps().choices() if choice.op == "linear")
+    has_vnni = isa in ("avx512bf16", "amx") and "avx512_vnni" in _C.cpu_features()
+    expected = "avx512_vnni" if has_vnni else "scalar" if isa == "scalar" else "avx2"
+    assert f"weights of 8 and 4 bits: {expected}" in reason
 
 
 def test_wrong_arguments_are_named_with_expected_and_actual() -> None:

@@ -32,10 +32,8 @@ struct PackedQuantized {
 
   int64_t num_panels() const { return ceil_div(num_out, kPanel); }
   int64_t group_inputs() const { return groups == 1 ? ceil_div(num_in, 64) * 64 : num_in / groups; }
-  int64_t padded_in() const { return groups * group_inputs(); }
   int64_t step_inputs() const { return 32 / num_bits; }
   int64_t steps() const { return group_inputs() / step_inputs(); }
-  int64_t piece_inputs() const { return kPieceSteps * step_inputs(); }
   int64_t pieces() const { return ceil_div(steps(), kPieceSteps); }
   int64_t scales_bytes() const { return kPanel * element_size(scale_dtype); }
   int64_t offsets_bytes() const { return has_offsets ? kPanel * 4 : 0; }

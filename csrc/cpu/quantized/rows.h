@@ -48,12 +48,13 @@ HYDRA_INLINE int32_t largest_bits(const T* x, int64_t count) {
 // Where the numbers of one group of a row go.
 struct GroupTarget {
   int8_t* first;
-  int64_t piece_inputs;  // a power of two
-  int64_t piece_bytes;   // from one piece to the next
+  int piece_bits;       // a piece has 2^piece_bits inputs
+  int64_t piece_bytes;  // from one piece to the next
   int number_bytes;
 
   int8_t* at(int64_t k) const {
-    return first + k / piece_inputs * piece_bytes + (k & (piece_inputs - 1)) * number_bytes;
+    const int64_t piece = k >> piece_bits;
+    return first + piece * piece_bytes + (k - (piece << piece_bits)) * number_bytes;
   }
   void clear(int64_t begin, int64_t end) const {  // multiples of 16
     for (int64_t k = begin; k < end; k += 16) std::memset(at(k), 0, static_cast<size_t>(16 * number_bytes));
@@ -96,7 +97,8 @@ HYDRA_TARGET void quantize_rows_of(const QuantizedCall& call, int64_t begin, int
   const int64_t stride = block_stride(weight.num_bits, rows.number_bytes), block_bytes = rows.rows * stride;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.result.x) + row * call.result.x_stride;
-    GroupTarget target{rows.numbers + row * stride, weight.piece_inputs(), block_bytes, rows.number_bytes};
+    static_assert(kPieceSteps * 4 == 1 << 8);
+    GroupTarget target{rows.numbers + row * stride, weight.num_bits == 8 ? 8 : 9, block_bytes, rows.number_bytes};
     for (int64_t group = 0, place = 0; group < weight.groups; ++group, x += count) {
       const auto [step, sum] = quantize_group(x, count, padded, target);
       const int64_t at = row * weight.groups + group;
