@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
 
+from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import InstanceState
@@ -64,10 +65,11 @@ class Engine(EngineLife):
         return cls(config.model, progress=progress, processes=processes, **parts)
 
     @classmethod
-    def unstarted(cls, config: EngineConfig) -> Self:
-        """For the server: lives on the caller's loop once `astart` is awaited; the instance is its own process."""
+    def unstarted(cls, config: EngineConfig, ahead: Ahead | None = None) -> Self:
+        """For the server: lives on the caller's loop once `astart` is awaited; the instance is its own process, one of
+        `ahead` if it is there."""
         engine = cls.__new__(cls)
-        engine._prepare(config, processes=True)
+        engine._prepare(config, processes=True, ahead=ahead)
         return engine
 
     # ---- one request

@@ -6,12 +6,16 @@ import argparse
 import asyncio
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from hydra_engine import log
 from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import fault_points_enabled
+from hydra_engine.config import EngineConfig, ServerConfig, fault_points_enabled
 from hydra_engine.preprocess.model_files import find_model_files
+
+if TYPE_CHECKING:
+    from hydra_engine.cluster.supervisor import Ahead
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +32,28 @@ def run(arguments: argparse.Namespace) -> int:
     log.never_wait()
     settings = read_settings(arguments)
     config, server = find_model_files(settings.engine()), settings.server()
-    # Imported here: other commands do not need the server, and errors of the configuration come before the import.
+    # Imported here: other commands do not need these, and errors of the configuration come before the imports.
+    from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
+    from hydra_engine.core.roles import Topology
+
+    # Instances read torch while the imports below are made.
+    ahead: dict[str, Spawned] = {}
+    try:
+        for name in Topology.parse(config.topology).names:
+            ahead[name] = spawn(COMMAND, name)
+        return _serve(config, server, ahead)
+    finally:
+        for spawned in ahead.values():
+            spawned.discard()
+
+
+def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
     from hydra_engine.cli.summary import screen_lines
     from hydra_engine.engine import Engine
     from hydra_engine.server.runner import serve
 
     log.configure(config.log_level, log_format=config.log_format)
-    engine = Engine.unstarted(config)
+    engine = Engine.unstarted(config, ahead)
     model_name = server.served_model_name or engine.model_name
 
     def announce(url: str) -> None:

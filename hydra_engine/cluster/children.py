@@ -13,20 +13,17 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Protocol
 
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
+from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
 from hydra_engine.cluster.wire import send_with
-from hydra_engine.config import SECRET_VARIABLES
 from hydra_engine.core.units import describe_exit
 
 # LLVM's and Intel's OpenMP, which some builds of torch come with, keep a page of this name for each process and remove
 # it in an exit handler, which a killed process never runs. One page for each death would fill the volume in the end.
 _OPENMP_PAGE = "/dev/shm/__KMP_REGISTERED_LIB_{pid}_{uid}"
-# An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
-_OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Child(Protocol):
@@ -67,30 +64,17 @@ class ProcessChild:
         self._process = process
 
     @classmethod
-    async def launch(cls, command: Sequence[str], start: wire.Start) -> ProcessChild:
-        """Starts a process. Its messages do not arrive before the next turn of the loop. Raises OSError.
-
-        The kernel kills the child when the thread that called this ends (`process.die_with_parent`), so that must be
-        one that lives as long as the front: the loop's.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        control.setblocking(False)
-        with theirs, control_theirs:
-            try:
-                end = await FrontSocket.open(ours)  # before the process exists, so that a cancelled launch leaves none
-            except BaseException:
-                ours.close()
-                control.close()
-                raise
-            try:
-                process = _spawn([*command, "--name", start.name], theirs, control_theirs)
-            except OSError:
-                end.close()
-                control.close()
-                raise
+    async def launch(cls, command: Sequence[str], start: wire.Start, ahead: Spawned | None = None) -> ProcessChild:
+        """Takes `ahead`, a process that was started for this instance before, or starts one. Its messages do not arrive
+        before the next turn of the loop. Raises OSError."""
+        spawned = ahead or spawn(command, start.name)
+        try:
+            end = await FrontSocket.open(spawned.channel)
+        except BaseException:
+            spawned.discard()
+            raise
         end.send_start(start)
-        return cls(start.incarnation, end, control, process)
+        return cls(start.incarnation, end, spawned.control, spawned.process)
 
     def how_it_ended(self) -> str | None:
         was_reaped = self._process.returncode is not None
@@ -152,21 +136,10 @@ def _remove_openmp_page(pid: int) -> None:
 
 
 def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
-    os.environ.setdefault(*_OPENMP_IDLE)  # has an effect unless the caller loaded torch before
+    os.environ.setdefault(*OPENMP_IDLE)  # has an effect unless the caller loaded torch before
     # The one place where the front's code may load torch: the instance runs in this process.
     build = import_module("hydra_engine.instance.build")
     try:
         build.run_instance(start.config, start.name, end, end, end.wake, context=start.context, connect=None)
     finally:
         end.close()
-
-
-def _spawn(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python of ours that inherits these sockets and no secrets. Raises OSError."""
-    descriptors = [channel.fileno(), control.fileno()]
-    command = [*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])]
-    package_parent = str(Path(__file__).resolve().parents[2])
-    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
-    environment.setdefault(*_OPENMP_IDLE)
-    return subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)

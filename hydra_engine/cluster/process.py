@@ -87,8 +87,9 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
     arguments = parser.parse_args()
     end = InstanceSocket(socket.socket(fileno=arguments.fd))
     control = socket.socket(fileno=arguments.control)
-    start = end.receive_start()
     log.never_wait()
+    run_instance = load()  # before the configuration, which may come later
+    start = end.receive_start()
     log.configure(start.config.log_level, instance=start.name, log_format=start.config.log_format)
     if start.version != WIRE_VERSION:
         error = ConfigError(f"the front speaks wire version {start.version}, not {WIRE_VERSION}")
@@ -105,7 +106,6 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
             peers.start(exports, descriptors)
             return peers
 
-        run_instance = load()
         code = run_instance(
             start.config,
             start.name,

@@ -11,9 +11,8 @@ import asyncio
 import itertools
 import logging
 import socket
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +21,7 @@ from hydra_engine.cluster import wire
 from hydra_engine.cluster.children import Child, ProcessChild, ThreadChild
 from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, InstanceLink, Member, OwnPauses, Pace
 from hydra_engine.cluster.pairs import Names, Pairs
+from hydra_engine.cluster.spawn import COMMAND, Spawned
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
@@ -40,7 +40,8 @@ from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceE
 
 logger = logging.getLogger(__name__)
 
-_COMMAND = (sys.executable, "-m", "hydra_engine.cluster.process")
+Ahead = MutableMapping[str, Spawned]  # by the names of instances; whoever uses one takes it out
+
 _REAPING_S = 0.01  # between two looks at a process that is about to end
 
 
@@ -48,7 +49,8 @@ class Supervisor:
     """Start it once, stop it once; everything happens on the loop that called `start`.
 
     A death is noticed by the end of the channel, by the end of the process or by silence, and handled by the one timer
-    task: whoever notices only says so. `pace` and `command` are for tests.
+    task: whoever notices only says so. `ahead`: processes that have been started before, for the first life of their
+    instances. `pace` and `command` are for tests.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class Supervisor:
         strict_channel: bool = False,
         clock: Clock | None = None,
         pace: Pace = PACE,
-        command: Sequence[str] = _COMMAND,
+        command: Sequence[str] = COMMAND,
+        ahead: Ahead | None = None,
     ) -> None:
         topology = Topology.parse(config.topology)
         placed = topology.on(topology.devices(config.device))
@@ -71,6 +74,7 @@ class Supervisor:
         self._clock = clock or MonotonicClock()
         self._pace = pace
         self._command = command
+        self._ahead = {} if ahead is None else ahead
         self._longest_pause_s = config.cluster.suspect_s / 2
         # Unique over all starts of the engine on this machine, as nothing of an earlier one may be taken for ours.
         self._incarnations = itertools.count(time.time_ns())
@@ -157,7 +161,7 @@ class Supervisor:
         start = member.begin(next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers)
         child: Child
         if self._processes:
-            child = await ProcessChild.launch(self._command, start)
+            child = await ProcessChild.launch(self._command, start, self._ahead.pop(member.name, None))
         else:
             child = ThreadChild.launch(start, strict=self._strict)
         member.child = child

@@ -9,9 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
-from hydra_engine.core.plans import TokenLogprobs
+if TYPE_CHECKING:
+    from hydra_engine.core.plans import TokenLogprobs
 
 
 class TopLogprob(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster.member import InstanceLink
-from hydra_engine.cluster.supervisor import Supervisor
+from hydra_engine.cluster.supervisor import Ahead, Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
@@ -73,13 +73,14 @@ class Front:
         default_max_tokens: int | None = None,
         clock: Clock | None = None,
         supervisor: Supervisor | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.config = config
         self.state = "loading"  # or ok, closed
         self.trace = TraceRing()
         self._default_max_tokens = default_max_tokens
         self._clock = clock or MonotonicClock()
-        self._supervisor = supervisor or Supervisor(config, processes=processes)
+        self._supervisor = supervisor or Supervisor(config, processes=processes, ahead=ahead)
         self._links: dict[str, InstanceLink] = {}
         self._summaries: dict[str, InstanceSummary] = {}  # of instances that are down too
         self._on_progress: OnProgress | None = None

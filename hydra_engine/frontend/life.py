@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
+from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
@@ -89,10 +90,11 @@ class EngineLife:
     _loop: asyncio.AbstractEventLoop | None = None  # where everything of the frontend runs
     _thread: LoopThread | None = None  # that runs the loop, unless the caller does
 
-    def _prepare(self, config: EngineConfig, *, processes: bool) -> None:
+    def _prepare(self, config: EngineConfig, *, processes: bool, ahead: Ahead | None = None) -> None:
         self.config = config = find_model_files(config)
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
+        self._ahead = ahead
         self._front: Front | None = None
         self._closed = False
         self.default_sampling_params = default_sampling(
@@ -116,7 +118,7 @@ class EngineLife:
 
     async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
         most = self.default_sampling_params.max_tokens
-        self._front = Front(self.config, processes=self._processes, default_max_tokens=most)
+        self._front = Front(self.config, processes=self._processes, default_max_tokens=most, ahead=self._ahead)
         with LoadProgress(progress, tell) as bar:
             await self._front.start(bar.update)
 

@@ -55,10 +55,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cluster": BASE | {"core", "config", "telemetry", "transfer", "instance"},
     "frontend": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster"},
-    "engine": BASE | {"core", "config", "specs", "telemetry", "preprocess", "frontend"},
+    "engine": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster", "frontend"},
     "server": BASE | {"core", "config", "telemetry", "engine"},
     "demo": set(),
-    "cli": BASE | {"core", "config", "telemetry", "preprocess", "engine", "server", "planner", "instance", "backend"},
+    "cli": BASE
+    | {"core", "config", "telemetry", "preprocess", "cluster", "engine", "server", "planner", "instance", "backend"},
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
 }

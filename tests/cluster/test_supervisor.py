@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.cluster.member import PACE, Pace
+from hydra_engine.cluster.spawn import spawn
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
@@ -297,6 +298,19 @@ async def test_stopping_while_one_is_stopped_and_one_waits_for_its_next_life(
     began_s = time.monotonic()
     await supervisor.stop()
     assert time.monotonic() - began_s < 4.0, "nobody waits for an instance that is stopped"
+
+
+async def test_a_process_that_was_started_before_is_its_instance(make: Make) -> None:
+    ahead = {name: spawn(COMMAND, name) for name in ("epd0", "other")}
+    pid = ahead["epd0"].process.pid
+    supervisor = Supervisor(EngineConfig(), processes=True, command=["/no/such/program"], ahead=ahead)
+    try:
+        (link,) = await Recorder().start(supervisor)
+        assert link.pid == pid and list(ahead) == ["other"]
+    finally:
+        await supervisor.stop()
+        ahead["other"].discard()
+    assert not alive(pid) and not alive(ahead["other"].process.pid)
 
 
 async def test_a_command_that_does_not_exist(make: Make) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.cluster import children
+from hydra_engine.cluster import spawn
 from hydra_engine.config import SECRET_VARIABLES, ServerConfig
 from hydra_engine.errors import ConfigError
 from hydra_engine.server import runner
@@ -192,7 +192,7 @@ def test_processes_of_instances_get_no_secrets(monkeypatch: pytest.MonkeyPatch) 
     code = f"import os, sys; sys.exit(3 if set({sorted(SECRET_VARIABLES)!r}) & set(os.environ) else 4)"
     one, other = socket.socketpair()
     with one, other:
-        process: subprocess.Popen[Any] = children._spawn([sys.executable, "-c", code], one, other)
+        process: subprocess.Popen[Any] = spawn.start_python([sys.executable, "-c", code], one, other)
         assert process.wait(30) == 4
 
 

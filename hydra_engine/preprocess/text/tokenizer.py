@@ -1,23 +1,25 @@
 """Text to token ids and back, over the model's own tokenizer files.
 
 Knows transformers' tokenizer and the byte-level alphabet. Does not know chat templates beyond handing them over, stop
-strings or streaming. Importing it imports no torch. All methods are safe to call from several threads.
+strings or streaming. Importing it imports neither torch nor transformers. All methods are safe to call from several
+threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
-from transformers import PreTrainedTokenizerFast
 
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, InvalidRequest
 from hydra_engine.preprocess.text.template_files import find_templates, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"
 LONG_TEXT_CHARS = 2000  # from here on tokenising is worth a thread
@@ -239,6 +241,10 @@ def _class_name(folder: Path) -> str | None:
 
 
 def _named_class(name: str | None) -> type[PreTrainedTokenizerFast]:
+    # Half a second, which is another thread's while instances start.
+    import transformers
+    from transformers import PreTrainedTokenizerFast
+
     cls = getattr(transformers, name.removesuffix("Fast"), None) if isinstance(name, str) else None
     if isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerFast):
         return cls

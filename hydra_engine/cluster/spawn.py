@@ -1,0 +1,61 @@
+"""An instance process as the operating system has it: a command with two sockets that only it inherits.
+
+Imports little, so that a command can start an instance before it reads what it needs itself: most of an instance's
+start is the reading of torch. Does not know what is said over the sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra_engine.config import SECRET_VARIABLES
+
+COMMAND = (sys.executable, "-m", "hydra_engine.cluster.process")
+# An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
+OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class Spawned(NamedTuple):
+    """A process that waits for its first message, and our ends of its sockets."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    control: socket.socket
+
+    def discard(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.channel.close()
+        self.control.close()
+
+
+def spawn(command: Sequence[str], name: str) -> Spawned:
+    """The kernel kills the process when the thread that called this ends (`process.die_with_parent`), so that must be
+    one that lives as long as the front: the loop's. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.setblocking(False)
+    with theirs, control_theirs:
+        try:
+            return Spawned(start_python([*command, "--name", name], theirs, control_theirs), ours, control)
+        except OSError:
+            ours.close()
+            control.close()
+            raise
+
+
+def start_python(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
+    """A Python of ours that inherits these sockets and no secrets. Raises OSError."""
+    descriptors = [channel.fileno(), control.fileno()]
+    command = [*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])]
+    package_parent = str(Path(__file__).resolve().parents[2])
+    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
+    environment.setdefault(*OPENMP_IDLE)
+    return subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)
