@@ -6,6 +6,8 @@ know files (`weights.py`) or arithmetic (the backend).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +64,18 @@ def build_model(
     return VisionLanguageModel(ops, demands, vision=vision, decoder=decoder)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Of torch, on the calling thread: the check and the copies of a tensor are over before other threads have woken,
+    and while these spin they hold up those that pack."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
 def load_model(
     model_dir: Path,
     spec: ModelSpec,
@@ -98,6 +112,6 @@ def load_model(
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
-    with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode():
+    with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
         fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)
     return model
