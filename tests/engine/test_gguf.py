@@ -12,11 +12,13 @@ from tests.gguf_files import write_gguf
 ASKED = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
-def test_the_same_answers_as_from_the_directory(
-    make_engine: EngineFactory, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through the file's own template and tokenizer, and what its mmproj says of pictures; in a process of its own."""
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_same_answers_as_from_the_directory(make_engine: EngineFactory, tiny_model: Path, tmp_path: Path) -> None:
+    """Through the file's own template and tokenizer, and what its mmproj says of pictures; in a process of its own."""
     text, mmproj = write_gguf(tiny_model, tmp_path / "files")
     engine, origin = make_engine(model=text, mmproj=str(mmproj), processes=True), make_engine()
     assert engine.model_name == str(text)
@@ -26,3 +28,14 @@ def test_the_same_answers_as_from_the_directory(
         assert answer.token_ids == expected.token_ids
         assert answer.text == expected.text
         assert answer.usage == expected.usage
+
+
+def test_a_quantised_model_says_the_same_alone_and_among_others(
+    make_engine: EngineFactory, tiny_model: Path, tmp_path: Path
+) -> None:
+    text, mmproj = write_gguf(tiny_model, tmp_path / "files", "Q8_0")
+    engine = make_engine(model=text, mmproj=str(mmproj))
+    questions = [f"What is number {index}? " * (index + 1) for index in range(4)]
+    alone = [engine.generate(question, picture(3), **ASKED).token_ids for question in questions]
+    handles = [engine.submit(question, picture(3), **ASKED) for question in questions]
+    assert [handle.result().token_ids for handle in handles] == alone

@@ -44,7 +44,9 @@ TOWER: dict[str, tuple[int, Any]] = {
     "clip.vision.image_std": (ARRAY, (FLOAT32, [0.5, 0.5, 0.5])),
 }
 EMBEDDING: Tensor = ("token_embd.weight", (8, len(TOKENS)), F32, 0)
+LAYER: Tensor = ("blk.0.attn_norm.weight", (8,), F32, 512)
 UP: Tensor = ("v.blk.0.ffn_up.weight", (8, 16), F32, 0)
+TOWER_LAYER: Tensor = ("v.blk.1.ln1.weight", (8,), F32, 512)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +69,11 @@ def write(path: Path, settings: dict[str, tuple[int, Any]], tensors: tuple[Tenso
 
 
 def text(path: Path, **changes: Any) -> Path:
-    return write(path, TEXT | changes, (EMBEDDING,))
+    return write(path, TEXT | changes, (EMBEDDING, LAYER))
 
 
 def tower(path: Path, **changes: Any) -> Path:
-    return write(path, TOWER | changes, (UP,))
+    return write(path, TOWER | changes, (UP, TOWER_LAYER))
 
 
 def found(model: Path, **options: Any) -> Path:
@@ -155,6 +157,7 @@ def test_a_folder_with_a_config_is_a_hugging_face_directory(folder: Path) -> Non
         ({"general.architecture": (STRING, "clip")}, "give the text model as MODEL and this file with --mmproj"),
         ({"llama.expert_count": (UINT32, 8)}, "is a mixture of experts, which is not supported"),
         ({"llama.context_length": (STRING, "x")}, "llama.context_length in model.gguf must be a whole number"),
+        ({"llama.block_count": (UINT32, 2**31)}, "has no blk.2147483647.attn_norm.weight, but llama.block_count is"),
         ({"llama.attention.head_count": (UINT32, 0)}, "llama.attention.head_count in model.gguf must be"),
         ({"llama.rope.dimension_count": (UINT32, 2)}, "llama.rope.dimension_count in model.gguf must be 4"),
         ({"llama.rope.scaling.type": (STRING, "longrope")}, "must be none, linear or yarn, not 'longrope'"),
@@ -189,6 +192,7 @@ def test_text_models_that_cannot_run_are_refused(
             {"clip.vision.image_mean": (ARRAY, (FLOAT32, [1.0]))},
             "image_mean in mmproj.gguf must be a list of 3 numbers",
         ),
+        ({"clip.vision.block_count": (UINT32, 10**9)}, "mmproj.gguf has no v.blk.999999999.ln1.weight"),
         ({"clip.vision.block_count": (FLOAT32, 1.5)}, "clip.vision.block_count in mmproj.gguf must be"),
     ],
 )
@@ -218,9 +222,9 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path, m
 
 
 def test_rotary_factors_must_be_numbers_of_32_bits(folder: Path) -> None:
-    path = write(folder / "model.gguf", TEXT, (EMBEDDING, ("rope_freqs.weight", (2,), 1, 1024)))
+    path = write(folder / "model.gguf", TEXT, (EMBEDDING, LAYER, ("rope_freqs.weight", (2,), 1, 1024)))
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight in model.gguf must be F32, not F16"):
         found(path)
-    path = write(folder / "other.gguf", TEXT, (EMBEDDING, ("rope_freqs.weight", (3,), F32, 1024)))
+    path = write(folder / "other.gguf", TEXT, (EMBEDDING, LAYER, ("rope_freqs.weight", (3,), F32, 1024)))
     with pytest.raises(CheckpointError, match="scales rotary frequencies"):
         found(path)

@@ -154,7 +154,7 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": settings.integer(named("feed_forward_length")),
-        "num_hidden_layers": settings.integer(named("block_count")),
+        "num_hidden_layers": _num_layers(header, named("block_count"), "blk.{}.attn_norm.weight"),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer(named("attention.head_count_kv"), heads),
         "head_dim": head_dim,
@@ -165,6 +165,14 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
     }
+
+
+def _num_layers(header: GgufHeader, name: str, tensor: str) -> int:
+    """Of which the last has a tensor of this name, so that nothing is built for layers that are not there."""
+    count = header.settings.integer(name)
+    if tensor.format(count - 1) not in header.tensors:
+        raise CheckpointError(f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count}")
+    return count
 
 
 def _dtype(header: GgufHeader) -> str:
@@ -253,7 +261,7 @@ def _llava_tower(mmproj: GgufHeader) -> dict[str, Any]:
         "hidden_act": _activation(tower),
         "layer_norm_eps": tower.number("clip.vision.attention.layer_norm_epsilon", 1e-5),
         "image_size": tower.integer("clip.vision.image_size"),
-        "num_hidden_layers": tower.integer("clip.vision.block_count"),
+        "num_hidden_layers": _num_layers(mmproj, "clip.vision.block_count", "v.blk.{}.ln1.weight"),
         "num_attention_heads": tower.integer("clip.vision.attention.head_count"),
     }
 
@@ -262,7 +270,7 @@ def _qwen_tower(mmproj: GgufHeader, model_type: str) -> dict[str, Any]:
     tower = mmproj.settings
     width = tower.integer("clip.vision.projection_dim")
     config = _tower(mmproj) | {
-        "depth": tower.integer("clip.vision.block_count"),
+        "depth": _num_layers(mmproj, "clip.vision.block_count", "v.blk.{}.ln1.weight"),
         "num_heads": tower.integer("clip.vision.attention.head_count"),
         "spatial_merge_size": tower.integer("clip.vision.spatial_merge_size", 2),
         "temporal_patch_size": 2,
