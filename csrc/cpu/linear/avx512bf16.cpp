@@ -83,18 +83,44 @@ HYDRA_TARGET void dot_odd(int rows, const bf16_t* x, int64_t x_stride, const bf1
   kDotPairs[rows - 1](pairs, 2, panel + pair / kTile * kPanel * kPanel + pair % kTile * kPanel, 1, sums);
 }
 
+// Products of `rows` rows with a panel, in one pass over its memory: groups of rows follow each other over a piece of it
+// that stays in the first-level cache.
+HYDRA_TARGET void dot_few(int rows, const bf16_t* x, int64_t x_stride, const bf16_t* panel, int64_t num_in,
+                               float* sums) {
+  constexpr int64_t kPairs = 4 * kTile;  // of a piece of 8 KiB
+  std::memset(sums, 0, static_cast<size_t>(rows) * kPanel * 4);
+  for (int64_t pair = 0; pair < num_in / 2; pair += kPairs) {
+    const int64_t count = std::min<int64_t>(kPairs, num_in / 2 - pair);
+    for (int row = 0; row < rows; row += kMaxOrderedRows) {
+      const int group = std::min(kMaxOrderedRows, rows - row);
+      kDotPairs[group - 1](x + row * x_stride + pair * 2, x_stride, panel + pair * 2 * kPanel, count,
+                           sums + row * kPanel);
+    }
+  }
+  for (int row = 0; row < rows && num_in % 2; row += kMaxOrderedRows) {
+    const int group = std::min(kMaxOrderedRows, rows - row);
+    dot_odd(group, x + row * x_stride, x_stride, panel, num_in, sums + row * kPanel);
+  }
+}
+
 HYDRA_TARGET void multiply_bf16(const LinearCall& call, const LinearPart& part) {
-  alignas(64) float sums[kMaxRows * kPanel];
+  alignas(64) float sums[kFewRows * kPanel];
   const int64_t num_in = call.weight.num_in;
+  const bool few = part.row_end - part.row_begin <= kFewRows;
   for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
     const bf16_t* weights = static_cast<const bf16_t*>(call.weight.data) + panel * call.weight.panel_elements();
-    // The first rows read the panel from memory, in order; the others find it in the cache.
-    for (int64_t row = part.row_begin, most = kMaxOrderedRows; row < part.row_end; row += most, most = kMaxRows) {
+    // Of many rows the first read the panel from memory, in order, and the others find it in the cache.
+    int64_t most = few ? kFewRows : kMaxOrderedRows;
+    for (int64_t row = part.row_begin; row < part.row_end; row += most, most = kMaxRows) {
       const int rows = static_cast<int>(std::min<int64_t>(most, part.row_end - row));
       const bf16_t* x = static_cast<const bf16_t*>(call.x) + row * call.x_stride;
-      std::memset(sums, 0, static_cast<size_t>(rows) * kPanel * 4);
-      kDotPairs[rows - 1](x, call.x_stride, weights, num_in / 2, sums);
-      if (num_in % 2) dot_odd(rows, x, call.x_stride, weights, num_in, sums);
+      if (few) {
+        dot_few(rows, x, call.x_stride, weights, num_in, sums);
+      } else {
+        std::memset(sums, 0, static_cast<size_t>(rows) * kPanel * 4);
+        kDotPairs[rows - 1](x, call.x_stride, weights, num_in / 2, sums);
+        if (num_in % 2) dot_odd(rows, x, call.x_stride, weights, num_in, sums);
+      }
       finish_block(call, sums, kPanel, row, rows, panel);
     }
   }

@@ -14,73 +14,165 @@ namespace hydra::HYDRA_LEVEL {
 // 12 rows x 2 vectors fill 24 of 32 registers of AVX-512, 6 x 2 fill 12 of 16 of the others.
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 
-// Adds one step of k for kRows rows: two k of a pair for bf16, one otherwise. `weights` points at this step's columns.
+// Where the pair of `column` is, and the pairs of kLanes columns, on the line of a bf16 block for one pair of k.
+HYDRA_INLINE const bf16_t* pairs_at(const bf16_t* line, int column) {
+  return line + column / kTile * kTileElements + column % kTile * 2;
+}
+
+HYDRA_INLINE vu load_pairs(const bf16_t* line, int column) {
+  return *reinterpret_cast<const vu_memory*>(pairs_at(line, column));
+}
+
+// Adds one k to kRows rows.
 template <int kRows, int kVectors>
 HYDRA_INLINE void step(vf (&sums)[kRows][kVectors], const float* x, int64_t x_stride, const vf (&w)[kVectors]) {
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; ++row) {
     const vf value = splat(x[row * x_stride]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sums[row][v] += value * w[v];
   }
 }
 
+// Adds k [0, count) of a block, the part of a panel with kPanel values of k, in the columns from `column` on.
 template <int kRows, int kVectors, class Weight>
-HYDRA_INLINE void accumulate(vf (&sums)[kRows][kVectors], const float* x, int64_t x_stride, const Weight* panel,
-                             int64_t num_in, int column) {
-  const Weight* weights = panel + column;
-  for (int64_t k = 0; k < num_in; ++k, weights += kPanel) {
+HYDRA_INLINE void add_block(vf (&sums)[kRows][kVectors], const float* x, int64_t x_stride, const Weight* block,
+                            int64_t count, int column) {
+  block += column;
+#pragma GCC unroll 1
+  for (int64_t k = 0; k < count; ++k) {
     vf w[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) w[v] = load(weights + v * kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) w[v] = load(block + k * kPanel + v * kLanes);
     step(sums, x + k, x_stride, w);
   }
 }
 
-// The address of the first pair of `column` in a bf16 panel's first block.
-HYDRA_INLINE const bf16_t* pair_address(const bf16_t* panel, int column) {
-  return panel + column / kTile * kTileElements + column % kTile * 2;
+// Memory is asked for this much ahead of its use: the processor's own prefetchers stop at the end of a page. A single
+// row is as fast as they are.
+constexpr int64_t kPrefetchBytes = 4096;
+
+template <int kRows, int kVectors>
+HYDRA_INLINE void add_block(vf (&sums)[kRows][kVectors], const float* x, int64_t x_stride, const bf16_t* block,
+                            int64_t count, int column) {
+  const vu upper = vu{} + 0xffff0000u;
+#pragma GCC unroll 1
+  for (int64_t k = 0; k < count; k += 2) {
+    const bf16_t* line = block + k * kTile;
+    if (kRows > 1 && column % kTile == 0) {
+      __builtin_prefetch(reinterpret_cast<const char*>(pairs_at(line, column)) + kPrefetchBytes);
+    }
+    vu pairs[kVectors];
+    vf w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      pairs[v] = load_pairs(line, column + v * kLanes);
+      w[v] = (vf)(pairs[v] << 16);
+    }
+    step(sums, x + k, x_stride, w);
+    if (k + 1 == count) break;
+    if constexpr (kRows == kMaxRows) {
+      __asm__("" : "+r"(line));  // loads them again: kept, they would not fit into the registers
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) pairs[v] = load_pairs(line, column + v * kLanes);
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = (vf)(pairs[v] & upper);
+    step(sums, x + k + 1, x_stride, w);
+  }
 }
 
 template <int kRows, int kVectors>
-HYDRA_INLINE void accumulate(vf (&sums)[kRows][kVectors], const float* x, int64_t x_stride, const bf16_t* panel,
-                             int64_t num_in, int column) {
-  for (int64_t k = 0; k < num_in; k += 2) {
-    const bf16_t* block = panel + k / kPanel * kPanel * kPanel + k % kPanel * kTile;
-    vf even[kVectors], odd[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const vu pairs = *reinterpret_cast<const vu_memory*>(pair_address(block, column + v * kLanes));
-      even[v] = (vf)(pairs << 16);
-      odd[v] = (vf)(pairs & 0xffff0000u);
-    }
-    step(sums, x + k, x_stride, even);
-    if (k + 1 < num_in) step(sums, x + k + 1, x_stride, odd);
+HYDRA_INLINE void load_sums(vf (&sums)[kRows][kVectors], const float* source) {
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[row][v] = load(source + row * kPanel + v * kLanes);
   }
 }
 
+template <int kRows, int kVectors>
+HYDRA_INLINE void store_sums(const vf (&sums)[kRows][kVectors], float* target) {
+#pragma GCC unroll 12
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) store(target + row * kPanel + v * kLanes, sums[row][v]);
+  }
+}
+
+// Many rows are as fast as they are multiplied: their sums stay in registers, and each value of x is loaded for two
+// vectors.
 template <int kRows, class Weight>
 HYDRA_TARGET void multiply_rows(const float* x, int64_t x_stride, const Weight* panel, int64_t num_in, float* result) {
-  constexpr int kWide = kPanel / kLanes;
-  constexpr int kVectors = kRows <= 2 && kWide <= 4 ? kWide : 2;  // few rows: one pass over the panel's memory
+  constexpr int kVectors = 2;
+#pragma GCC unroll 4
   for (int column = 0; column < kPanel; column += kVectors * kLanes) {
     vf sums[kRows][kVectors] = {};
-    accumulate(sums, x, x_stride, panel, num_in, column);
-#pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) store(result + row * kPanel + column + v * kLanes, sums[row][v]);
+    for (int64_t k = 0; k < num_in; k += kPanel) {
+      add_block(sums, x + k, x_stride, panel + k * kPanel, std::min<int64_t>(kPanel, num_in - k), column);
     }
+    store_sums(sums, result + column);
   }
 }
 
-template <class Weight, int kRows = kMaxRows>
-HYDRA_TARGET void multiply_rows(int rows, const float* x, int64_t x_stride, const Weight* panel, int64_t num_in,
-                                float* result) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply_rows<Weight, kRows - 1>(rows, x, x_stride, panel, num_in, result);
+// Few rows are as fast as their weights are read, and memory is read fastest in the order of its addresses: tile after
+// tile. Sums of both tiles stay in registers where there are enough. Adds to `sums`, [kRows][32].
+template <int kRows, class Weight>
+HYDRA_TARGET void add_rows(const float* x, int64_t x_stride, const Weight* panel, int64_t num_in, float* sums) {
+  constexpr int kVectors = kLanes == 16 ? 1 : 2, kColumns = kVectors * kLanes, kParts = kPanel / kColumns;
+  constexpr bool kHeld = kRows * kParts * kVectors <= kMaxRows * 2;
+  vf held[kParts][kRows][kVectors];
+#pragma GCC unroll 4
+  for (int part = 0; part < kParts; ++part) {
+    if (kHeld) load_sums(held[part], sums + part * kColumns);
   }
-  multiply_rows<kRows, Weight>(x, x_stride, panel, num_in, result);
+  for (int64_t k = 0; k < num_in; k += kPanel) {
+    const int64_t count = std::min<int64_t>(kPanel, num_in - k);
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      if (!kHeld) load_sums(held[part], sums + part * kColumns);
+      add_block(held[part], x + k, x_stride, panel + k * kPanel, count, part * kColumns);
+      if (!kHeld) store_sums(held[part], sums + part * kColumns);
+    }
+  }
+#pragma GCC unroll 4
+  for (int part = 0; part < kParts; ++part) {
+    if (kHeld) store_sums(held[part], sums + part * kColumns);
+  }
+}
+
+template <bool kFew, class Weight, int kRows = kMaxRows>
+HYDRA_TARGET void multiply_block(int rows, const float* x, int64_t x_stride, const Weight* panel, int64_t num_in,
+                                 float* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return multiply_block<kFew, Weight, kRows - 1>(rows, x, x_stride, panel, num_in, sums);
+  }
+  if constexpr (kFew) {
+    add_rows<kRows, Weight>(x, x_stride, panel, num_in, sums);
+  } else {
+    multiply_rows<kRows, Weight>(x, x_stride, panel, num_in, sums);
+  }
+}
+
+constexpr int kFewRows = 16;
+
+// One pass over the panel's memory: groups of rows follow each other over a piece of it that stays in the first-level
+// cache.
+template <class Weight>
+HYDRA_TARGET void multiply_few(int rows, const float* x, int64_t x_stride, const Weight* panel, int64_t num_in,
+                               float* sums) {
+  constexpr int64_t kPiece = 128;  // of k, 8 or 16 KiB
+  std::memset(sums, 0, static_cast<size_t>(rows) * kPanel * 4);
+  const int groups = static_cast<int>(ceil_div(rows, kMaxRows));
+  const int64_t piece = groups == 1 ? num_in : kPiece;
+  for (int64_t k = 0; k < num_in; k += piece) {
+    const int64_t count = std::min(piece, num_in - k);
+    for (int group = 0; group < groups; ++group) {
+      const int begin = rows * group / groups, end = rows * (group + 1) / groups;
+      multiply_block<true, Weight>(end - begin, x + begin * x_stride + k, x_stride, panel + k * kPanel, count,
+                                   sums + begin * kPanel);
+    }
+  }
 }
 
 template <class T>
@@ -117,16 +209,22 @@ HYDRA_TARGET void multiply_part(const LinearCall& call, const LinearPart& part) 
   // A panel stays in the second-level cache while the rows of a chunk pass by; 2 MiB of rows repay fetching it.
   const int64_t wanted = (1 << 21) / (4 * std::max<int64_t>(call.weight.num_in, 1));
   const int64_t chunk = std::max<int64_t>(wanted / kMaxRows, 4) * kMaxRows;
-  alignas(64) float sums[kMaxRows * kPanel];
+  alignas(64) float sums[std::max(kMaxRows, kFewRows) * kPanel];
   for (int64_t begin = part.row_begin; begin < part.row_end; begin += chunk) {
     const int64_t end = std::min(begin + chunk, part.row_end);
     int64_t stride;
     const float* x = float_rows<X>(call, begin, end, scratch, stride);
     for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
       const Weight* weights = static_cast<const Weight*>(call.weight.data) + panel * call.weight.panel_elements();
+      if (end - begin <= kFewRows) {
+        multiply_few<Weight>(static_cast<int>(end - begin), x, stride, weights, call.weight.num_in, sums);
+        finish_block(call, sums, kPanel, begin, static_cast<int>(end - begin), panel);
+        continue;
+      }
       for (int64_t row = begin; row < end; row += kMaxRows) {
         const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, end - row));
-        multiply_rows<Weight>(rows, x + (row - begin) * stride, stride, weights, call.weight.num_in, sums);
+        const float* x_row = x + (row - begin) * stride;
+        multiply_block<false, Weight>(rows, x_row, stride, weights, call.weight.num_in, sums);
         finish_block(call, sums, kPanel, row, rows, panel);
       }
     }
