@@ -80,7 +80,7 @@ def test_what_is_packed_is_the_weight(shape: tuple[int, int, int, int], num_bits
     assert torch.equal(dequantized(found), weight.dequantized(torch.float32))
 
 
-@pytest.mark.quick("4-bfloat16")
+@pytest.mark.quick("32)-4-torch.bfloat16", "1152, 128)-8-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_bits", [4, 8])
 @pytest.mark.parametrize("shape", [*SHAPES, SPLIT], ids=str)
@@ -97,6 +97,7 @@ def test_linear(
     assert_close(result, expected_of(x, weight, bias, residual), ulps=4, atol=8e-6)
 
 
+@pytest.mark.quick("64-torch.bfloat16")
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [64, 256])
 def test_scales_of_any_dtype_and_offsets_are_not_rounded(group_size: int, scale_dtype: torch.dtype) -> None:
@@ -118,6 +119,7 @@ def test_every_number_is_multiplied_exactly() -> None:
             assert torch.equal(linear(unit, packed(weight)), weight.numbers().float().T[:64])
 
 
+@pytest.mark.quick("gelu_tanh")
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("linear", LINEARS)
 def test_epilogue(linear: Callable[..., Tensor], act: Activation) -> None:
@@ -145,7 +147,7 @@ def test_the_inputs_of_few_outputs_are_split() -> None:
     assert few_rows_quantized_launch(16, 152064, 3584, torch.bfloat16).splits == 1
 
 
-@pytest.mark.quick("4-float32")
+@pytest.mark.quick("4-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_a_row_has_the_same_bits_in_every_step(num_bits: int, dtype: torch.dtype) -> None:
