@@ -48,7 +48,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
         *("n-gpu-layers", "split-mode", "tensor-split", "cpu-offload-gb"),
     ),
     "name several instances with --topology, for example 2EPD": ("data-parallel-size", "dp", "dp-size"),
-    "quantized weights are not supported; --dtype sets the type": ("quantization", "q", "load-in-4bit", "load-in-8bit"),
+    "give --quantization int4 or int8": ("q", "load-in-4bit", "load-in-8bit"),
     "LoRA adapters are not supported; merge them into the checkpoint": (
         "enable-lora",
         "lora",

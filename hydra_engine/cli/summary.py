@@ -92,8 +92,10 @@ def _model(summaries: Sequence[InstanceSummary]) -> str:
     parts = [max(getattr(s, part) for s in summaries) for part in ("vision_weights_bytes", "language_weights_bytes")]
     size_in_memory = sum(parts) or first.weights_bytes
     kept = first.weights_dtype or first.dtype
-    count = size_in_memory // _BYTES.get(kept, 4)
+    count = first.num_parameters or size_in_memory // _BYTES.get(kept, 4)
     dtypes = first.dtype if kept == first.dtype else f"weights {kept}, activations {first.dtype}"
+    if first.quantization:
+        dtypes = f"decoder {first.quantization}, {dtypes}"
     return f"{first.model} ({first.family}), {_number(count)} parameters, {dtypes}"
 
 

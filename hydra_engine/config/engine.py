@@ -232,6 +232,12 @@ class EngineConfig:
         "auto: the directory's safetensors files; random: weights drawn from a seed, for measurements without weights",
         choices=("auto", "random"),
     )
+    quantization: str = opt(
+        "auto",
+        "auto: weights as they are stored; int8 or int4: the decoder's matrices are quantised while they are loaded; "
+        "any other: the method that the checkpoint must be quantised by",
+        choices=("auto", "int8", "int4", "compressed-tensors", "gptq", "awq", "fp8"),
+    )
     trust_remote_code: bool = opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"
     )
@@ -307,6 +313,7 @@ class EngineConfig:
             trust_remote_code=self.trust_remote_code,
             min_pixels=self.media.min_pixels,
             max_pixels=self.media.max_pixels,
+            quantization=self.quantization,
         )
 
     @property

@@ -152,6 +152,8 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     load_s: float
     incarnation: int = 0
     weights_dtype: str = ""  # of matrices; "": that of activations
+    quantization: str = ""  # of the decoder's matrices
+    num_parameters: int = 0  # of the whole model
     vision_weights_bytes: int = 0  # of weights_bytes
     language_weights_bytes: int = 0
     state_bytes: int = 0  # of recurrent states

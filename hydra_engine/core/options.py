@@ -8,9 +8,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
     """`model_impl` is "auto" or "native" (the engine's own models), or "transformers" (its modules inside our stages).
-    `min_pixels` and `max_pixels` replace the processor's, for families with dynamic resolution."""
+    `min_pixels` and `max_pixels` replace the processor's, for families with dynamic resolution. `quantization` is
+    "auto" (as the weights are stored), the method that the checkpoint must have, or what unquantised weights become."""
 
     model_impl: str = "auto"
     trust_remote_code: bool = False
     min_pixels: int | None = None
     max_pixels: int | None = None
+    quantization: str = "auto"

@@ -95,6 +95,8 @@ def _summary(
         role=context.role.letters,
         incarnation=context.incarnation,
         weights_dtype=str(kept).removeprefix("torch."),
+        quantization=stack.spec.quantized_as,
+        num_parameters=stack.spec.num_parameters,
         vision_weights_bytes=plan.vision_weights_bytes,
         language_weights_bytes=plan.language_weights_bytes,
         state_bytes=plan.state_bytes,

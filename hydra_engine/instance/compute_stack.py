@@ -119,7 +119,7 @@ def build_worker(
     )
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))
-    lane_notes = (*backend.notes, *worker.notes, *plan.reasons)
+    lane_notes = (*backend.notes, *model.notes, *worker.notes, *plan.reasons)
     notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *lane_notes)
     caches = kv_cache, image_cache
     return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, faults, notes)

@@ -55,7 +55,8 @@ def build_model(
             vision = family(root, spec.vision)
         else:
             root.skip(*family.weight_names)
-    language = root if spec.vision is None else root.at("language_model")
+    bits = None if spec.at_load is None else spec.at_load.num_bits[0]
+    language = root.at("" if spec.vision is None else "language_model", quantize=bits)
     root.skip("mtp.")  # layers that guess further tokens, beside some published decoders
     if role.needs_language:
         decoder = Decoder(language, spec.language)
@@ -113,5 +114,12 @@ def load_model(
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
     with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
-        fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite)
+        num_widened = fill_model(
+            model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite
+        )
+    if num_widened:
+        model.notes = (
+            f"weights: {num_widened} matrices stored in 8-bit floats, or in groups of inputs that are not neighbours, "
+            f"became {str(backend.dtype).removeprefix('torch.')}",
+        )
     return model

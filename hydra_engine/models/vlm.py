@@ -60,6 +60,7 @@ class VisionLanguageModel:
         self.slots, self.unneeded = demands.slots, tuple(demands.unneeded)
         self.tower = vision  # what `encode` runs
         self.num_slices = 0 if vision is None else vision.num_slices
+        self.notes: tuple[str, ...] = ()  # what a user should know of its weights, a sentence each
 
     @property
     def weights_bytes(self) -> int:

@@ -191,6 +191,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         graphs=_graphs(captured=bool(subject.graph_sizes), chosen=config.cuda_graph_sizes),
         model_impl="transformers" if subject.spec.family == "transformers" else "",
         encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
+        quantization="" if subject.spec.at_load is None else config.quantization,
     )
 
 

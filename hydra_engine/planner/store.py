@@ -57,9 +57,10 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graphs: str = ""  # rows for which decode steps are captured: "default", whatever the most rows are, or "1,2,4"
     model_impl: str = ""  # "transformers": its modules compute
     encode_graphs: str = ""  # patches for which encodes are captured: "default", whatever the most are, or "256,1024"
+    quantization: str = ""  # "int4": what unquantised weights became while they were loaded
 
 
-_LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs")
+_LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs", "quantization")
 
 
 class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -59,7 +59,19 @@ ALLOWED: dict[str, set[str]] = {
     "server": BASE | {"core", "config", "telemetry", "engine"},
     "demo": set(),
     "cli": BASE
-    | {"core", "config", "telemetry", "preprocess", "cluster", "engine", "server", "planner", "instance", "backend"},
+    | {
+        "core",
+        "config",
+        "telemetry",
+        "models",
+        "preprocess",
+        "cluster",
+        "engine",
+        "server",
+        "planner",
+        "instance",
+        "backend",
+    },
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Activation, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.models.loading.parameters import Scope
+from hydra_engine.models.loading.quantize import quantized_matrix
 
 
 class Linear:
@@ -38,7 +39,7 @@ class Linear:
         scale: str | None = None,
         arrange: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
-        self._ops, self._dtype = scope.ops, scope.dtype
+        self._ops, self._dtype, self._quantize = scope.ops, scope.dtype, scope.quantize
         self._weights = [f"{name}.weight" for name in parts]
         self._biases = [f"{name}.bias" for name in parts] if bias else []
         self._scale = scale
@@ -90,6 +91,7 @@ class Linear:
             joined = [_scaled(weight, part) for weight, part in zip(joined, factors.split(counts), strict=True)]
             bias = None if bias is None else _scaled_tensor(bias, factors)
         biases = [None] * len(counts) if bias is None else bias.split(counts)
+        joined = [_quantized(weight, self._quantize) for weight in joined]
         self.packed = tuple(map(self._ops.pack_linear, joined, biases, repeat(self._dtype)))
 
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
@@ -109,6 +111,12 @@ class Linear:
             return stacked(weights)
         counts = [weight.num_out for weight in weights]
         return stacked(weights).rows(self._arrange(list(torch.arange(sum(counts)).split(counts))))
+
+
+def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
+    if num_bits is None or isinstance(weight, QuantizedWeight):
+        return weight
+    return quantized_matrix(weight, num_bits)
 
 
 def _form(weight: Tensor | QuantizedWeight) -> object:
@@ -191,12 +199,13 @@ class LayerNorm:
 
 
 class Head:
-    """Logits in float32. Tied heads are filled by the embedding, others have a slot of their own."""
+    """Logits in float32. Tied heads are filled by the embedding, others have a slot of their own. Quantised, where
+    matrices are quantised when they are loaded, to 8 bits, however many those have."""
 
     packed: PackedLinear
 
     def __init__(self, scope: Scope) -> None:
-        self._ops, self._dtype = scope.ops, scope.dtype
+        self._ops, self._dtype, self._quantize = scope.ops, scope.dtype, 8 if scope.quantize else None
         scope.hold(self)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -207,7 +216,7 @@ class Head:
         return self.packed.nbytes
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
-        self.packed = self._ops.pack_linear(weight, rows=self._dtype)
+        self.packed = self._ops.pack_linear(_quantized(weight, self._quantize), rows=self._dtype)
 
 
 class Embedding:

@@ -24,6 +24,7 @@ class StoredTensor(NamedTuple):
     nbytes: int  # in the file, for progress
     missing: tuple[str, ...] = ()  # names of parts
     misshaped: tuple[str, ...] = ()  # sentences: a part and what is wrong with it
+    quantized: bool = False
     spare: bool = False  # a model need not know it: it would change nothing
 
 

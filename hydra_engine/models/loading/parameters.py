@@ -53,16 +53,27 @@ class Scope:
     """A place in the tree of names, with what a layer needs to build itself there."""
 
     def __init__(
-        self, ops: Ops, dtype: torch.dtype, device: torch.device, demands: Demands, *, prefix: str = ""
+        self,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        demands: Demands,
+        *,
+        prefix: str = "",
+        quantize: int | None = None,
     ) -> None:
+        """`quantize`: to so many bits, matrices that come unquantised."""
         self.ops = ops
         self.dtype = dtype
         self.device = device
+        self.quantize = quantize
         self._demands = demands
         self._prefix = prefix
 
-    def at(self, name: str) -> Scope:
-        return Scope(self.ops, self.dtype, self.device, self._demands, prefix=f"{self._prefix}{name}.")
+    def at(self, name: str, *, quantize: int | None = None) -> Scope:
+        prefix = f"{self._prefix}{name}." if name else self._prefix
+        bits = self.quantize if quantize is None else quantize
+        return Scope(self.ops, self.dtype, self.device, self._demands, prefix=prefix, quantize=bits)
 
     def want(
         self,

@@ -66,6 +66,10 @@ class SafetensorsCheckpoint:
             )
         return self.read_stored(name)
 
+    def stored_name(self, name: str) -> str:
+        """In its file."""
+        return self._stored_names[name]
+
     def read_stored(self, name: str) -> Tensor:
         """Also integers and 8-bit floats, which are parts of quantised weights."""
         return self._files[self.stored[name].file].read(self._stored_names[name])

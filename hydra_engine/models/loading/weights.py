@@ -32,23 +32,26 @@ def fill_model(
     device: torch.device,
     progress: Progress | None = None,
     check_finite: bool = True,
-) -> None:
-    """Reads in the order of the model's layers, so that what is fused is complete at once. Reports bytes as stored."""
+) -> int:
+    """Reads in the order of the model's layers, so that what is fused is complete at once. Reports bytes as stored.
+    Gives the number of quantised matrices that became tensors."""
     entries = checkpoint.entries
     check_names(model, entries)
     slots = {name: slot for name, slot in model.slots.items() if name in entries}
     total = sum(entries[name].nbytes for name in slots)
-    done = 0
+    done = num_widened = 0
     for name, slot in slots.items():
         stored = checkpoint.read(name)
         if isinstance(stored, QuantizedWeight):
             _fill_quantized(name, slot, stored, slot.dtype or dtype, device, check_finite=check_finite)
         else:
+            num_widened += entries[name].quantized
             target = slot.dtype_of(stored.dtype, dtype)
             _fill_plain(name, slot, stored, target, device, check_finite=check_finite)
         done += entries[name].nbytes
         if progress is not None:
             progress(done, total)
+    return num_widened
 
 
 def _fill_plain(

@@ -196,19 +196,30 @@ class LanguageSpec:
         """What a request keeps besides keys and values, however long it is."""
         return 0 if self.delta is None else self.num_state_layers * self.delta.state_bytes(dtype_bytes)
 
+    def num_matrix_parameters(self) -> int:
+        """Weights of the matrices of all layers."""
+        c = self.hidden_size
+        matrices = self.num_kv_layers * c * (self._attention_width + self.num_heads * self.head_dim)
+        if self.delta is not None:
+            matrices += self.num_state_layers * c * (self.delta.num_outputs + self.delta.value_width)
+        return matrices + self.num_layers * 3 * c * self.intermediate_size
+
     def num_parameters(self) -> int:
         """Weights of the decoder with embeddings and head."""
         c, d = self.hidden_size, self.head_dim
-        width = (self.num_heads * (1 + self.output_gate) + 2 * self.num_kv_heads) * d
-        attention = c * width + self.num_heads * d * c
-        biases = width * self.attention_bias + c * self.output_bias
-        mixers = self.num_kv_layers * (attention + biases + 2 * d * self.qk_norm)
+        biases = self._attention_width * self.attention_bias + c * self.output_bias
+        vectors = self.num_kv_layers * (biases + 2 * d * self.qk_norm)
         if self.delta is not None:
             shape = self.delta
             own = shape.num_channels * shape.num_taps + 2 * shape.num_value_heads + shape.value_dim
-            mixers += self.num_state_layers * (c * (shape.num_outputs + shape.value_width) + own)
-        layers = mixers + self.num_layers * (3 * c * self.intermediate_size + 2 * c)
+            vectors += self.num_state_layers * own
+        layers = self.num_matrix_parameters() + vectors + self.num_layers * 2 * c
         return layers + self.vocab_size * c * (1 if self.tie_embeddings else 2) + c
+
+    @property
+    def _attention_width(self) -> int:
+        """Outputs of the projection to queries, gates, keys and values."""
+        return (self.num_heads * (1 + self.output_gate) + 2 * self.num_kv_heads) * self.head_dim
 
     def flops_per_token(self, num_context: int) -> int:
         """Multiply-adds times two of one token through the layers (head not counted) with that much context."""
@@ -299,6 +310,33 @@ class ModelSpec:
     tokenizer_class: str | None = None  # what AutoTokenizer takes, where transformers chooses
     trust_remote_code: bool = False  # code that comes with the model may be run
     quantization: Quantization | None = None  # of the stored weights
+    at_load: Quantization | None = None  # what the decoder's matrices become while they are loaded
+
+    @property
+    def num_parameters(self) -> int:
+        return self.language.num_parameters() + (0 if self.vision is None else self.vision.num_parameters())
+
+    @property
+    def quantized_as(self) -> str:
+        """In a few words; empty: not."""
+        kept = self.at_load or self.quantization
+        if kept is None:
+            return ""
+        return f"{kept.method}, {' and '.join(map(str, kept.num_bits))} bits"
+
+    def language_bytes(self, dtype_bytes: int) -> int:
+        """Of the decoder's weights where they are held in a compute dtype of so many bytes. Of checkpoints that are
+        quantised, all matrices of layers are taken to be so, and the head not."""
+        language, kept = self.language, self.at_load
+        if kept is None and self.quantization is not None and self.quantization.stays:
+            kept = self.quantization
+        total = language.num_parameters() * dtype_bytes
+        if kept is not None:
+            total += int(language.num_matrix_parameters() * (kept.bytes_per_weight - dtype_bytes))
+        if self.at_load is not None:
+            head = language.vocab_size * language.hidden_size
+            total += head if language.tie_embeddings else head * (1 - dtype_bytes)
+        return total
 
     @property
     def max_model_len(self) -> int:

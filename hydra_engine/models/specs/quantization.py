@@ -49,13 +49,11 @@ class Quantization:
 def at_load(name: str) -> Quantization:
     """What `--quantization int8|int4` makes of the decoder's matrices."""
     bits = AT_LOAD[name]
-    return Quantization("--quantization", (bits,), (AT_LOAD_GROUP if bits == 4 else ROW,))
+    return Quantization("quantised at start", (bits,), (AT_LOAD_GROUP if bits == 4 else ROW,))
 
 
-def check_wish(wanted: str | None, stored: Quantization | None) -> None:
-    """Raises ConfigError where the wish does not fit what the checkpoint has."""
-    if wanted is None:
-        return
+def check_wish(wanted: str, stored: Quantization | None) -> None:
+    """Raises ConfigError where --quantization does not fit what the checkpoint has."""
     has = "not quantised" if stored is None else f"quantised by {stored.method}"
     if wanted in METHODS and (stored is None or stored.method != wanted):
         hint = "; leave --quantization out" if stored else "; --quantization int8 or int4 quantises it while it is read"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.errors import CheckpointError
+from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
 from hydra_engine.models.llava_next.spec import build_llava_next
@@ -21,6 +21,7 @@ from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_file
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.decoder import build_language, decoder_type
 from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.quantization import AT_LOAD, at_load, check_wish
 from hydra_engine.models.transformers_adapter.build_spec import build_generic
 
 SpecBuilder = Callable[[ModelFiles], ModelSpec]
@@ -31,10 +32,18 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
     if not model_dir.is_dir():
         raise CheckpointError(f"there is no model directory {str(model_dir)[:200]!r}")
     files = read_files(model_dir, options or SpecOptions())
+    wanted = files.options.quantization
     if files.options.model_impl == "transformers":
+        if wanted != "auto":
+            raise ConfigError(
+                f"quantization {wanted} needs a native model; modules of transformers run unquantised weights",
+                param="quantization",
+            )
         return build_generic(files)
     family = _family(files.config)
-    return family.build_spec(replace(files, architecture=family.architecture))
+    spec = family.build_spec(replace(files, architecture=family.architecture))
+    check_wish(wanted, spec.quantization)
+    return replace(spec, at_load=at_load(wanted)) if wanted in AT_LOAD else spec
 
 
 def build_text_only(files: ModelFiles) -> ModelSpec:

@@ -62,6 +62,7 @@ class GenericModel:
         self._checkpoint = go_on  # of the encode that runs
         before_listed(module, self._decoder, lambda: self._checkpoint())
         self.num_slices = 0
+        self.notes: tuple[str, ...] = ()
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
         set_attention(module, NAME)
         stored = DTYPES.get(spec.dtype, backend.dtype)

@@ -39,10 +39,9 @@ class Needs:
     @property
     def weights(self) -> tuple[int, int]:
         """(vision, language) bytes of the parts that the role loads."""
-        language = self.spec.language.num_parameters() if self.role.needs_language else 0
         vision = self.spec.vision.num_parameters() if self.spec.vision is not None and self.role.needs_vision else 0
         num_bytes = self.weight_bytes or self.dtype_bytes
-        return vision * num_bytes, language * num_bytes
+        return vision * num_bytes, self.spec.language_bytes(num_bytes) if self.role.needs_language else 0
 
     @property
     def state_bytes(self) -> int:

@@ -84,7 +84,7 @@ class Parts:
     def described(self, shape: tuple[int, ...] = ()) -> StoredTensor:
         """`shape` of the matrix, where its parts say it."""
         nbytes = sum(entry.nbytes for entry in self._entries.values())
-        return StoredTensor(shape, nbytes, tuple(self._missing), tuple(self._wrong))
+        return StoredTensor(shape, nbytes, tuple(self._missing), tuple(self._wrong), quantized=True)
 
 
 class Format(Protocol):

@@ -1,0 +1,85 @@
+"""`hydra-engine quantize`: what it writes is what `--quantization` makes at start, and it never overwrites."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hydra_engine.backend.select import create_backend
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.loading.write_quantized import write_quantized
+from tests.models.conftest import CheckpointFactory
+from tests.models.driver import Driver
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+PROMPT = [1, *range(40, 60)]
+
+
+def logits(directory: Path, quantization: str = "auto") -> Tensor:
+    backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
+    driver = Driver(directory, backend, options=SpecOptions(quantization=quantization))
+    return driver.run(driver.request(PROMPT), [])
+
+
+@pytest.mark.parametrize("wanted", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["llava", "llama-tied"])
+def test_what_is_written_is_what_a_start_makes(
+    checkpoint: CheckpointFactory, tmp_path: Path, family: str, wanted: str
+) -> None:
+    """To the last bit of logits, also where a tied head is stored apart and files are in shards."""
+    if family == "llava":
+        plain = checkpoint("write-llava", "llava", text=SIZES, dtype="bfloat16")
+    else:
+        plain = checkpoint("write-tied", "llama", text=SIZES | {"tie_word_embeddings": True}, dtype="bfloat16")
+    seen: list[tuple[int, int]] = []
+    write_quantized(plain, tmp_path / "out", wanted, (), lambda *done: seen.append(done), shard_bytes=50_000)
+    assert torch.equal(logits(tmp_path / "out"), logits(plain, wanted))
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+    rest = {path.name for path in plain.iterdir()} - {"model.safetensors"}
+    assert rest <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_modules_that_are_ignored_stay(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    plain = checkpoint("write-ignored", "llama", text=SIZES, dtype="bfloat16")
+    write_quantized(plain, tmp_path / "out", "int4", ["lm_head", r"re:.*layers\.0\..*"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {"lm_head.weight", "model.layers.0.mlp.up_proj.weight"} < tensors.keys()
+    assert "model.layers.1.mlp.up_proj.weight_packed" in tensors
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.up_proj" in config["ignore"]
+    assert logits(tmp_path / "out").isfinite().all()
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_behind(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    plain = Path(shutil.copytree(checkpoint("write-refused", "llama", text=SIZES), tmp_path / "plain"))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists; name a folder that does not"):
+        write_quantized(plain, tmp_path / "out", "int4")
+    with pytest.raises(ConfigError, match="a regular expression cannot be read"):
+        write_quantized(plain, tmp_path / "new", "int4", ["re:("])
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, plain / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not finite"):
+        write_quantized(plain, tmp_path / "new", "int4")
+    del tensors["model.norm.weight"]
+    save_file(tensors, plain / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
+        write_quantized(plain, tmp_path / "new", "int4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    plain = checkpoint("write-twice", "llama", text=SIZES | {"num_hidden_layers": 1}, dtype="bfloat16")
+    write_quantized(plain, tmp_path / "out", "int8")
+    with pytest.raises(CheckpointError, match="quantised by compressed-tensors already"):
+        write_quantized(tmp_path / "out", tmp_path / "again", "int8")
