@@ -236,7 +236,7 @@ class EngineConfig:
         "auto",
         "auto: weights as they are stored; int8 or int4: the decoder's matrices are quantised while they are loaded; "
         "any other: the method that the checkpoint must be quantised by",
-        choices=("auto", "int8", "int4", "compressed-tensors", "gptq", "awq", "fp8"),
+        choices=("auto", "int8", "int4", "compressed-tensors", "gptq", "awq", "fp8", "gguf"),
     )
     trust_remote_code: bool = opt(
         False, "with --model-impl transformers: run the Python code that comes with the model"

@@ -34,6 +34,22 @@ def transformers_answers(questions: list[Question]) -> list[str]:
     return answers
 
 
+def number_right(engine: Engine, questions: list[Question]) -> int:
+    results = engine.generate(
+        [q.text for q in questions], images=[q.image for q in questions], temperature=0, max_tokens=64
+    )
+    return sum(result.text.strip() == q.answer for q, result in zip(questions, results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 200), ("int4", 190)])
+def test_quantised_it_answers_the_questions_too(quantization: str, least: int) -> None:
+    questions = held_out_questions(200, seed=2024)
+    with Engine("demo", quantization=quantization) as engine:
+        assert number_right(engine, questions) >= least
+        assert_at_rest(engine)
+
+
 @pytest.mark.quick("auto")
 @pytest.mark.parametrize(
     ("dtype", "count"), [("float32", 40), pytest.param("float32", 200, marks=pytest.mark.slow), ("auto", 200)]

@@ -16,7 +16,8 @@ from hydra_engine.backend.quantized import QuantizedWeight, quantized_rows
 from hydra_engine.backend.reference import ops as reference_ops
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
-from hydra_engine.errors import CheckpointError
+from hydra_engine.core.options import SpecOptions
+from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.loading.gguf_tensors import decoded
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.specs.gguf_config import llama3_factors
@@ -168,6 +169,25 @@ def test_parts_of_one_matrix_may_have_different_types(
         q, v = (checkpoint_of_both.read(f"model.layers.0.{name}.weight") for name in names)
     assert isinstance(q, QuantizedWeight) and isinstance(v, QuantizedWeight)
     assert (q.num_bits, v.num_bits) == (4, 8)
+
+
+def test_settings_say_how_layers_are_quantised(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    directory = checkpoint("gguf-llama-mixed", "llama", text={"tie_word_embeddings": True})
+    files = {kind: write_gguf(directory, tmp_path / kind, kind)[0] for kind in ("F32", "Q4_0", "Q8_0")}
+    assert load_spec(folder_of(files["F32"])).quantization is None
+    mixed = folder_of(mix(files["Q4_0"], files["Q8_0"], tmp_path / "mixed.gguf"))
+    kept = load_spec(mixed).quantization
+    assert kept is not None and kept.method == "gguf" and kept.num_bits == (4, 8)
+    with open_checkpoint(mixed) as files_of_both:
+        names = [name for name in files_of_both.entries if ".layers." in name]
+        weights = [weight for name in names if isinstance(weight := files_of_both.read(name), QuantizedWeight)]
+    num_weights = sum(weight.num_out * weight.num_in for weight in weights)
+    assert kept.bytes_per_weight == pytest.approx(sum(weight.nbytes for weight in weights) / num_weights)
+    assert load_spec(mixed, SpecOptions(quantization="gguf")).at_load is None
+    with pytest.raises(ConfigError, match="quantised by gguf already; leave --quantization out"):
+        load_spec(mixed, SpecOptions(quantization="int4"))
+    with pytest.raises(ConfigError, match="quantised by gguf; leave --quantization out"):
+        load_spec(mixed, SpecOptions(quantization="awq"))
 
 
 def test_tensors_that_do_not_fit_are_named(checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path) -> None:

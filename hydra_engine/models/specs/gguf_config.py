@@ -8,11 +8,12 @@ what the family's published checkpoints have. Does not know tokenizers or weight
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.fields import Fields
-from hydra_engine.models.specs.gguf_file import GgufHeader
+from hydra_engine.models.specs.gguf_file import GgufHeader, GgufTensor
 
 JsonFiles = dict[str, dict[str, Any]]
 
@@ -53,6 +54,17 @@ _VIDEO_TOKENS = ("<|video_pad|>",)
 _ENDS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
 CONTROL = 3  # of tokenizer.ggml.token_type
 _PROJECTOR = "clip.projector_type"
+# Types of tensors that stay quantised: bits, inputs of a group, bytes of its scale and offset as they are kept.
+_QUANTIZED = {
+    "Q4_0": (4, 32, 2),
+    "Q4_1": (4, 32, 8),
+    "Q4_K": (4, 32, 8),
+    "Q5_0": (8, 32, 2),
+    "Q5_1": (8, 32, 8),
+    "Q5_K": (8, 32, 8),
+    "Q6_K": (8, 16, 4),
+    "Q8_0": (8, 32, 2),
+}
 
 
 def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[float, ...] = ()) -> JsonFiles:
@@ -65,11 +77,12 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
             f"supported are {', '.join(_TEXT_ALONE)}" + _advice(architecture)
         )
     language = _language(text, architecture, rope_factors)
+    kept = _quantization(text.tensors.values())
     files = {"generation_config.json": _generation(text.settings)}
     if mmproj is None:
         model_type, name = _TEXT_ALONE[architecture]
         language.get("rope_parameters", {}).pop("mrope_section", None)
-        return files | {"config.json": language | {"model_type": model_type, "architectures": [name]}}
+        return files | {"config.json": language | kept | {"model_type": model_type, "architectures": [name]}}
     model_type = _family(architecture, mmproj)
     tower = mmproj.settings
     top = {
@@ -79,6 +92,7 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
         "vision_config": _llava_tower(mmproj) if model_type == "llava" else _qwen_tower(mmproj, model_type),
         "tie_word_embeddings": language["tie_word_embeddings"],
         "image_token_id": picture_token(text.settings),
+        **kept,
     }
     colours = {name: _colours(tower, f"clip.vision.{name}") for name in ("image_mean", "image_std")}
     if model_type == "llava":
@@ -90,6 +104,28 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
         top["video_token_id"] = _token(text.settings, _VIDEO_TOKENS)
         pictures = _qwen_pictures(tower, model_type)
     return files | {"config.json": top, "preprocessor_config.json": pictures | colours}
+
+
+def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, Any]:
+    """What config.json says of the types of the layers' matrices; nothing where none is quantised."""
+    matrices = [tensor for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
+    forms = {tensor.type.name: _QUANTIZED[tensor.type.name] for tensor in matrices if tensor.type.name in _QUANTIZED}
+    if not forms:
+        return {}
+    counts = [math.prod(tensor.shape) for tensor in matrices]
+    section = {
+        "quant_method": "gguf",
+        "bits": sorted({bits for bits, _, _ in forms.values()}),
+        "bytes_per_weight": sum(map(_kept_bytes, matrices)) / sum(counts),
+    }
+    return {"quantization_config": section}
+
+
+def _kept_bytes(matrix: GgufTensor) -> float:
+    if matrix.type.name not in _QUANTIZED:
+        return matrix.nbytes
+    bits, group, scale_bytes = _QUANTIZED[matrix.type.name]
+    return math.prod(matrix.shape) * (bits / 8 + scale_bytes / group)
 
 
 def picture_token(settings: Fields) -> int:

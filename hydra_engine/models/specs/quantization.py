@@ -12,8 +12,8 @@ from typing import Literal
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.specs.fields import Fields
 
-COMPRESSED, GPTQ, AWQ, FP8 = "compressed-tensors", "gptq", "awq", "fp8"
-METHODS = (COMPRESSED, GPTQ, AWQ, FP8)
+COMPRESSED, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
+METHODS = (COMPRESSED, GPTQ, AWQ, FP8, GGUF)
 AT_LOAD: dict[str, Literal[4, 8]] = {"int4": 4, "int8": 8}
 AT_LOAD_GROUP = 32  # inputs that share a scale in 4 bits; in 8 bits a row does
 ROW = -1  # a group size: all inputs
@@ -33,6 +33,7 @@ class Quantization:
     block: tuple[int, int] | None = None
     zero_offset: int = 0  # added to stored zero points
     has_zeros: bool = False
+    mean_bytes: float | None = None  # of a weight with its scales, where files of several kinds say it
 
     @property
     def stays(self) -> bool:
@@ -42,6 +43,8 @@ class Quantization:
     @property
     def bytes_per_weight(self) -> float:
         """With scales of two bytes, and offsets of four."""
+        if self.mean_bytes is not None:
+            return self.mean_bytes
         group = min((size for size in self.group_sizes if size != ROW), default=0)
         return min(self.num_bits) / 8 + ((2 + 4 * self.has_zeros) / group if group else 0)
 
@@ -76,7 +79,7 @@ def read_quantization(config: Fields, text: Fields | None = None) -> Quantizatio
 def _read(section: Fields) -> Quantization | None:
     # compressed-tensors wrote no method where transformers did not add one
     method = section.text("quant_method", COMPRESSED if "config_groups" in section else None)
-    readers = {COMPRESSED: _compressed, GPTQ: _gptq, AWQ: _awq, FP8: _fp8}
+    readers = {COMPRESSED: _compressed, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf}
     if method not in readers:
         raise CheckpointError(
             f"weights quantised by {method[:40]!r} are not supported; supported are {', '.join(METHODS)}; or take the "
@@ -162,6 +165,14 @@ def _fp8(section: Fields) -> Quantization:
         raise CheckpointError(f"fp8 weights of fmt {layout[:40]!r} are not supported; supported is e4m3")
     block = _pair(section, "weight_block_size") if "weight_block_size" in section else None
     return Quantization(FP8, (8,), floats=True, block=block)
+
+
+def _gguf(section: Fields) -> Quantization:
+    """Written by `gguf_config.describe`; the files themselves say how each tensor is quantised."""
+    bits = section.get("bits")
+    if not isinstance(bits, list) or not bits or not set(bits) <= {4, 8}:
+        raise section.wrong("bits", "a list of 4 and 8")
+    return Quantization(GGUF, tuple(bits), mean_bytes=section.number("bytes_per_weight"))
 
 
 def _group_size(section: Fields, default: int = ROW) -> int:
