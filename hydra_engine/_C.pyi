@@ -175,6 +175,7 @@ class CacheDesc:
         num_heads: int,
         head_dim: int,
         dtype: int,
+        quantized: bool = False,
     ) -> None: ...
     def write(
         self, layer: int, first: int, first_stride: int, second: int, second_stride: int, slots: int, rows: int

@@ -75,6 +75,7 @@ void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t
     sequence.block_size = cache.block_size;
     sequence.block_bytes = cache.block_bytes();
     sequence.k_row_bytes = sequence.v_row_bytes = cache.row_bytes();
+    sequence.scales_offset = cache.scales_offset();
   }
   AttentionCall call;
   call.q = pointer<void>(q);
@@ -85,6 +86,7 @@ void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t
   call.head_dim = cache.head_dim;
   call.scale = scale;
   call.dtype = cache.dtype;
+  call.quantized = cache.quantized;
   call.sequences = sequences.data();
   call.num_sequences = plan.batch;
   attention(call);

@@ -26,11 +26,15 @@ void write(const CacheView& cache, int64_t layer, Address first, int64_t first_s
            int64_t second_stride, Address slots, int64_t rows) {
   check_layer(cache, layer);
   check_range("slots", pointer<int64_t>(slots), rows, -1, cache.num_slots());
+  WriteCall call;
+  call.cache = cache;
+  call.layer = layer;
   const int64_t size = element_size(cache.dtype);
-  const RowSource sources[2] = {{pointer<char>(first), first_stride * size},
-                                {pointer<char>(second), second_stride * size}};
-  run(rows * cache.row_bytes() * cache.num_tensors,
-      [&] { write_rows(cache, layer, sources, pointer<int64_t>(slots), rows); });
+  call.sources[0] = {pointer<char>(first), first_stride * size};
+  call.sources[1] = {pointer<char>(second), second_stride * size};
+  call.slots = pointer<int64_t>(slots);
+  call.rows = rows;
+  run(rows * cache.row_bytes() * cache.num_tensors, [&] { write_rows(call); });
 }
 
 void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_q_heads, Address k,
@@ -98,7 +102,7 @@ void copy_to(const CacheView& source, const CacheView& target, Address pairs, in
 void register_cache(py::module_& m) {
   py::class_<CacheView>(m, "CacheDesc")
       .def(py::init(&make_cache), py::arg("data"), py::arg("num_blocks"), py::arg("num_layers"), py::arg("num_tensors"),
-           py::arg("block_size"), py::arg("num_heads"), py::arg("head_dim"), py::arg("dtype"))
+           py::arg("block_size"), py::arg("num_heads"), py::arg("head_dim"), py::arg("dtype"), py::arg("quantized") = false)
       .def("write", &write, py::arg("layer"), py::arg("first"), py::arg("first_stride"), py::arg("second"),
            py::arg("second_stride"), py::arg("slots"), py::arg("rows"))
       .def("rope_and_write", &rope, py::arg("layer"), py::arg("q"), py::arg("q_stride"), py::arg("num_q_heads"),

@@ -21,13 +21,17 @@ inline void check_range(const char* name, const int64_t* values, int64_t count, 
 }
 
 inline CacheView make_cache(Address data, int64_t num_blocks, int64_t num_layers, int64_t num_tensors,
-                            int64_t block_size, int64_t num_heads, int64_t head_dim, int dtype) {
+                            int64_t block_size, int64_t num_heads, int64_t head_dim, int dtype,
+                            bool quantized = false) {
   HYDRA_CHECK(num_blocks >= 0 && num_layers >= 1 && block_size >= 1 && num_heads >= 1 && head_dim >= 1,
               "cache: expected sizes [N >= 0, L, X, S, H, D >= 1], got [", num_blocks, ", ", num_layers, ", ",
               num_tensors, ", ", block_size, ", ", num_heads, ", ", head_dim, "]");
   HYDRA_CHECK(num_tensors == 1 || num_tensors == 2, "cache: expected 1 or 2 tensors per layer, got ", num_tensors);
+  HYDRA_CHECK(!quantized || (block_size * num_heads * head_dim % 4 == 0 && head_dim <= 1024),
+              "cache: expected a multiple of 4 elements in a plane and a head dim up to 1024, got ", block_size, " x ",
+              num_heads, " x ", head_dim);
   return {pointer<char>(data), num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim,
-          dtype_from_int(dtype)};
+          dtype_from_int(dtype), quantized};
 }
 
 inline void check_layer(const CacheView& cache, int64_t layer) {

@@ -60,8 +60,8 @@ HYDRA_INLINE vf load_normed(const T* x, const W* weight, float scale, int count)
 }
 
 // Pairs [0, count) of (x[i], x[i + half]).
-template <bool kNorm, class T>
-HYDRA_INLINE void rotate_pairs(const T* x, T* out, int64_t half, const float* cos, const float* sin, const T* weight,
+template <bool kNorm, class T, class U>
+HYDRA_INLINE void rotate_pairs(const T* x, U* out, int64_t half, const float* cos, const float* sin, const T* weight,
                                float scale, int count) {
   vf first, second;
   if constexpr (kNorm) {  // rounded as rms_norm would store it
@@ -78,8 +78,8 @@ HYDRA_INLINE void rotate_pairs(const T* x, T* out, int64_t half, const float* co
 }
 
 // One head, pairs (i, i + half), turned by its angles: `out` = rotate(x), with kNorm rotate(rms_norm(x)).
-template <bool kNorm, class T>
-HYDRA_INLINE void rotate_head(const T* x, T* out, int64_t half, const float* cos, const float* sin, const T* weight,
+template <bool kNorm, class T, class U>
+HYDRA_INLINE void rotate_head(const T* x, U* out, int64_t half, const float* cos, const float* sin, const T* weight,
                               float eps) {
   const float scale = kNorm ? rms_scale(x, 2 * half, eps) : 1.0f;
   int64_t i = 0;

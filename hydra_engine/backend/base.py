@@ -41,6 +41,9 @@ class OpChoice(NamedTuple):
     reason: str
 
 
+SCALE_BYTES = 4  # of a quantized cache's scale
+
+
 @dataclass(frozen=True, slots=True)
 class PagedCache:
     """Block-major cache: one block with all its layers is one contiguous piece.
@@ -48,10 +51,42 @@ class PagedCache:
     data: [N, L, X, S, H, D] contiguous. KV cache: X = 2 (K, V), H = Hkv. Image cache: X = 1, H = 1, D = C and
     L = feature planes per image (1 but for deepstack models). A slot is block * S + offset. `memory`: where `data` lies
     if other processes can map it.
+
+    Quantized (`quantized`): data is int8, `scales` [N, L, X, H, S] float32, an element is int8 * scale of its token and
+    head, and rows are written and gathered in `rounded_from`. Behind each [S, H, D] of `data` lie its [H, S] of scales.
+    A scale belongs to one token: a block is filled token by token, in chunks that depend on how a prompt was cut, and a
+    scale of a whole block would change what earlier tokens are.
     """
 
     data: Tensor
     memory: SharedMemory | None = None
+    scales: Tensor | None = None
+    rounded_from: torch.dtype | None = None
+
+    @classmethod
+    def quantized(
+        cls, raw: Tensor, shape: tuple[int, ...], row_dtype: torch.dtype, memory: SharedMemory | None = None
+    ) -> PagedCache:
+        """Over `raw` [N * block bytes] uint8. Raises ValueError where S * H * D is no multiple of 4."""
+        num_blocks, layers, tensors, size, heads, dim = shape
+        if size * heads * dim % 4:
+            raise ValueError(f"shape: expected S * H * D to be a multiple of 4, got {list(shape)}")
+        plane, pitch = size * heads * dim, size * heads * (dim + SCALE_BYTES)
+        strides = layers * tensors * pitch, tensors * pitch, pitch
+        data = raw.view(torch.int8).as_strided(shape, (*strides, heads * dim, dim, 1))
+        words = raw.view(torch.float32)
+        scales = words[plane // SCALE_BYTES :] if num_blocks else words
+        scales = scales.as_strided(
+            (*shape[:3], heads, size),
+            (*(stride // SCALE_BYTES for stride in strides), size, 1),
+            scales.storage_offset(),
+        )
+        return cls(data, memory, scales, row_dtype)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that are written and gathered, and of queries."""
+        return self.rounded_from or self.data.dtype
 
     @property
     def num_blocks(self) -> int:
@@ -63,11 +98,18 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return self.num_blocks * self.block_bytes
 
     @property
     def block_bytes(self) -> int:
-        return math.prod(self.data.shape[1:]) * self.data.element_size()
+        elements = math.prod(self.data.shape[1:])
+        scales = 0 if self.scales is None else math.prod(self.scales.shape[1:]) * SCALE_BYTES
+        return elements * self.data.element_size() + scales
+
+    def block_view(self, block: int) -> Tensor:
+        """All bytes of a block, uint8."""
+        data = self.data[block]
+        return data.view(torch.uint8).as_strided((self.block_bytes,), (1,), data.storage_offset() * data.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +340,7 @@ class Ops(Protocol):
         ...
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """[M, H, D] contiguous: tensor `index` (0 K, 1 V) of `layer` at slots [M] int64."""
+        """[M, H, D] contiguous in the cache's `row_dtype`: tensor `index` (0 K, 1 V) of `layer` at slots [M] int64."""
         ...
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
@@ -321,7 +363,8 @@ class Ops(Protocol):
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         """Causal attention of the step's queries over their paged context, decode rows and prefill chunks alike.
-        q [T, Hq, D] -> [T, Hq, D]; query head h reads KV head h // (Hq / Hkv); softmax in float32."""
+        q [T, Hq, D] -> [T, Hq, D]; query head h reads KV head h // (Hq / Hkv); softmax in float32. Of a quantized cache
+        (q . k) * scale of k, and weights times the scale of v."""
         ...
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:

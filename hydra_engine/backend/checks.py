@@ -31,8 +31,15 @@ def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None
 
 
 def check_new_cache(cache: PagedCache) -> None:
-    """Once per cache: [N, L, X, S, H, D] contiguous of a compute dtype."""
+    """Once per cache: [N, L, X, S, H, D] contiguous of a compute dtype, or int8 with scales as `PagedCache` says."""
     data = cache.data
+    if cache.scales is not None:
+        blocks = data.shape[0] if data.dim() == 6 else 0
+        if data.dtype is not torch.int8 or (blocks > 1 and data.stride(0) != cache.block_bytes):
+            raise ValueError(
+                f"cache: expected a quantized one as `PagedCache.quantized` makes it, got {described(data)}"
+            )
+        return
     if data.dim() != 6 or data.dtype not in COMPUTE_DTYPES or not data.is_contiguous():
         raise ValueError(f"cache: expected contiguous [N, L, X, S, H, D] of {FLOAT_TYPES}, got {described(data)}")
 
@@ -104,7 +111,7 @@ def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Te
     _, num_layers, num_tensors, _, heads, dim = data.shape
     if num_tensors != len(rows) or not 0 <= layer < num_layers:
         check_cache(cache, layer, num_tensors=len(rows))
-    tokens, dtype = check_indices("slots", slots), data.dtype
+    tokens, dtype = check_indices("slots", slots), cache.row_dtype
     shape = (tokens, heads, dim)
     return tokens, [check_heads(name, source, shape, dtype) for name, source in zip(_ROW_NAMES, rows, strict=False)]
 
@@ -119,7 +126,7 @@ def check_rope(
         check_cache(cache, layer, num_tensors=2)
     if dim % 2:
         raise ValueError(f"cache: expected an even head dim for rotation, got {dim}")
-    tokens, dtype = check_indices("slots", slots), data.dtype
+    tokens, dtype = check_indices("slots", slots), cache.row_dtype
     kv_shape = (tokens, num_kv_heads, dim)
     return (
         check_heads("q", q, (tokens, q.shape[1] if q.dim() == 3 else 0, dim), dtype),
@@ -233,7 +240,7 @@ def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_c
     tokens, num_heads = q.shape[:2] if q.dim() == 3 else (0, 0)
     if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"q: expected [T, Hq, D] with Hq a multiple of {num_kv_heads} KV heads, got {described(q)}")
-    stride = check_heads("q", q, (tokens, num_heads, dim), data.dtype)
+    stride = check_heads("q", q, (tokens, num_heads, dim), cache.row_dtype)
     if max_blocks * block_size < max_context:
         raise ValueError(
             f"block_tables: expected at least {-(-max_context // block_size)} blocks of {block_size} slots "

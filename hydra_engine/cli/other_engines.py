@@ -28,7 +28,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --served-model-name": ("a", "alias"),
     "give --gpu-memory-utilization": ("mem-fraction-static",),
     "give the cache a size with --kv-cache-gib": ("kv-cache-memory-bytes", "max-total-tokens"),
-    "the KV cache has the type of --dtype": ("kv-cache-dtype", "ctk", "ctv", "cache-type-k", "cache-type-v"),
+    "give --kv-cache-dtype": ("ctk", "ctv", "cache-type-k", "cache-type-v"),
     "give --attention-backend": ("fa", "flash-attn"),
     "one process serves HTTP": ("api-server-count",),
     "give --log-level": ("uvicorn-log-level",),

@@ -9,6 +9,7 @@ from typing import Any
 
 from hydra_engine.config.environment import user_folder
 from hydra_engine.config.fields import (
+    KV_DTYPE_NAMES,
     LOG_FORMATS,
     MAX_ENCODE_SIZE,
     MAX_GRAPH_SIZE,
@@ -84,6 +85,11 @@ class CacheConfig:
     gpu_memory_utilization: float = opt(
         0.9, "share of a GPU's memory that the instances on it take together: weights, working memory and caches"
     )
+    kv_cache_dtype: str = opt(
+        "auto",
+        "type of keys and values: auto is that of activations, int8 holds nearly twice as many tokens",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", *KV_DTYPE_NAMES),
+    )
     num_kv_blocks: int | None = opt(
         None, "number of KV blocks, instead of kv_cache_gib (tests)", aliases=("num-gpu-blocks-override",)
     )
@@ -95,6 +101,8 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        object.__setattr__(self, "kv_cache_dtype", KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype))
         positive(self, "block_size")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", param="gpu_memory_utilization")

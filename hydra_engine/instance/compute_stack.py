@@ -41,7 +41,7 @@ from hydra_engine.planner.start import StepCosts, Subject, surface_for
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.measure import measure
-from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
+from hydra_engine.worker.memory.plan import CachePlan, Filling, kv_token_bytes, own_part, plan_memory
 from hydra_engine.worker.memory.working import image_budget
 from hydra_engine.worker.ports import NO_GATE, Gate
 from hydra_engine.worker.worker import Worker
@@ -83,6 +83,7 @@ def build_worker(
     chosen = resolve_device(config.device, config.backend)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
     deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
+    _check_kv_dtype(config.cache.kv_cache_dtype, spec, dtype, chosen.name)
     decided = replace(config, deterministic=deterministic)
     backend, split_note = _backend(decided, spec, context.role, chosen, dtype)
     resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
@@ -91,7 +92,13 @@ def build_worker(
     on = backend.device.torch_device
     with _memory_for("the caches"):
         kv_cache = allocate_kv_cache(
-            spec, plan, resolved.cache.block_size, dtype, device=on, share=share if Role.P in context.role else None
+            spec,
+            plan,
+            resolved.cache.block_size,
+            dtype,
+            quantized=resolved.cache.kv_cache_dtype == "int8",
+            device=on,
+            share=share if Role.P in context.role else None,
         )
         image_cache = allocate_image_cache(
             spec,
@@ -123,6 +130,22 @@ def build_worker(
     notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *lane_notes)
     caches = kv_cache, image_cache
     return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, faults, notes)
+
+
+def _check_kv_dtype(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+    """Raises ConfigError unless the device, the model and the type of activations go with --kv-cache-dtype `name`."""
+    own = str(dtype).removeprefix("torch.")
+    problem = ""
+    if name in ("int8", "fp8") and device != "cpu":
+        problem = f"a KV cache of {name} is not supported on a GPU yet; leave it at auto, which is {own} here"
+    elif name == "fp8":
+        problem = "processors do not compute with fp8; take int8, which has the same size and is more precise here"
+    elif name == "int8" and spec.family == "transformers":
+        problem = f"{spec.architecture} has attention of its own, which reads no int8; leave it at auto"
+    elif name not in ("auto", "int8", own):
+        problem = f"the KV cache has the type of activations, {own}, or int8; set --dtype {name} or leave it at auto"
+    if problem:
+        raise ConfigError(f"kv_cache_dtype {name}: {problem}", param="kv_cache_dtype")
 
 
 def _load_and_size(
@@ -224,7 +247,7 @@ def step_times(
 ) -> StepCosts:
     """Saved or measured; before the instance serves, in inference mode. See `planner/start.py`. `deadline_s` None: the
     planner's own."""
-    language, backend = stack.spec.language, stack.backend
+    backend = stack.backend
     gpu = gpu_name(backend.device.name)
     kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
     subject = Subject(
@@ -239,7 +262,8 @@ def step_times(
         num_kv_blocks=stack.plan.num_kv_blocks,
         num_image_blocks=stack.plan.num_image_blocks if stack.context.role.needs_vision else 0,
         role=stack.context.role.letters,
-        kv_token_bytes=language.kv_bytes_per_token(backend.dtype.itemsize),
+        kv_token_bytes=kv_token_bytes(stack.spec, stack.config, backend.dtype.itemsize),
+        kv_cache_dtype="int8" if stack.kv_cache.scales is not None else "",
         weights_bytes=stack.model.weights_bytes,
         fill_cache=partial(_fill_with_noise, stack.kv_cache),
         gpu=gpu,
@@ -255,7 +279,11 @@ def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
     """Fills the first blocks with the same noise."""
     if num_blocks:
         data = cache.data[:num_blocks]
-        data[0].normal_()
+        if cache.scales is None:
+            data[0].normal_()
+        else:
+            data[0].random_(-127, 128)
+            cache.scales[:num_blocks] = 1 / 64
         data[1:] = data[0]
 
 

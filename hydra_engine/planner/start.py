@@ -52,6 +52,7 @@ class Subject:
     kv_token_bytes: int
     weights_bytes: int
     fill_cache: Callable[[int], None]
+    kv_cache_dtype: str = ""  # as in `Identity`
     role: str = "EPD"  # what it computes
     gpu: str = ""  # as in `Identity`
     attention: str = ""
@@ -190,6 +191,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         sm_split=_listed(subject.sm_split),
         graphs=_graphs(captured=bool(subject.graph_sizes), chosen=config.cuda_graph_sizes),
         model_impl="transformers" if subject.spec.family == "transformers" else "",
+        kv_cache_dtype=subject.kv_cache_dtype,
         encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
         quantization="" if subject.spec.at_load is None else config.quantization,
     )

@@ -58,9 +58,10 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_impl: str = ""  # "transformers": its modules compute
     encode_graphs: str = ""  # patches for which encodes are captured: "default", whatever the most are, or "256,1024"
     quantization: str = ""  # "int4": what unquantised weights became while they were loaded
+    kv_cache_dtype: str = ""  # "int8": keys and values are quantized
 
 
-_LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs", "quantization")
+_LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs", "quantization", "kv_cache_dtype")
 
 
 class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

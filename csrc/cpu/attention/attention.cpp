@@ -39,7 +39,7 @@ void run_task(const AttentionCall& call, const AttentionTask& task) {
   const FlushDenormals flush;
 #if HYDRA_X86
   const Isa isa = current_isa();
-  if (isa == Isa::amx && call.dtype == DType::bf16) return amx::attend_bf16(call, task);
+  if (isa == Isa::amx && call.dtype == DType::bf16 && !call.quantized) return amx::attend_bf16(call, task);
   if (isa >= Isa::avx512bf16) return avx512bf16::attend(call, task);
   if (isa == Isa::avx2) return avx2::attend(call, task);
 #endif

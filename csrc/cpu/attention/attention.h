@@ -34,6 +34,7 @@ struct Sequence {
   const int32_t* blocks = nullptr;
   int64_t block_size = 0, block_bytes = 0;
   int64_t k_row_bytes = 0, v_row_bytes = 0;
+  int64_t scales_offset = 0;  // of quantized rows: from k and v to their block's scales, [Hkv, block_size] float32
 };
 
 struct AttentionCall {
@@ -46,6 +47,7 @@ struct AttentionCall {
   float scale = 1;
   bool causal = true;
   DType dtype = DType::f32;
+  bool quantized = false;  // keys and values are int8 with scales, see cpu/cache/cache.h
   const Sequence* sequences = nullptr;
   int64_t num_sequences = 0;
 

@@ -23,11 +23,11 @@ void attend(const AttentionCall& call, const AttentionTask& task) {
 void merge_spans(const AttentionCall& call, const AttentionTask& task) {
   switch (call.dtype) {
     case DType::f32:
-      return merge_with<FloatMath<float>>(call, task);
+      return merge_in_float<float>(call, task);
     case DType::bf16:
-      return merge_with<FloatMath<bf16_t>>(call, task);
+      return merge_in_float<bf16_t>(call, task);
     default:
-      return merge_with<FloatMath<f16_t>>(call, task);
+      return merge_in_float<f16_t>(call, task);
   }
 }
 

@@ -112,6 +112,7 @@ void attend(const AttentionCall& call, const AttentionTask& task) {
     case DType::f32:
       return attend_in_float<float>(call, task);
     case DType::bf16:
+      if (call.quantized) return attend_rows<bf16_t, int8_t>(call, task);
       return attend_with<Bf16Math>(call, task);
     default:
       return attend_in_float<f16_t>(call, task);
@@ -121,11 +122,12 @@ void attend(const AttentionCall& call, const AttentionTask& task) {
 void merge_spans(const AttentionCall& call, const AttentionTask& task) {
   switch (call.dtype) {
     case DType::f32:
-      return merge_with<FloatMath<float>>(call, task);
+      return merge_in_float<float>(call, task);
     case DType::bf16:
+      if (call.quantized) return merge_with<FloatMath<bf16_t, int8_t>>(call, task);
       return merge_with<Bf16Math>(call, task);
     default:
-      return merge_with<FloatMath<f16_t>>(call, task);
+      return merge_in_float<f16_t>(call, task);
   }
 }
 

@@ -11,6 +11,8 @@ namespace hydra::HYDRA_LEVEL {
 
 struct Bf16Tiles {
   using Stored = bf16_t;
+  using Cached = bf16_t;
+  static constexpr bool kScaled = false;
   using Element = bf16_t;
   using Keys = const bf16_t*;
   static constexpr bool kFine = false;

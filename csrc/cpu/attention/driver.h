@@ -31,7 +31,7 @@ struct HeadState {
 // What a task's columns are.
 template <class Math>
 struct TaskColumns {
-  using Stored = typename Math::Stored;  // of the tensors
+  using Stored = typename Math::Stored;  // of queries and results
 
   const AttentionCall& call;
   const AttentionTask& task;
@@ -64,6 +64,7 @@ struct Driver : TaskColumns<Math> {
   using Base = TaskColumns<Math>;
   using Element = typename Math::Element;  // of packed queries, keys, values and weights
   using typename Base::Stored;
+  using Cached = typename Math::Cached;  // of keys and values
   using Base::call, Base::task, Base::sequence, Base::dim, Base::group, Base::columns, Base::sums_width, Base::factor;
 
   int64_t column_tiles, query_width;
@@ -74,9 +75,11 @@ struct Driver : TaskColumns<Math> {
   Element* values;
   float* scores[2];
   Element* weights;
-  const Stored* zeros;
+  const Cached* zeros;
   const char* k_rows[2][kKeyTile];  // head 0 of the rows of this tile and of the next one, in turn
   const char* v_rows[2][kKeyTile];
+  const float* scale_rows[2][2][kKeyTile];  // of keys and of values, head 0; only if rows are quantized
+  float scales[2][kKeyTile];                // of one head's tile
   int next_slot = 0;
   int64_t next_count = 0;  // rows of the next tile
 
@@ -137,7 +140,7 @@ struct Driver : TaskColumns<Math> {
     const int64_t packs = Math::kByRows ? 0 : 1, score_tiles = Math::kByRows ? num_heads : 1;
     const int64_t keys_bytes = packs * aligned(kKeyTile * query_width * static_cast<int64_t>(sizeof(Element)));
     const int64_t values_bytes = packs * kKeyTile * sums_width * 4;
-    const int64_t zero_bytes = aligned(kMaxHeadDim * static_cast<int64_t>(sizeof(Stored)));
+    const int64_t zero_bytes = aligned(kMaxHeadDim * static_cast<int64_t>(sizeof(Cached)));
     const int64_t limits_bytes = aligned(columns * 8);
     const int64_t heads_bytes = aligned(num_heads * static_cast<int64_t>(sizeof(HeadState<Math>)));
     const int64_t tile_bytes = score_tiles * std::min<int64_t>(padded, kColumnTile) * kKeyTile * 4;
@@ -171,7 +174,7 @@ struct Driver : TaskColumns<Math> {
     std::memset(static_cast<void*>(weights), 0, static_cast<size_t>(tile_bytes));  // rows behind the last column
     char* zero = take(zero_bytes);
     std::memset(zero, 0, static_cast<size_t>(zero_bytes));
-    zeros = reinterpret_cast<const Stored*>(zero);
+    zeros = reinterpret_cast<const Cached*>(zero);
   }
 
   HYDRA_TARGET void load_queries(int64_t head) {
@@ -209,6 +212,19 @@ struct Driver : TaskColumns<Math> {
       }
       k_rows[slot][j] = sequence.k + start + offset * sequence.k_row_bytes;
       v_rows[slot][j] = sequence.v + start + offset * sequence.v_row_bytes;
+      if (Math::kScaled) {
+        scale_rows[slot][0][j] = reinterpret_cast<const float*>(sequence.k + start + sequence.scales_offset) + offset;
+        scale_rows[slot][1][j] = reinterpret_cast<const float*>(sequence.v + start + sequence.scales_offset) + offset;
+      }
+    }
+  }
+
+  // Of one head's tile; a key that is none has 0.
+  HYDRA_TARGET void find_scales(int64_t head, int count, int slot) {
+    if (!Math::kScaled) return;
+    for (int x = 0; x < 2; ++x) {
+      for (int j = 0; j < count; ++j) scales[x][j] = scale_rows[slot][x][j][head * sequence.block_size];
+      std::fill(scales[x] + count, scales[x] + kKeyTile, 0.0f);
     }
   }
 
@@ -225,21 +241,22 @@ struct Driver : TaskColumns<Math> {
   HYDRA_INLINE Prefetcher share_of(int64_t head) const {
     const int64_t num_heads = task.head_end - task.head_begin, index = head - task.head_begin;
     const int64_t first_row = next_count * index / num_heads, end_row = next_count * (index + 1) / num_heads;
-    const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Stored));
+    const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Cached));
     return Prefetcher(k_rows[next_slot] + first_row, v_rows[next_slot] + first_row, end_row - first_row,
                       task.head_begin * head_bytes, task.head_end * head_bytes);
   }
 
   // One key tile of one head for all its columns.
   HYDRA_TARGET void visit(int64_t head, int64_t begin, int count, int slot) {
-    const Stored* k[kKeyTile];
-    const Stored* v[kKeyTile];
+    const Cached* k[kKeyTile];
+    const Cached* v[kKeyTile];
     const int used = count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;  // half tiles save work at the end of a context
     for (int j = 0; j < used; ++j) {
       // A slot behind the last key may hold anything, NaN included, which a weight of 0 would not silence.
-      k[j] = j < count ? reinterpret_cast<const Stored*>(k_rows[slot][j]) + head * dim : zeros;
-      v[j] = j < count ? reinterpret_cast<const Stored*>(v_rows[slot][j]) + head * dim : zeros;
+      k[j] = j < count ? reinterpret_cast<const Cached*>(k_rows[slot][j]) + head * dim : zeros;
+      v[j] = j < count ? reinterpret_cast<const Cached*>(v_rows[slot][j]) + head * dim : zeros;
     }
+    find_scales(head, count, slot);
     Prefetcher next = share_of(head);
     const int64_t some = next.lines() / 8;
     const auto key_tile = Math::pack_keys(k, used, dim, keys);
@@ -261,10 +278,10 @@ struct Driver : TaskColumns<Math> {
   // One key tile of all heads, up to kColumnTile columns each: keys and then values in the order in which they lie in
   // memory, a few rows at a time with all their heads. Rows that lie `ahead` of them are asked for meanwhile.
   HYDRA_TARGET void visit_rows(int64_t begin, int count, int slot) {
-    const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Stored)), tile = columns * kKeyTile;
+    const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Cached)), tile = columns * kKeyTile;
     const int64_t row_bytes = (task.head_end - task.head_begin) * head_bytes;
     const unsigned ahead = static_cast<unsigned>(std::clamp<int64_t>(kAheadBytes / row_bytes, kLanes, kKeyTile));
-    RowGroup<Stored> group;
+    RowGroup<Cached> group;
     for (int first = 0; first < count; first += kLanes) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
         point_at(k_rows[0], static_cast<unsigned>(slot * kKeyTile + first), ahead, head, group);
@@ -276,6 +293,7 @@ struct Driver : TaskColumns<Math> {
     const int used = count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;
     for (int64_t head = task.head_begin; head < task.head_end; ++head) {
       const int64_t index = head - task.head_begin;
+      find_scales(head, count, slot);
       weigh_columns(heads[index], 0, begin, used, scores[0] + index * tile, weights + index * tile);
     }
     for (int first = 0; first < count; first += kLanes) {
@@ -289,10 +307,10 @@ struct Driver : TaskColumns<Math> {
   }
 
   // `all`: the rows of both tiles.
-  HYDRA_INLINE void point_at(const char* const* all, unsigned first, unsigned ahead, int64_t head, RowGroup<Stored>& group) const {
-    const int64_t offset = head * dim * static_cast<int64_t>(sizeof(Stored));
+  HYDRA_INLINE void point_at(const char* const* all, unsigned first, unsigned ahead, int64_t head, RowGroup<Cached>& group) const {
+    const int64_t offset = head * dim * static_cast<int64_t>(sizeof(Cached));
     for (unsigned j = 0; j < kLanes; ++j) {
-      group.rows[j] = reinterpret_cast<const Stored*>(all[first + j] + offset);
+      group.rows[j] = reinterpret_cast<const Cached*>(all[first + j] + offset);
       group.later[j] = all[(first + j + ahead) % (2 * kKeyTile)] + offset;
     }
   }
@@ -330,7 +348,9 @@ struct Driver : TaskColumns<Math> {
     const ColumnState& all_columns = state_of(state, begin);
     const ColumnState tile_state{all_columns.sums + first * sums_width, sums_width, all_columns.top + first,
                                  all_columns.total + first * kLanes};
+    if (Math::kScaled) scale_rows_by(tile, rows, used, scales[0]);
     weigh<Math>(tile, target, all ? nullptr : visible, rows, used, factor, tile_state);
+    if constexpr (Math::kScaled) scale_rows_by(target, rows, used, scales[1]);
     return tile_state;
   }
 

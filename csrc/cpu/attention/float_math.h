@@ -12,12 +12,14 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// What both ways of multiplying have in common.
-template <class T>
+// What both ways of multiplying have in common: queries and results of T, keys and values of C.
+template <class T, class C = T>
 struct FloatMath {
   using Stored = T;
+  using Cached = C;
   using Element = float;
-  using Steps = FloatSteps<T>;
+  using Steps = FloatSteps<C>;
+  static constexpr bool kScaled = std::is_same_v<C, int8_t>;
   static constexpr bool kFine = std::is_same_v<T, float>;
 
   static constexpr int64_t query_width(int64_t dim) { return Steps::width(dim); }
@@ -53,10 +55,10 @@ struct FloatMath {
 
 // Many columns share the work of packing a tile. Packed queries: [columns][kLanes][steps]. Packed keys:
 // [kKeyTile / kLanes][kLanes of a step][steps][keys]. Packed values: [kKeyTile][steps][kLanes].
-template <class T>
-struct ManyFloatColumns : FloatMath<T> {
+template <class T, class C>
+struct ManyFloatColumns : FloatMath<T, C> {
   static constexpr bool kByRows = false;
-  using typename FloatMath<T>::Steps;
+  using typename FloatMath<T, C>::Steps;
   using Keys = const float*;
   static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block
   static constexpr int kRows = 4;
@@ -71,7 +73,7 @@ struct ManyFloatColumns : FloatMath<T> {
     }
   }
 
-  HYDRA_TARGET static Keys pack_keys(const T* const* rows, int count, int64_t dim, float* memory) {
+  HYDRA_TARGET static Keys pack_keys(const C* const* rows, int count, int64_t dim, float* memory) {
     const int64_t width = Steps::width(dim), steps = width / kLanes;
     float* packed = memory;
     for (int first = 0; first < count; first += kLanes, packed += width * kLanes) {
@@ -87,7 +89,7 @@ struct ManyFloatColumns : FloatMath<T> {
     return memory;
   }
 
-  HYDRA_TARGET static void pack_values(const T* const* rows, int count, int64_t dim, float* packed, Prefetcher& next) {
+  HYDRA_TARGET static void pack_values(const C* const* rows, int count, int64_t dim, float* packed, Prefetcher& next) {
     const int64_t lines = next.lines() / kKeyTile, width = Steps::width(dim);
     for (int j = 0; j < count; ++j, packed += width) {
       next.lines(lines);
@@ -147,7 +149,7 @@ struct ManyFloatColumns : FloatMath<T> {
   template <int R, int V>
   HYDRA_INLINE static void sum_block(const float* weights, const float* values, int count, int64_t width, float* sums) {
     vf total[R][V];
-    FloatMath<T>::load_sums(sums, width, total);
+    FloatMath<T, C>::load_sums(sums, width, total);
     for (int j = 0; j < count; ++j) {
       vf value[V];
       for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * kLanes);
@@ -156,7 +158,7 @@ struct ManyFloatColumns : FloatMath<T> {
         for (int v = 0; v < V; ++v) total[r][v] = fused_multiply_add(weight, value[v], total[r][v]);
       }
     }
-    FloatMath<T>::store_sums(total, width, sums);
+    FloatMath<T, C>::store_sums(total, width, sums);
   }
 
   template <int R>
@@ -181,9 +183,9 @@ struct ManyFloatColumns : FloatMath<T> {
 
 // Up to kColumnTile columns: rows are multiplied as they lie in the cache, in the order in which they lie there, a few
 // rows of all heads after another. Packing would cost more than reading them. Packed queries: [columns][steps][kLanes].
-template <class T>
-struct FewFloatColumns : FloatMath<T> {
-  using typename FloatMath<T>::Steps;
+template <class T, class C>
+struct FewFloatColumns : FloatMath<T, C> {
+  using typename FloatMath<T, C>::Steps;
   static constexpr bool kByRows = true;
   static constexpr int kVectors = Steps::kVectors;       // of a chunk
   static constexpr int64_t kChunk = kVectors * kLanes;   // dimensions
@@ -197,14 +199,14 @@ struct FewFloatColumns : FloatMath<T> {
   }
 
   // Asks for what is to be read later; bytes of a head.
-  HYDRA_INLINE static void ask_for(const RowGroup<T>& group, int64_t bytes) {
+  HYDRA_INLINE static void ask_for(const RowGroup<C>& group, int64_t bytes) {
     for (int j = 0; j < kLanes; ++j) {
       for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(group.later[j] + at, 0, 2);
     }
   }
 
   template <int R, int K, bool kWhole>
-  HYDRA_INLINE static void multiply_chunk(const float* q, int64_t width, const T* const* keys, int64_t d, int64_t dim,
+  HYDRA_INLINE static void multiply_chunk(const float* q, int64_t width, const C* const* keys, int64_t d, int64_t dim,
                                           vf (&total)[R][K]) {
     multiply_vector<R, K, kWhole, 0>(q + d, width, keys, d, dim, total);
     if constexpr (kVectors == 2) multiply_vector<R, K, kWhole, 1>(q + d + kLanes, width, keys, d, dim, total);
@@ -212,7 +214,7 @@ struct FewFloatColumns : FloatMath<T> {
 
   // Vector kPart of the chunk.
   template <int R, int K, bool kWhole, int kPart>
-  HYDRA_INLINE static void multiply_vector(const float* q, int64_t width, const T* const* keys, int64_t d, int64_t dim,
+  HYDRA_INLINE static void multiply_vector(const float* q, int64_t width, const C* const* keys, int64_t d, int64_t dim,
                                            vf (&total)[R][K]) {
     vf key[K];
     for (int k = 0; k < K; ++k) key[k] = Steps::template load_vector<kWhole, kPart>(keys[k], d, dim);
@@ -224,7 +226,7 @@ struct FewFloatColumns : FloatMath<T> {
 
   // Lane by lane the products of R columns with K keys: totals[r * kLanes + k].
   template <int R, int K>
-  HYDRA_INLINE static void multiply_block(const float* q, const T* const* keys, int64_t dim, vf* totals) {
+  HYDRA_INLINE static void multiply_block(const float* q, const C* const* keys, int64_t dim, vf* totals) {
     const int64_t width = Steps::width(dim), whole = dim / kChunk * kChunk;
     vf total[R][K] = {};
     for (int64_t d = 0; d < whole; d += kChunk) multiply_chunk<R, K, true>(q, width, keys, d, dim, total);
@@ -235,7 +237,7 @@ struct FewFloatColumns : FloatMath<T> {
   }
 
   template <int R>
-  HYDRA_INLINE static void score_rows(const float* q, const T* const* keys, int64_t dim, float* scores) {
+  HYDRA_INLINE static void score_rows(const float* q, const C* const* keys, int64_t dim, float* scores) {
     constexpr int K = kLanes < 8 / R ? kLanes : 8 / R;
     vf totals[R][kLanes];
     for (int k = 0; k < kLanes; k += K) multiply_block<R, K>(q, keys + k, dim, &totals[0][k]);
@@ -243,25 +245,25 @@ struct FewFloatColumns : FloatMath<T> {
   }
 
   // scores[column][0 .. kLanes) of `rows` columns with kLanes keys.
-  HYDRA_INLINE static void multiply_keys(const float* q, int rows, const RowGroup<T>& keys, int64_t dim,
+  HYDRA_INLINE static void multiply_keys(const float* q, int rows, const RowGroup<C>& keys, int64_t dim,
                                          float* scores) {
     const int64_t width = Steps::width(dim);
-    ask_for(keys, dim * static_cast<int64_t>(sizeof(T)));
+    ask_for(keys, dim * static_cast<int64_t>(sizeof(C)));
     int r = 0;
     for (; r + 2 <= rows; r += 2) score_rows<2>(q + r * width, keys.rows, dim, scores + r * kKeyTile);
     if (r < rows) score_rows<1>(q + r * width, keys.rows, dim, scores + r * kKeyTile);
   }
 
-  // C chunks of the values of `count` keys from dimension d on.
-  template <int R, int C, bool kWhole>
-  HYDRA_INLINE static void sum_block(const float* weights, const T* const* values, int count, int64_t d, int64_t dim,
+  // N chunks of the values of `count` keys from dimension d on.
+  template <int R, int N, bool kWhole>
+  HYDRA_INLINE static void sum_block(const float* weights, const C* const* values, int count, int64_t d, int64_t dim,
                                      float* sums) {
     const int64_t width = Steps::width(dim);
-    vf total[R][C * kVectors];
-    FloatMath<T>::load_sums(sums + d, width, total);
+    vf total[R][N * kVectors];
+    FloatMath<T, C>::load_sums(sums + d, width, total);
     for (int j = 0; j < count; ++j) {
-      vf value[C * kVectors];
-      for (int c = 0; c < C; ++c) {
+      vf value[N * kVectors];
+      for (int c = 0; c < N; ++c) {
         value[c * kVectors] = Steps::template load_vector<kWhole, 0>(values[j], d + c * kChunk, dim);
         if constexpr (kVectors == 2) {
           value[c * kVectors + 1] = Steps::template load_vector<kWhole, 1>(values[j], d + c * kChunk, dim);
@@ -269,27 +271,27 @@ struct FewFloatColumns : FloatMath<T> {
       }
       for (int r = 0; r < R; ++r) {
         const vf weight = splat(weights[r * kKeyTile + j]);
-        for (int v = 0; v < C * kVectors; ++v) total[r][v] = fused_multiply_add(weight, value[v], total[r][v]);
+        for (int v = 0; v < N * kVectors; ++v) total[r][v] = fused_multiply_add(weight, value[v], total[r][v]);
       }
     }
-    FloatMath<T>::store_sums(total, width, sums + d);
+    FloatMath<T, C>::store_sums(total, width, sums + d);
   }
 
   template <int R>
-  HYDRA_INLINE static void sum_rows(const float* weights, const T* const* values, int count, int64_t dim, float* sums) {
-    constexpr int C = (R == 1 ? 8 : R == 2 ? 4 : 2) / kVectors;
+  HYDRA_INLINE static void sum_rows(const float* weights, const C* const* values, int count, int64_t dim, float* sums) {
+    constexpr int N = (R == 1 ? 8 : R == 2 ? 4 : 2) / kVectors;
     const int64_t whole = dim / kChunk * kChunk;
     int64_t d = 0;
-    for (; d + C * kChunk <= whole; d += C * kChunk) sum_block<R, C, true>(weights, values, count, d, dim, sums);
+    for (; d + N * kChunk <= whole; d += N * kChunk) sum_block<R, N, true>(weights, values, count, d, dim, sums);
     for (; d < whole; d += kChunk) sum_block<R, 1, true>(weights, values, count, d, dim, sums);
     if (whole < dim) sum_block<R, 1, false>(weights, values, count, whole, dim, sums);
   }
 
   // Adds `count` keys to the sums of `rows` columns.
-  HYDRA_INLINE static void multiply_values(const float* weights, int rows, const RowGroup<T>& values, int count,
+  HYDRA_INLINE static void multiply_values(const float* weights, int rows, const RowGroup<C>& values, int count,
                                            int64_t dim, float* sums) {
     const int64_t width = Steps::width(dim);
-    ask_for(values, dim * static_cast<int64_t>(sizeof(T)));
+    ask_for(values, dim * static_cast<int64_t>(sizeof(C)));
     int r = 0;
     for (; r + 4 <= rows; r += 4) {
       sum_rows<4>(weights + r * kKeyTile, values.rows, count, dim, sums + r * width);
@@ -301,13 +303,23 @@ struct FewFloatColumns : FloatMath<T> {
   }
 };
 
+template <class T, class C>
+HYDRA_TARGET void attend_rows(const AttentionCall& call, const AttentionTask& task) {
+  if ((task.token_end - task.token_begin) * call.group() <= kColumnTile) {
+    attend_with<FewFloatColumns<T, C>>(call, task);
+  } else {
+    attend_with<ManyFloatColumns<T, C>>(call, task);
+  }
+}
+
 template <class T>
 HYDRA_TARGET void attend_in_float(const AttentionCall& call, const AttentionTask& task) {
-  if ((task.token_end - task.token_begin) * call.group() <= kColumnTile) {
-    Driver<FewFloatColumns<T>>(call, task).run();
-  } else {
-    Driver<ManyFloatColumns<T>>(call, task).run();
-  }
+  call.quantized ? attend_rows<T, int8_t>(call, task) : attend_rows<T, T>(call, task);
+}
+
+template <class T>
+HYDRA_TARGET void merge_in_float(const AttentionCall& call, const AttentionTask& task) {
+  call.quantized ? merge_with<FloatMath<T, int8_t>>(call, task) : merge_with<FloatMath<T>>(call, task);
 }
 
 }  // namespace hydra::HYDRA_LEVEL

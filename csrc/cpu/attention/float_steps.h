@@ -11,13 +11,34 @@
 
 namespace hydra::HYDRA_LEVEL {
 
+HYDRA_INLINE vf load(const int8_t* source) {
+#if HYDRA_LANES == 16
+  const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+  return (vf)_mm512_maskz_cvtepi32_ps(0xffff, wide);
+#elif HYDRA_LANES == 8
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+  vf result{};
+  for (int i = 0; i < kLanes; ++i) result[i] = source[i];
+  return result;
+#endif
+}
+
+HYDRA_INLINE vf load_part(const int8_t* source, int count) {
+  int8_t buffer[kLanes] = {};
+  std::memcpy(buffer, source, static_cast<size_t>(count));
+  return load(buffer);
+}
+
+// For rows of T; queries and results, of any type, follow their order.
 template <class T>
 struct FloatSteps {
   static constexpr int kVectors = 1;
 
   static constexpr int64_t width(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-  HYDRA_INLINE static vf load_step(const T* row, int64_t step, int64_t dim) {
+  template <class X>
+  HYDRA_INLINE static vf load_step(const X* row, int64_t step, int64_t dim) {
     const int64_t d = step * kLanes;
     return d + kLanes <= dim ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
   }
@@ -29,7 +50,8 @@ struct FloatSteps {
   }
 
   // row[d] = sums[d] * factor
-  HYDRA_INLINE static void store_row(const float* sums, float factor, int64_t dim, T* row) {
+  template <class X>
+  HYDRA_INLINE static void store_row(const float* sums, float factor, int64_t dim, X* row) {
     for (int64_t d = 0; d < dim; d += kLanes) {
       const vf result = load(sums + d) * factor;
       if (d + kLanes <= dim) {

@@ -79,6 +79,14 @@ HYDRA_INLINE float largest(vf value) {
   return larger_of_pairs<1>(value, Lanes())[0];
 }
 
+// Multiplies each column of [rows][kKeyTile], of which `used` are in use, by its scale.
+HYDRA_INLINE void scale_rows_by(float* values, int rows, int used, const float* scales) {
+  for (int i = 0; i < used; i += kLanes) {
+    const vf scale = load(scales + i);
+    for (int row = 0; row < rows; ++row) store(values + row * kKeyTile + i, load(values + row * kKeyTile + i) * scale);
+  }
+}
+
 // State of a tile of columns.
 struct ColumnState {
   float* sums;         // [kColumnTile][sums_width]: running sum of weight * value

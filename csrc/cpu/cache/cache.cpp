@@ -22,15 +22,37 @@ void parallel_rows(int64_t rows, int64_t row_bytes, Fn&& fn) {
 
 }  // namespace
 
-void write_rows(const CacheView& cache, int64_t layer, const RowSource* sources, const int64_t* slots, int64_t rows) {
-  const int64_t tensors = cache.num_tensors, bytes = cache.row_bytes();
-  parallel_rows(rows, bytes * tensors, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      if (slots[t] < 0) continue;
-      for (int64_t x = 0; x < tensors; ++x) {
-        std::memcpy(cache.row(cache.plane(layer, x), slots[t]), sources[x].data + t * sources[x].stride,
-                    static_cast<size_t>(bytes));
-      }
+namespace {
+
+void quantize_level(const WriteCall& call, int64_t begin, int64_t end) {
+#if HYDRA_X86
+  const Isa isa = current_isa();
+  if (isa >= Isa::avx512bf16) return avx512bf16::write_quantized(call, begin, end);
+  if (isa == Isa::avx2) return avx2::write_quantized(call, begin, end);
+#endif
+  scalar::write_quantized(call, begin, end);
+}
+
+void copy_rows(const WriteCall& call, int64_t begin, int64_t end) {
+  const CacheView& cache = call.cache;
+  const int64_t bytes = cache.row_bytes();
+  for (int64_t t = begin; t < end; ++t) {
+    if (call.slots[t] < 0) continue;
+    for (int64_t x = 0; x < cache.num_tensors; ++x) {
+      std::memcpy(cache.row(cache.plane(call.layer, x), call.slots[t]),
+                  call.sources[x].data + t * call.sources[x].stride, static_cast<size_t>(bytes));
+    }
+  }
+}
+
+}  // namespace
+
+void write_rows(const WriteCall& call) {
+  parallel_rows(call.rows, call.cache.row_bytes() * call.cache.num_tensors, [&](int64_t begin, int64_t end) {
+    if (call.cache.quantized) {
+      quantize_level(call, begin, end);
+    } else {
+      copy_rows(call, begin, end);
     }
   });
 }

@@ -8,7 +8,8 @@
 
 namespace hydra {
 
-// [N, L, X, S, H, D] contiguous, the layout of backend/base.py. A slot is block * S + offset.
+// [N, L, X, S, H, D] contiguous, the layout of backend/base.py. A slot is block * S + offset. If `quantized`, an element
+// is an int8 and behind each plane [S, H, D] lie its scales, [H, S] float32: element = int8 * scale of its slot and head.
 struct CacheView {
   char* data = nullptr;
   int64_t num_blocks = 0;
@@ -17,17 +18,24 @@ struct CacheView {
   int64_t block_size = 0;   // S
   int64_t num_heads = 0;
   int64_t head_dim = 0;
-  DType dtype = DType::f32;
+  DType dtype = DType::f32;  // of rows as they are written, and of elements unless they are quantized
+  bool quantized = false;
 
   int64_t num_slots() const { return num_blocks * block_size; }
-  int64_t row_bytes() const { return num_heads * head_dim * element_size(dtype); }
-  int64_t plane_bytes() const { return block_size * row_bytes(); }
+  int64_t row_bytes() const { return num_heads * head_dim * (quantized ? 1 : element_size(dtype)); }
+  // Where the scales of a plane begin.
+  int64_t scales_offset() const { return block_size * row_bytes(); }
+  int64_t plane_bytes() const { return scales_offset() + (quantized ? block_size * num_heads * 4 : 0); }
   int64_t block_bytes() const { return num_layers * num_tensors * plane_bytes(); }
   // Row 0 of block 0.
   char* plane(int64_t layer, int64_t tensor) const { return data + (layer * num_tensors + tensor) * plane_bytes(); }
   // `plane` as above, so that a loop computes it once.
   char* row(char* plane, int64_t slot) const {
     return plane + slot / block_size * block_bytes() + slot % block_size * row_bytes();
+  }
+  // Of head 0; those of other heads follow in steps of block_size.
+  float* scales(char* plane, int64_t slot) const {
+    return reinterpret_cast<float*>(plane + slot / block_size * block_bytes() + scales_offset()) + slot % block_size;
   }
 };
 
@@ -37,8 +45,18 @@ struct RowSource {
   int64_t stride = 0;
 };
 
+struct WriteCall {
+  CacheView cache;
+  int64_t layer = 0;
+  RowSource sources[2];  // one for each tensor of the cache
+  const int64_t* slots = nullptr;
+  int64_t rows = 0;
+};
+
 // Row t of sources[x] -> slots[t] of tensor x, for all X tensors of the cache; slot -1 skips the row.
-void write_rows(const CacheView& cache, int64_t layer, const RowSource* sources, const int64_t* slots, int64_t rows);
+// Into a quantized cache, for each head x of a row: scale = max(max |x| / 127, 2^-126) and round(x / scale), to nearest
+// even; a head with an infinity or a NaN gets a NaN as its scale.
+void write_rows(const WriteCall& call);
 
 // Row m of `out` (contiguous) <- slots[m].
 void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const int64_t* slots, int64_t rows, char* out);
@@ -78,21 +96,25 @@ struct RopeCall {
   int64_t tokens = 0;
 };
 
-// out = rotate(q); rotate(k) and v -> slots. Pairs are (i, i + D / 2), the arithmetic is float32, rounded once.
+// out = rotate(q); rotate(k) and v -> slots. Pairs are (i, i + D / 2), the arithmetic is float32, rounded once: to the
+// rows' type or, in a quantized cache, to its integers.
 void rope_and_write(const RopeCall& call);
 
-// Tokens, or rows of a merge that accumulates, [begin, end) on the calling thread.
+// Tokens, or rows of a merge that accumulates or of a write that quantizes, [begin, end) on the calling thread.
 namespace scalar {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
 void add_merged(const MergeCall& call, int64_t begin, int64_t end);
+void write_quantized(const WriteCall& call, int64_t begin, int64_t end);
 }
 namespace avx2 {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
 void add_merged(const MergeCall& call, int64_t begin, int64_t end);
+void write_quantized(const WriteCall& call, int64_t begin, int64_t end);
 }
 namespace avx512bf16 {
 void rope_tokens(const RopeCall& call, int64_t begin, int64_t end);
 void add_merged(const MergeCall& call, int64_t begin, int64_t end);
+void write_quantized(const WriteCall& call, int64_t begin, int64_t end);
 }
 
 }  // namespace hydra

@@ -16,6 +16,7 @@ from hydra_engine import _C
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
+from hydra_engine.backend.reference.ops import ReferenceOps
 
 _NO_ADDRESS = 0
 
@@ -25,7 +26,7 @@ def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int
     checks.check_new_cache(cache)
     data = cache.data
     num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
-    dtype = DTYPE_CODES[data.dtype]
+    dtype = DTYPE_CODES[cache.row_dtype]
     return data.data_ptr(), num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim, dtype
 
 
@@ -45,7 +46,7 @@ class CacheOps:
         return entry[1]
 
     def _new_desc(self, cache: PagedCache) -> Any:
-        return _C.CacheDesc(*desc_arguments(cache))
+        return _C.CacheDesc(*desc_arguments(cache), cache.scales is not None)
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         desc = self.desc(cache)
@@ -105,6 +106,8 @@ class CacheOps:
         desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], plane > 0)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        if cache.scales is not None:
+            return ReferenceOps().gather_cache(cache, layer, index, slots)
         desc = self.desc(cache)
         count = checks.check_indices("slots", slots)
         shape = cache.data.shape

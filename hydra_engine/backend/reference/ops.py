@@ -211,13 +211,10 @@ class ReferenceOps:
     # ---- caches
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
-        """data[slot / S, layer, x, slot % S] = rows[x][t] for every t with slot = slots[t] >= 0."""
+        """data[slot / S, layer, x, slot % S] = rows[x][t] for every t with slot = slots[t] >= 0, `quantized` if the
+        cache is."""
         checks.check_write(cache, layer, rows, slots)
-        _check_slots(slots, cache, least=-1)
-        kept = slots >= 0
-        block, offset = _split(slots[kept], cache)
-        for x, source in enumerate(rows):
-            cache.data[block, layer, x, offset] = source[kept]
+        _write(cache, layer, rows, slots)
 
     def rope_and_write(
         self,
@@ -236,7 +233,8 @@ class ReferenceOps:
             checks.check_head_norms(norms, q.shape[2], q.dtype)
             q = q if norms.q is None else self.rms_norm(q, norms.q, norms.eps)
             k = k if norms.k is None else self.rms_norm(k, norms.k, norms.eps)
-        self.write_cache(cache, layer, (_rotated(k, *rotary), v), slots)
+        # Into a quantized cache keys are rounded once, to integers.
+        _write(cache, layer, (_rotated(k.float() if cache.scales is not None else k, *rotary), v), slots)
         return _rotated(q, *rotary)
 
     def merge_image_tokens(
@@ -251,12 +249,15 @@ class ReferenceOps:
         hidden[rows] = hidden[rows] + features if plane else features
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """data[slot / S, layer, index, slot % S] for every slot."""
+        """data[slot / S, layer, index, slot % S] for every slot, times its scales if there are any."""
         checks.check_plane(cache, layer, index)
         checks.check_indices("slots", slots)
         _check_slots(slots, cache)
         block, offset = _split(slots, cache)
-        return cache.data[block, layer, index, offset]
+        rows = cache.data[block, layer, index, offset]
+        if cache.scales is None:
+            return rows
+        return (rows.float() * cache.scales[block, layer, index, :, offset][..., None]).to(cache.row_dtype)
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
         """target[pairs[i, 1]] = source[pairs[i, 0]]; no block may be both read and written."""
@@ -264,6 +265,8 @@ class ReferenceOps:
         _check_range("pairs[:, 0]", pairs[:, 0], source.num_blocks)
         _check_range("pairs[:, 1]", pairs[:, 1], target.num_blocks)
         target.data[pairs[:, 1]] = source.data[pairs[:, 0]]
+        if source.scales is not None and target.scales is not None:
+            target.scales[pairs[:, 1]] = source.scales[pairs[:, 0]]
 
     # ---- attention
 
@@ -290,9 +293,7 @@ class ReferenceOps:
                 continue
             blocks = plan.block_tables[row, : -(-num_context // cache.block_size)].long()
             _check_range("block_tables", blocks, cache.num_blocks)
-            keys, values = (
-                cache.data[blocks, layer, x].flatten(0, 1)[:num_context].float().transpose(0, 1) for x in (0, 1)
-            )
+            keys, values = (_wide(cache, blocks, layer, x)[:num_context].transpose(0, 1) for x in (0, 1))
             out[begin:end] = causal(q[begin:end], keys, values, num_context - (end - begin), scale)
         return out
 
@@ -336,6 +337,38 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, H, D] as int8, scales [T, H] float32: scale = max(max |x| / 127, 2^-126), round(x / scale) to nearest even.
+    A head with an infinity or a NaN gets a NaN as its scale and zeros."""
+    wide = rows.float()
+    finite = wide.isfinite().all(-1)
+    scales = (wide.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    integers = torch.round(wide / scales[..., None])
+    zeroed = torch.where(finite[..., None], integers, torch.zeros(()))
+    return zeroed.to(torch.int8), torch.where(finite, scales, torch.full((), torch.nan))
+
+
+def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+    _check_slots(slots, cache, least=-1)
+    kept = slots >= 0
+    block, offset = _split(slots[kept], cache)
+    for x, source in enumerate(rows):
+        if cache.scales is None:
+            cache.data[block, layer, x, offset] = source[kept]
+        else:
+            integers, scales = quantized(source[kept])
+            cache.data[block, layer, x, offset] = integers
+            cache.scales[block, layer, x, :, offset] = scales
+
+
+def _wide(cache: PagedCache, blocks: Tensor, layer: int, tensor: int) -> Tensor:
+    """[slots of the blocks, H, D] float32."""
+    rows = cache.data[blocks, layer, tensor].float()
+    if cache.scales is not None:
+        rows = rows * cache.scales[blocks, layer, tensor].transpose(1, 2)[..., None]
+    return rows.flatten(0, 1)
 
 
 def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:

@@ -189,8 +189,9 @@ class LanguageSpec:
     def num_state_layers(self) -> int:
         return self.layer_kinds.count("delta")
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        return self.num_kv_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+    def kv_bytes_per_token(self, dtype_bytes: int, *, scaled: bool = False) -> int:
+        """`scaled`: with a float32 scale for each head of a token's keys and of its values."""
+        return self.num_kv_layers * 2 * self.num_kv_heads * (self.head_dim * dtype_bytes + 4 * scaled)
 
     def state_bytes(self, dtype_bytes: int) -> int:
         """What a request keeps besides keys and values, however long it is."""

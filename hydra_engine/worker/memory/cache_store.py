@@ -30,14 +30,23 @@ def allocate_kv_cache(
     block_size: int,
     dtype: torch.dtype,
     *,
+    quantized: bool = False,
     device: torch.device = _CPU,
     share: Share | None = None,
 ) -> PagedCache:
-    """[N, L, 2, S, Hkv, D]. `share`: peers read this cache, which they do where prefill is computed.
+    """[N, L, 2, S, Hkv, D] of `dtype`, or of int8 with scales for rows of it.
+    `share`: peers read this cache, which they do where prefill is computed.
     Elsewhere own memory is better: the system gives it larger pages."""
     language = spec.language
     shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
-    return _paged(shape, dtype, device, share)
+    if not quantized:
+        return _paged(shape, dtype, device, share)
+    per_token = language.kv_bytes_per_token(1, scaled=True)
+    num_bytes = plan.num_kv_blocks * block_size * per_token
+    if share is None or num_bytes == 0:
+        return PagedCache.quantized(_allocate((num_bytes,), torch.uint8, device), shape, dtype)
+    memory = share(num_bytes)
+    return PagedCache.quantized(memory.tensor()[:num_bytes], shape, dtype, memory)
 
 
 def allocate_image_cache(

@@ -53,7 +53,10 @@ class _Peaks:
         self._max_model_len = plan.max_model_len
         small = replace(plan, num_kv_blocks=min(plan.num_kv_blocks, 1), num_image_blocks=min(plan.num_image_blocks, 1))
         dtype, device = backend.dtype, backend.device.torch_device
-        self._kv_cache = allocate_kv_cache(spec, small, config.cache.block_size, dtype, device=device)
+        quantized = config.cache.kv_cache_dtype == "int8"
+        self._kv_cache = allocate_kv_cache(
+            spec, small, config.cache.block_size, dtype, quantized=quantized, device=device
+        )
         self._image_cache = allocate_image_cache(spec, small, config.cache.image_block_size, dtype, device=device)
         self._states = allocate_states(spec, small, dtype, device=device)
 

@@ -26,6 +26,13 @@ TYPICAL_IMAGES = 16
 MIN_TEXT_TOKENS = 8  # a request with one largest picture has room for this much text at least
 
 
+def kv_token_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) -> int:
+    """Of the keys and values of one token in all layers, with their scales where the configuration quantizes them."""
+    if config.cache.kv_cache_dtype == "int8":
+        return spec.language.kv_bytes_per_token(1, scaled=True)
+    return spec.language.kv_bytes_per_token(dtype_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What one role of a model asks of a device by its configuration, in bytes and in blocks of caches."""
@@ -56,7 +63,7 @@ class Needs:
 
     @property
     def kv_block_bytes(self) -> int:
-        return self.config.cache.block_size * self.spec.language.kv_bytes_per_token(self.dtype_bytes)
+        return self.config.cache.block_size * kv_token_bytes(self.spec, self.config, self.dtype_bytes)
 
     def image_sizes(self, vision: VisionSpec) -> tuple[int, int]:
         """Blocks of one largest image, bytes of a block."""
@@ -230,6 +237,8 @@ def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> t
         reasons.append(f"max_model_len {config.max_model_len} exceeds the model's {spec.max_model_len}, which is taken")
     if not needs.role.needs_language:
         return CacheSize("kv"), wanted_len
+    if config.cache.kv_cache_dtype == "int8":
+        reasons.append("KV cache: int8 with one scale for each token and head")
     block_bytes = needs.kv_block_bytes
     given = needs.given("kv", block_bytes, reasons)
     if given is not None:

@@ -34,7 +34,7 @@ def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
 
 def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
     """CRC-32 of each block's bytes."""
-    return tuple(zlib.crc32(cache.data[block].cpu().flatten().view(torch.uint8).numpy().data) for block in blocks)
+    return tuple(zlib.crc32(cache.block_view(block).cpu().numpy().data) for block in blocks)
 
 
 def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
@@ -97,7 +97,10 @@ def _check(export: PoolExport, ours: PagedCache) -> None:
 
 def _cache_in(memory: PeerMemory, export: PoolExport, ours: PagedCache) -> PagedCache:
     shape = export.layout.num_blocks, *export.layout.block_shape
-    return PagedCache(memory.tensor()[: shape[0] * ours.block_bytes].view(ours.data.dtype).view(shape))
+    raw = memory.tensor()[: shape[0] * ours.block_bytes]
+    if ours.scales is not None:
+        return PagedCache.quantized(raw, shape, ours.row_dtype)
+    return PagedCache(raw.view(ours.data.dtype).view(shape))
 
 
 def _chosen(descriptors: Sequence[int], index: int) -> int:
@@ -171,4 +174,4 @@ def _problem(job: PullJob, error: ErrorInfo) -> str:
 
 def _flip_a_byte(cache: PagedCache, blocks: Sequence[int]) -> None:
     if blocks:
-        cache.data[blocks[-1]].flatten().view(torch.uint8)[0] ^= 0xFF
+        cache.block_view(blocks[-1])[0] ^= 0xFF
