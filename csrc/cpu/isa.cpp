@@ -93,7 +93,8 @@ const Features& features() {
 
 Isa best_level(const Features& f) {
   if (!(f.avx2 && f.fma && f.f16c && f.bmi2)) return Isa::scalar;
-  if (!(f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq && f.avx512bf16)) return Isa::avx2;
+  if (!(f.avx512f && f.avx512bw && f.avx512vl && f.avx512dq)) return Isa::avx2;
+  if (!f.avx512bf16) return Isa::avx512;
   return f.amx_tile && f.amx_bf16 ? Isa::amx : Isa::avx512bf16;
 }
 
@@ -102,7 +103,7 @@ std::atomic<Isa>& level() {
   return value;
 }
 
-constexpr const char* kNames[] = {"scalar", "avx2", "avx512bf16", "amx"};
+constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx"};
 
 }  // namespace
 
@@ -113,19 +114,19 @@ Isa supported_isa() { return best_level(features()); }
 Isa current_isa() { return level().load(std::memory_order_relaxed); }
 
 void force_isa(const std::string& name) {
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 5; ++i) {
     if (name != kNames[i]) continue;
     HYDRA_CHECK(i <= static_cast<int>(supported_isa()), "isa: this machine supports levels up to '",
                 isa_name(supported_isa()), "', got '", name, "'");
     level().store(static_cast<Isa>(i), std::memory_order_relaxed);
     return;
   }
-  HYDRA_CHECK(false, "isa: expected scalar, avx2, avx512bf16 or amx, got '", name, "'");
+  HYDRA_CHECK(false, "isa: expected scalar, avx2, avx512, avx512bf16 or amx, got '", name, "'");
 }
 
 bool has_avx_vnni() { return features().avx_vnni && current_isa() >= Isa::avx2; }
 
-bool has_avx512_vnni() { return features().avx512_vnni && current_isa() >= Isa::avx512bf16; }
+bool has_avx512_vnni() { return features().avx512_vnni && current_isa() >= Isa::avx512; }
 
 bool has_amx_int8() { return features().amx_int8 && current_isa() == Isa::amx; }
 

@@ -19,6 +19,7 @@
 #define HYDRA_TARGET_ABOVE(features) __attribute__((target("avx2,fma,f16c,bmi2," features)))
 #endif
 #define HYDRA_AVX512 "avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512"
+#define HYDRA_TARGET_AVX512 HYDRA_TARGET_ABOVE(HYDRA_AVX512)
 #define HYDRA_TARGET_AVXVNNI HYDRA_TARGET_ABOVE("avxvnni")
 #define HYDRA_TARGET_AVX512VNNI HYDRA_TARGET_ABOVE(HYDRA_AVX512 ",avx512vnni")
 #define HYDRA_TARGET_AVX512BF16 HYDRA_TARGET_ABOVE(HYDRA_AVX512 ",avx512bf16")
@@ -27,8 +28,8 @@
 
 namespace hydra {
 
-// Ordered: a level includes all lower ones. avx512bf16 = AVX-512 F/BW/VL/DQ with BF16; amx adds AMX_TILE and AMX_BF16.
-enum class Isa : int { scalar = 0, avx2 = 1, avx512bf16 = 2, amx = 3 };
+// Ordered: a level includes all lower ones. avx512 = AVX-512 F/BW/VL/DQ; avx512bf16 adds BF16, amx AMX_TILE and AMX_BF16.
+enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
 
 const char* isa_name(Isa isa);
 
@@ -42,7 +43,7 @@ Isa current_isa();
 // or a level above supported_isa().
 void force_isa(const std::string& name);
 
-// Products of bytes, which processors of one level have or lack; false below the levels avx2, avx512bf16 and amx.
+// Products of bytes, which processors of one level have or lack; false below the levels avx2, avx512 and amx.
 bool has_avx_vnni();
 bool has_avx512_vnni();
 bool has_amx_int8();

@@ -1,5 +1,6 @@
 // Vectors of one instruction-set level: loads, stores and conversions. A source file defines HYDRA_LEVEL (a namespace),
-// HYDRA_LANES and HYDRA_TARGET, then includes this; all code of a level lives in namespace hydra::HYDRA_LEVEL.
+// HYDRA_LANES and HYDRA_TARGET, also HYDRA_BF16 where the target has conversions to bf16, then includes this; all code
+// of a level lives in namespace hydra::HYDRA_LEVEL.
 // Arithmetic on `vf` is the compiler's own (+, *, comparisons, ?:). Lambdas do not inherit the target: use functions.
 #pragma once
 
@@ -62,14 +63,18 @@ HYDRA_INLINE vf load(const f16_t* source) {
 HYDRA_INLINE void store(float* target, vf value) { *reinterpret_cast<vf_memory*>(target) = value; }
 
 HYDRA_INLINE void store(bf16_t* target, vf value) {
-#if HYDRA_LANES == 16  // one instruction; the only difference is that it makes results below 2^-126 zero
+#ifdef HYDRA_BF16  // one instruction; the only difference is that it makes results below 2^-126 zero
   const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), (__m256i)half);
 #else
   const vu bits = (vu)value;
   const vu rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   const vu result = value != value ? (bits >> 16 | 0x40u) : rounded;
+#if HYDRA_LANES == 16
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16((__m512i)result));
+#else
   *reinterpret_cast<vh_memory*>(target) = __builtin_convertvector(result, vh);
+#endif
 #endif
 }
 
@@ -88,7 +93,7 @@ HYDRA_INLINE void store(f16_t* target, vf value) {
 // Two vectors to neighbouring places.
 template <class T>
 HYDRA_INLINE void store_pair(T* target, vf first, vf second) {
-#if HYDRA_LANES == 16
+#ifdef HYDRA_BF16
   if constexpr (std::is_same_v<T, bf16_t>) {  // a whole cache line at once; rounds as `store` does
     _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
     return;

@@ -37,7 +37,7 @@ class OpChoice(NamedTuple):
     """One line of the table that `doctor` and the start-up summary print."""
 
     op: str
-    implementation: str  # "native-amx", "native-avx512bf16", "native-avx2", "reference"
+    implementation: str  # "native-amx", "native-avx512bf16", "native-avx512", "native-avx2", "reference"
     reason: str
 
 

@@ -10,7 +10,7 @@ from hydra_engine.backend.base import Ops
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.reference.ops import ReferenceOps
 
-LEVELS = ("scalar", "avx2", "avx512bf16", "amx")
+LEVELS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(_C.isa()) + 1]
 
 

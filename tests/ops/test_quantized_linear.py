@@ -203,7 +203,7 @@ def test_a_packed_weight_needs_the_memory_of_its_tensors(num_bits: int, group: i
 
 def test_the_choice_names_the_products_of_bytes(isa: str) -> None:
     reason = next(choice.reason for choice in NativeOps().choices() if choice.op == "linear")
-    has_vnni = isa in ("avx512bf16", "amx") and "avx512_vnni" in _C.cpu_features()
+    has_vnni = isa in ("avx512", "avx512bf16", "amx") and "avx512_vnni" in _C.cpu_features()
     expected = "avx512_vnni" if has_vnni else "scalar" if isa == "scalar" else "avx2"
     assert f"weights of 8 and 4 bits: {expected}" in reason
 

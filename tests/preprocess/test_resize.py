@@ -11,7 +11,7 @@ from hydra_engine import _C
 from hydra_engine.preprocess.media import pixels
 from hydra_engine.preprocess.media.pixels import RESAMPLING, Pixels, Window, describe, resize_into
 
-FEATURES = {"scalar": None, "avx2": "avx2", "avx512bf16": "avx512_bf16"}
+FEATURES = {"scalar": None, "avx2": "avx2", "avx512": "avx512_vnni"}
 LEVELS = [level for level, feature in FEATURES.items() if feature is None or feature in _C.cpu_features()]
 
 

@@ -6,6 +6,7 @@
 #define HYDRA_LEVEL amx
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AMX
+#define HYDRA_BF16
 #include "cpu/attention/bf16_math.h"
 
 namespace hydra::amx {

@@ -39,8 +39,10 @@ void run_task(const AttentionCall& call, const AttentionTask& task) {
   const FlushDenormals flush;
 #if HYDRA_X86
   const Isa isa = current_isa();
-  if (isa == Isa::amx && call.dtype == DType::bf16 && !call.quantized) return amx::attend_bf16(call, task);
-  if (isa >= Isa::avx512bf16) return avx512bf16::attend(call, task);
+  const bool in_bf16 = call.dtype == DType::bf16 && !call.quantized;
+  if (isa == Isa::amx && in_bf16) return amx::attend_bf16(call, task);
+  if (isa >= Isa::avx512bf16 && in_bf16) return avx512bf16::attend_bf16(call, task);
+  if (isa >= Isa::avx512) return avx512::attend(call, task);
   if (isa == Isa::avx2) return avx2::attend(call, task);
 #endif
   scalar::attend(call, task);
@@ -50,7 +52,10 @@ void run_merge(const AttentionCall& call, const AttentionTask& task) {
   const FlushDenormals flush;
 #if HYDRA_X86
   const Isa isa = current_isa();  // tiles of AMX leave sums as AVX-512 does
-  if (isa >= Isa::avx512bf16) return avx512bf16::merge_spans(call, task);
+  if (isa >= Isa::avx512bf16 && call.dtype == DType::bf16 && !call.quantized) {
+    return avx512bf16::merge_spans_bf16(call, task);
+  }
+  if (isa >= Isa::avx512) return avx512::merge_spans(call, task);
   if (isa == Isa::avx2) return avx2::merge_spans(call, task);
 #endif
   scalar::merge_spans(call, task);

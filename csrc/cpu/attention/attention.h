@@ -82,9 +82,13 @@ namespace avx2 {
 void attend(const AttentionCall& call, const AttentionTask& task);
 void merge_spans(const AttentionCall& call, const AttentionTask& task);
 }
-namespace avx512bf16 {
+namespace avx512 {
 void attend(const AttentionCall& call, const AttentionTask& task);
 void merge_spans(const AttentionCall& call, const AttentionTask& task);
+}
+namespace avx512bf16 {
+void attend_bf16(const AttentionCall& call, const AttentionTask& task);
+void merge_spans_bf16(const AttentionCall& call, const AttentionTask& task);
 }
 namespace amx {
 void attend_bf16(const AttentionCall& call, const AttentionTask& task);

@@ -1,10 +1,11 @@
-// Attention with AVX-512: bf16 through the dot product of pairs, float32 and float16 in float32.
+// bf16 attention through the dot product of pairs.
 #include "cpu/isa.h"
 
 #if HYDRA_X86
 #define HYDRA_LEVEL avx512bf16
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
+#define HYDRA_BF16
 #include "cpu/attention/bf16_math.h"
 
 namespace hydra::avx512bf16 {
@@ -107,29 +108,9 @@ struct Bf16Math : Bf16Tiles {
 
 }  // namespace
 
-void attend(const AttentionCall& call, const AttentionTask& task) {
-  switch (call.dtype) {
-    case DType::f32:
-      return attend_in_float<float>(call, task);
-    case DType::bf16:
-      if (call.quantized) return attend_rows<bf16_t, int8_t>(call, task);
-      return attend_with<Bf16Math>(call, task);
-    default:
-      return attend_in_float<f16_t>(call, task);
-  }
-}
+void attend_bf16(const AttentionCall& call, const AttentionTask& task) { attend_with<Bf16Math>(call, task); }
 
-void merge_spans(const AttentionCall& call, const AttentionTask& task) {
-  switch (call.dtype) {
-    case DType::f32:
-      return merge_in_float<float>(call, task);
-    case DType::bf16:
-      if (call.quantized) return merge_with<FloatMath<bf16_t, int8_t>>(call, task);
-      return merge_with<Bf16Math>(call, task);
-    default:
-      return merge_in_float<f16_t>(call, task);
-  }
-}
+void merge_spans_bf16(const AttentionCall& call, const AttentionTask& task) { merge_with<Bf16Math>(call, task); }
 
 }  // namespace hydra::avx512bf16
 #endif

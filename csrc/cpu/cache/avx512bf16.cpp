@@ -5,5 +5,6 @@
 #define HYDRA_LEVEL avx512bf16
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
+#define HYDRA_BF16
 #include "cpu/cache/rows.h"
 #endif

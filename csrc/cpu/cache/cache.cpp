@@ -28,7 +28,7 @@ void quantize_level(const WriteCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   const Isa isa = current_isa();
   if (isa >= Isa::avx512bf16) return avx512bf16::write_quantized(call, begin, end);
-  if (isa == Isa::avx2) return avx2::write_quantized(call, begin, end);
+  if (isa >= Isa::avx2) return avx2::write_quantized(call, begin, end);
 #endif
   scalar::write_quantized(call, begin, end);
 }
@@ -88,7 +88,7 @@ void rope_level(const RopeCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   const Isa isa = current_isa();
   if (isa >= Isa::avx512bf16) return avx512bf16::rope_tokens(call, begin, end);
-  if (isa == Isa::avx2) return avx2::rope_tokens(call, begin, end);
+  if (isa >= Isa::avx2) return avx2::rope_tokens(call, begin, end);
 #endif
   scalar::rope_tokens(call, begin, end);
 }
@@ -97,7 +97,7 @@ void add_level(const MergeCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   const Isa isa = current_isa();
   if (isa >= Isa::avx512bf16) return avx512bf16::add_merged(call, begin, end);
-  if (isa == Isa::avx2) return avx2::add_merged(call, begin, end);
+  if (isa >= Isa::avx2) return avx2::add_merged(call, begin, end);
 #endif
   scalar::add_merged(call, begin, end);
 }

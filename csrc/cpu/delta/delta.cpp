@@ -24,7 +24,7 @@ Level level() {
   if (isa >= Isa::avx512bf16) {
     return {avx512bf16::lanes, avx512bf16::conv_vectors, avx512bf16::prepare_tokens, avx512bf16::rule_tasks};
   }
-  if (isa == Isa::avx2) return {avx2::lanes, avx2::conv_vectors, avx2::prepare_tokens, avx2::rule_tasks};
+  if (isa >= Isa::avx2) return {avx2::lanes, avx2::conv_vectors, avx2::prepare_tokens, avx2::rule_tasks};
 #endif
   return {scalar::lanes, scalar::conv_vectors, scalar::prepare_tokens, scalar::rule_tasks};
 }

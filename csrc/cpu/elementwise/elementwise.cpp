@@ -13,7 +13,7 @@ void run_level(RowsOp op, const RowsCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   const Isa isa = current_isa();
   if (isa >= Isa::avx512bf16) return avx512bf16::run_rows(op, call, begin, end);
-  if (isa == Isa::avx2) return avx2::run_rows(op, call, begin, end);
+  if (isa >= Isa::avx2) return avx2::run_rows(op, call, begin, end);
 #endif
   scalar::run_rows(op, call, begin, end);
 }

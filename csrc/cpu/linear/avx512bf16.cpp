@@ -1,10 +1,11 @@
-// Products for processors with AVX-512 and its BF16 instructions: bf16 by vdpbf16ps over pairs of k, the rest by FMA.
+// bf16 products for processors with AVX-512's BF16 instructions: vdpbf16ps over pairs of k.
 #include "cpu/isa.h"
 
 #if HYDRA_X86
 #define HYDRA_LEVEL avx512bf16
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
+#define HYDRA_BF16
 #include "cpu/linear/fma.h"
 
 namespace hydra::avx512bf16 {
@@ -103,7 +104,9 @@ HYDRA_TARGET void dot_few(int rows, const bf16_t* x, int64_t x_stride, const bf1
   }
 }
 
-HYDRA_TARGET void multiply_bf16(const LinearCall& call, const LinearPart& part) {
+}  // namespace
+
+HYDRA_TARGET void linear_part_bf16(const LinearCall& call, const LinearPart& part) {
   alignas(64) float sums[kFewRows * kPanel];
   const int64_t num_in = call.weight.num_in;
   const bool few = part.row_end - part.row_begin <= kFewRows;
@@ -124,13 +127,6 @@ HYDRA_TARGET void multiply_bf16(const LinearCall& call, const LinearPart& part) 
       finish_block(call, sums, kPanel, row, rows, panel);
     }
   }
-}
-
-}  // namespace
-
-HYDRA_TARGET void linear_part(const LinearCall& call, const LinearPart& part) {
-  if (call.weight.is_bf16()) return multiply_bf16(call, part);
-  multiply_part(call, part);
 }
 
 }  // namespace hydra::avx512bf16

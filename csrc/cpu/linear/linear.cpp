@@ -90,7 +90,8 @@ void linear_part(const LinearCall& call, const LinearPart& part) {
 #if HYDRA_X86
   const Isa isa = current_isa();
   if (isa == Isa::amx && call.weight.is_bf16()) return amx::linear_part_bf16(call, part);
-  if (isa >= Isa::avx512bf16) return avx512bf16::linear_part(call, part);
+  if (isa >= Isa::avx512bf16 && call.weight.is_bf16()) return avx512bf16::linear_part_bf16(call, part);
+  if (isa >= Isa::avx512) return avx512::linear_part(call, part);
   if (isa == Isa::avx2) return avx2::linear_part(call, part);
 #endif
   scalar::linear_part(call, part);

@@ -68,8 +68,11 @@ void linear_part(const LinearCall& call, const LinearPart& part);
 namespace avx2 {
 void linear_part(const LinearCall& call, const LinearPart& part);
 }
-namespace avx512bf16 {
+namespace avx512 {
 void linear_part(const LinearCall& call, const LinearPart& part);
+}
+namespace avx512bf16 {
+void linear_part_bf16(const LinearCall& call, const LinearPart& part);
 }
 namespace amx {
 void linear_part_bf16(const LinearCall& call, const LinearPart& part);

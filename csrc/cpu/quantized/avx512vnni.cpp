@@ -1,11 +1,10 @@
-// Products for processors with AVX-512, its BF16 instructions, which storing results takes, and its products of bytes
-// (VNNI).
+// Products for processors with AVX-512 and its products of bytes (VNNI).
 #include "cpu/isa.h"
 
 #if HYDRA_X86
 #define HYDRA_LEVEL avx512vnni
 #define HYDRA_LANES 16
-#define HYDRA_TARGET HYDRA_TARGET_ABOVE(HYDRA_AVX512 ",avx512bf16,avx512vnni")
+#define HYDRA_TARGET HYDRA_TARGET_AVX512VNNI
 #include <algorithm>
 
 #include "cpu/quantized/quantized.h"

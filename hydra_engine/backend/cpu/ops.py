@@ -95,6 +95,8 @@ def _choice(op: str, level: str) -> tuple[str, str]:
         return "native", "copies bytes, the same on every processor"
     if level == "amx" and op not in _MATRIX_PRODUCTS:
         return "native-avx512bf16", "the processor has AVX-512 with BF16; AMX only multiplies matrices"
+    if level == "avx512" and op not in _MATRIX_PRODUCTS:
+        return "native-avx2", "without BF16 instructions only matrix products gain from AVX-512"
     reason = f"the processor's best level is {level}"
     if op == "linear":
         reason += f"; weights of 8 and 4 bits: {_quantized_products(level)}"
@@ -104,6 +106,6 @@ def _choice(op: str, level: str) -> tuple[str, str]:
 def _quantized_products(level: str) -> str:
     """As csrc/cpu/quantized chooses."""
     features = _C.cpu_features()
-    if level not in ("avx512bf16", "amx") or "avx512_vnni" not in features:
+    if level not in ("avx512", "avx512bf16", "amx") or "avx512_vnni" not in features:
         return "avx2" if level != "scalar" else level
     return "avx512_vnni, amx_int8 from 17 rows on" if level == "amx" and "amx_int8" in features else "avx512_vnni"

@@ -404,6 +404,12 @@ FLOATS = [
     ),
     instruction("_mm512_reduce_max_ps", "P.f4", "f.f4", lambda a: [a.max()], finite=True),
     instruction("_mm512_cvtepi32_ps", "I.i4", "P.f4", lambda a: a.astype(np.float32)),
+    instruction(
+        "_mm512_maskz_cvtepi32_ps",
+        "k16.u2 I.i4",
+        "P.f4",
+        lambda k, a: np.where(bits_of(k, 16), a.astype(np.float32), np.float32(0)),
+    ),
     instruction("_mm512_cvtps_epi32", "P.f4", "I.i4", quiet(lambda a: to_int32(np.rint(a.astype(np.float64))))),
     instruction("_mm512_cvttps_epi32", "P.f4", "I.i4", quiet(lambda a: to_int32(np.trunc(a.astype(np.float64))))),
     instruction("_mm512_cvtph_ps", "i.u2", "P.f4", quiet(lambda a: a.view(np.float16).astype(np.float32))),

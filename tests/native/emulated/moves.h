@@ -87,6 +87,9 @@ EMULATED_WIDENED(cvtph_ps, __m512, __m256, __m256i, emulated::half_of<__m128i>)
 EMULATED_WIDENED(cvtepi32_ps, __m512, __m256, __m512i, emulated::half_of<__m256i>)
 EMULATED_WIDENED(cvtps_epi32, __m512i, __m256i, __m512, emulated::half_of<__m256>)
 EMULATED_WIDENED(cvttps_epi32, __m512i, __m256i, __m512, emulated::half_of<__m256>)
+EMULATED __m512 _mm512_maskz_cvtepi32_ps(__mmask16 k, __m512i a) {
+  return emulated::chosen<uint32_t>(k, _mm512_cvtepi32_ps(a), __m512{});
+}
 EMULATED __m512 _mm512_maskz_cvtph_ps(__mmask16 k, __m256i a) {
   return emulated::chosen<uint32_t>(k, _mm512_cvtph_ps(a), __m512{});
 }
