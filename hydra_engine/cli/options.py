@@ -221,9 +221,15 @@ def _add_options(parser: argparse.ArgumentParser, classes: tuple[type, ...], ski
             group.add_argument(f"--{MEDIA_LIMITS}", metavar="JSON", help=text)
 
 
+_LONGEST_CHOICES = 70  # characters; longer ones stand in the help and not in the usage
+
+
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     """Values stay text here; `values.py` parses them as it parses those of the environment."""
     text = option.help
+    choices = ", ".join(option.choices or ())
+    if len(choices) > _LONGEST_CHOICES:
+        text += f"; one of {choices}"
     if option.default not in (None, (), ""):
         shown = ("off", "on")[option.default] if option.kind is bool else option.default
         shown = f"{shown}, {size(option.default)}" if option.name.endswith("-bytes") else shown
@@ -236,7 +242,8 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
         if option.kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **shown_as)
         elif option.choices is not None:
-            group.add_argument(flag, choices=option.choices, **shown_as)
+            metavar = "NAME" if len(choices) > _LONGEST_CHOICES else None
+            group.add_argument(flag, choices=option.choices, metavar=metavar, **shown_as)
         else:
             action = "append" if option.kind is tuple else "store"
             metavar = _METAVARS_OF_KINDS.get(option.form) or _METAVARS.get(option.kind, "VALUE")
