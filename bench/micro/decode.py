@@ -118,7 +118,7 @@ def _row(report: Report, subject: Subject, case: Case, how: str, seconds: Second
     report.row(
         case.what(subject, how),
         seconds,
-        work=decode_work(subject.spec.language, case.rows, case.context, subject.width),
+        work=decode_work(subject.spec.language, case.rows, case.context, subject.width, subject.matrices),
         inputs={**case._asdict(), "how": how},
         peers=peers,
         model=subject.name,

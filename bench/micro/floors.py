@@ -91,27 +91,36 @@ def layer_parameters(language: LanguageSpec) -> int:
     return attention + 3 * c * language.intermediate_size
 
 
-def decode_work(language: LanguageSpec, rows: int, context: int, width: int) -> list[Work]:
-    """One step of `rows` requests that each see `context` tokens; numbers of `width` bytes."""
+Matrices = tuple[float, float]  # bytes of a weight of the layers, and of the head
+
+
+def decode_work(
+    language: LanguageSpec, rows: int, context: int, width: int, matrices: Matrices | None = None
+) -> list[Work]:
+    """One step of `rows` requests that each see `context` tokens; numbers of `width` bytes but for `matrices`."""
+    of_layers, of_head = matrices or (width, width)
     linear = language.num_layers * layer_parameters(language)
     head = language.vocab_size * language.hidden_size
     pairs = rows * context * language.num_heads * language.head_dim * language.num_kv_layers
     return [
-        Work("layers", 2.0 * rows * linear, width * linear),
-        Work("head", 2.0 * rows * head, width * head),
+        Work("layers", 2.0 * rows * linear, of_layers * linear),
+        Work("head", 2.0 * rows * head, of_head * head),
         Work("attention", 4.0 * pairs, rows * context * language.kv_bytes_per_token(width)),
     ]
 
 
-def prefill_work(language: LanguageSpec, rows: int, tokens: int, width: int) -> list[Work]:
+def prefill_work(
+    language: LanguageSpec, rows: int, tokens: int, width: int, matrices: Matrices | None = None
+) -> list[Work]:
     """`rows` whole prompts of `tokens`; the head runs on the last token of each."""
+    of_layers, of_head = matrices or (width, width)
     linear = language.num_layers * layer_parameters(language)
     head = language.vocab_size * language.hidden_size
     pairs = rows * tokens * tokens / 2 * language.num_heads * language.head_dim * language.num_kv_layers
     return [
-        Work("layers", 2.0 * rows * tokens * linear, width * linear),
+        Work("layers", 2.0 * rows * tokens * linear, of_layers * linear),
         Work("attention", 4.0 * pairs, rows * tokens * language.kv_bytes_per_token(width)),
-        Work("head", 2.0 * rows * head, width * head),
+        Work("head", 2.0 * rows * head, of_head * head),
     ]
 
 

@@ -80,8 +80,8 @@ def parse(
     add: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """quick (bool), device ("cpu", "cuda:N"), model (names with commas, or None), threads, deterministic, seed, json
-    (Path or None), and what `add` adds."""
+    """quick (bool), device ("cpu", "cuda:N"), model (names with commas, or None), threads, deterministic,
+    quantization, seed, json (Path or None), and what `add` adds."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="under a minute (the default)")
@@ -90,6 +90,7 @@ def parse(
     parser.add_argument("--device", default="auto", help="cpu or cuda:N; auto: the first GPU if there is one")
     parser.add_argument("--threads", type=int, default=None, help="of a processor; default: one for each core")
     parser.add_argument("--deterministic", action="store_true", help="batch-invariant operations on a GPU too")
+    parser.add_argument("--quantization", default="auto", help="of the models, as --quantization of serve")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also writes the document there")
     if add is not None:

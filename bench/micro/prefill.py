@@ -65,7 +65,7 @@ def _measure(
     report.row(
         what,
         ours,
-        work=prefill_work(language, rows, tokens, subject.width),
+        work=prefill_work(language, rows, tokens, subject.width, subject.matrices),
         inputs={"rows": rows, "tokens": tokens},
         peers=seconds,
         model=subject.name,

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from bench.micro.ceilings import measure, show
-from bench.micro.floors import Ceilings
+from bench.micro.floors import Ceilings, Matrices
 from bench.micro.harness import Report
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
 from hydra_engine.backend.device import Lane
-from hydra_engine.backend.select import create_backend, resolve_dtype
+from hydra_engine.backend.select import create_backend, resolve_dtype, weights_dtype
 from hydra_engine.config import DEMO_MODEL, EngineConfig
+from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import BackendError, HydraError
 from hydra_engine.models.build import load_model
@@ -85,9 +86,9 @@ def noise(num_layers: int) -> float:
 class Subject:
     """A model on a device. Weights are read where the directory has some and drawn where it has none."""
 
-    def __init__(self, name: str, directory: Path, backend: Backend) -> None:
+    def __init__(self, name: str, directory: Path, backend: Backend, quantization: str = "auto") -> None:
         self.name, self.directory, self.backend = name, directory, backend
-        self.spec: ModelSpec = load_spec(directory)
+        self.spec: ModelSpec = load_spec(directory, SpecOptions(quantization=quantization))
         self.random = not any(directory.glob("*.safetensors"))
         assert not self.spec.language.has_states, "models with recurrent states are not measured here"
         model = load_model(directory, self.spec, backend, EPD, random_weights=self.random)
@@ -96,6 +97,14 @@ class Subject:
         self.device = backend.device.torch_device
         self.width = backend.dtype.itemsize
         self._generator = torch.Generator(self.device).manual_seed(0)
+
+    @property
+    def matrices(self) -> Matrices:
+        """Bytes of a weight of the decoder's layers, and of its head, as they are kept."""
+        kept = self.spec.at_load or self.spec.quantization
+        width = weights_dtype(self.backend.dtype, self.spec.dtype, device=self.backend.device.name).itemsize
+        layers = kept.bytes_per_weight if kept is not None and kept.stays else width
+        return layers, 1 if self.spec.at_load else width
 
     @property
     def on_gpu(self) -> bool:
@@ -265,7 +274,7 @@ def create(name: str, arguments: argparse.Namespace, sm_split: Sequence[int] = (
     """The model called `name` on the device of the arguments. Raises HydraError where that cannot be divided so."""
     directory = directory_of(name)
     dtype = dtype_of(directory, arguments.device)
-    return Subject(Path(name).name, directory, backend_of(arguments, dtype, sm_split))
+    return Subject(Path(name).name, directory, backend_of(arguments, dtype, sm_split), arguments.quantization)
 
 
 def backend_of(arguments: argparse.Namespace, dtype: torch.dtype, sm_split: Sequence[int] = ()) -> Backend:
