@@ -9,6 +9,7 @@ with the source tree of another version. Run it twice: the first time reads the 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import statistics
@@ -38,7 +39,7 @@ def start(tree: Path, words: list[str]) -> Start:
     environment = dict(os.environ, PYTHONPATH=str(tree))
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tree)
     assert server.stderr is not None
-    lines, loaded_s = [], 0.0
+    lines, loaded_s = [], math.nan
     try:
         for line in server.stderr:
             lines.append(line)
