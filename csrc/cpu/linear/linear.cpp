@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/isa.h"
+#include "cpu/linear/parts.h"
 #include "cpu/scratch.h"
 #include "cpu/thread_pool.h"
 
@@ -97,31 +98,8 @@ void linear_part(const LinearCall& call, const LinearPart& part) {
   scalar::linear_part(call, part);
 }
 
-// Threads worth waking: each should have about ten microseconds of work, or the hand-over costs more than it saves.
-int useful_threads(const LinearCall& call) {
-  const int64_t bytes = call.weight.num_bytes();
-  const int64_t products = call.rows * call.weight.num_out * call.weight.num_in;
-  constexpr int64_t kBytesPerThread = 128 << 10, kProductsPerThread = 1 << 22;
-  const int64_t threads = std::max(bytes / kBytesPerThread, products / kProductsPerThread);
-  return static_cast<int>(std::clamp<int64_t>(threads, 1, num_threads()));
-}
-
 void linear_parts(const LinearCall& call) {
-  const int threads = useful_threads(call);
-  const int64_t panels = call.weight.num_panels();
-  if (threads == 1) return linear_part(call, {0, call.rows, 0, panels});
-  // Panels first: each weight is then read by one thread only. Rows too where there are fewer panels than threads.
-  // Several parts per thread where they are large enough, so that a thread that loses its core holds up only one.
-  constexpr int64_t kPanelsPerPart = 8, kPartsPerThread = 4;
-  const int64_t pieces = std::clamp<int64_t>(panels / kPanelsPerPart, threads, kPartsPerThread * threads);
-  const int across = static_cast<int>(std::min(pieces, panels));
-  const int64_t row_units = ceil_div(call.rows, kPanel);
-  const int down = static_cast<int>(std::clamp<int64_t>(threads / across, 1, row_units));
-  run_parts(across * down, [&](int part) {
-    const int64_t column = part % across, row = part / across;
-    linear_part(call, {row * row_units / down * kPanel, std::min((row + 1) * row_units / down * kPanel, call.rows),
-                       panels * column / across, panels * (column + 1) / across});
-  });
+  multiply_parts(call.weight, call.rows, [&](const LinearPart& part) { linear_part(call, part); });
 }
 
 #if HYDRA_X86

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/isa.h"
+#include "cpu/linear/parts.h"
 #include "cpu/scratch.h"
 #include "cpu/thread_pool.h"
 
@@ -116,32 +117,6 @@ void quantize_all_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
   parallel_for(rows, grain, [&](int64_t begin, int64_t end) { quantize_rows(call, begin, end); });
 }
 
-// Threads worth waking: each should have about ten microseconds of work, or the hand-over costs more than it saves.
-int useful_threads(const QuantizedCall& call) {
-  const int64_t products = call.result.rows * call.weight.num_out * call.weight.num_in;
-  constexpr int64_t kBytesPerThread = 128 << 10, kProductsPerThread = 1 << 22;
-  const int64_t threads = std::max(call.weight.num_bytes() / kBytesPerThread, products / kProductsPerThread);
-  return static_cast<int>(std::clamp<int64_t>(threads, 1, num_threads()));
-}
-
-// Panels first, so that each weight is read by one thread; rows too where there are fewer panels than threads. Several
-// parts per thread, so that one that loses its core holds up only one of them.
-void multiply_parts(const QuantizedCall& call) {
-  const int threads = useful_threads(call);
-  const int64_t panels = call.weight.num_panels(), rows = call.result.rows;
-  if (threads == 1) return quantized_part(call, {0, rows, 0, panels});
-  constexpr int64_t kPanelsPerPart = 8, kPartsPerThread = 4;
-  const int64_t pieces = std::clamp<int64_t>(panels / kPanelsPerPart, threads, kPartsPerThread * threads);
-  const int across = static_cast<int>(std::min(pieces, panels));
-  const int64_t row_units = ceil_div(rows, kPanel);
-  const int down = static_cast<int>(std::clamp<int64_t>(threads / across, 1, row_units));
-  run_parts(across * down, [&](int part) {
-    const int64_t column = part % across, row = part / across;
-    quantized_part(call, {row * row_units / down * kPanel, std::min((row + 1) * row_units / down * kPanel, rows),
-                          panels * column / across, panels * (column + 1) / across});
-  });
-}
-
 }  // namespace
 
 void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weight) {
@@ -165,7 +140,7 @@ void linear_quantized(const QuantizedCall& call) {
           static_cast<const char*>(call.result.residual) + begin * call.result.residual_stride * out_size;
     }
     quantize_all_rows(chunk, numbers, groups);
-    multiply_parts(chunk);
+    multiply_parts(chunk.weight, chunk.result.rows, [&](const LinearPart& part) { quantized_part(chunk, part); });
   }
 }
 
