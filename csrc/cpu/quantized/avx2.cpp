@@ -25,12 +25,6 @@ HYDRA_INLINE __m256i load_bytes(const uint8_t* source) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(source));
 }
 
-// The piece behind this one: with several rows the processor's own prefetches come too late. Past the end of the weights
-// they have no effect.
-HYDRA_INLINE void prefetch(const uint8_t* weights) {
-  _mm_prefetch(reinterpret_cast<const char*>(weights) + 2 * kPieceSteps * kStepBytes, _MM_HINT_T0);
-}
-
 HYDRA_INLINE __m256i splat_word(const int8_t* source) {
   int32_t word;
   std::memcpy(&word, source, 4);
@@ -61,7 +55,7 @@ HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const __m256i bytes = load_bytes(weights + 32 * v);
-      if (v == 0) prefetch(weights);
+      if (v == 0) prefetch_piece(weights);
       even[v] = _mm256_and_si256(bytes, low_bytes);
       odd[v] = _mm256_srli_epi16(bytes, 8);
     }
@@ -102,7 +96,7 @@ HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         const __m256i bytes = load_bytes(weights + 32 * v);
-        if (v == 0) prefetch(weights);
+        if (v == 0) prefetch_piece(weights);
         low[v] = _mm256_and_si256(bytes, low_halves);
         high[v] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_halves);
       }

@@ -36,7 +36,9 @@ HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_
 #pragma GCC unroll 1
   for (int64_t step = 0; step < steps; step += kSteps, weights += kSteps * kStepBytes, x += 8) {
     __m512i first = _mm512_load_si512(weights), second;
+    prefetch_piece(weights);
     if constexpr (kBits == 8) {
+      prefetch_piece(weights + kStepBytes);
       second = _mm512_load_si512(weights + kStepBytes);
     } else {
       second = (__m512i)((vu)first >> 4 & 0x0f0f0f0fu);
