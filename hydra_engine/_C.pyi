@@ -65,6 +65,10 @@ def linear_quantized(
     residual_stride: int = 0,
 ) -> None: ...
 
+def round_matrix(
+    weight: int, dtype: int, num_out: int, num_in: int, num_bits: int, values: int, scales: int
+) -> None: ...
+
 # ---- norms, gated activations, rotation
 def rms_norm(
     x: int,

@@ -1,5 +1,6 @@
 // Entry points of the matrix products with weights of 8 and 4 bits. As in api/linear.cpp, Python owns the memory.
 #include "cpu/quantized/quantized.h"
+#include "cpu/quantized/rounding.h"
 
 #include "api/api.h"
 
@@ -55,6 +56,16 @@ void run_linear(const PackedQuantized& weight, Address x, int64_t x_stride, int6
   linear_quantized(call);
 }
 
+void round_matrix(Address weight, int dtype, int64_t num_out, int64_t num_in, int num_bits, Address values,
+                  Address scales) {
+  HYDRA_CHECK(num_out >= 0 && num_in >= 1, "num_out, num_in: expected sizes of at least 0 and 1, got ", num_out, ", ",
+              num_in);
+  HYDRA_CHECK(num_bits == 8 || (num_bits == 4 && num_in % kRoundingGroup == 0),
+              "num_bits: expected 8, or 4 for a multiple of 32 inputs, got ", num_bits, " for ", num_in);
+  round_weight({pointer<void>(weight), dtype_from_int(dtype), num_out, num_in, num_bits, pointer<uint8_t>(values),
+                pointer<void>(scales)});
+}
+
 }  // namespace
 
 void register_quantized(py::module_& m) {
@@ -67,6 +78,8 @@ void register_quantized(py::module_& m) {
   m.def("linear_quantized", &run_linear, py::arg("weight"), py::arg("x"), py::arg("x_stride"), py::arg("rows"),
         py::arg("out"), py::arg("act"), py::arg("x_dtype"), py::arg("out_dtype"), py::arg("residual") = 0,
         py::arg("residual_stride") = 0, ReleaseGil());
+  m.def("round_matrix", &round_matrix, py::arg("weight"), py::arg("dtype"), py::arg("num_out"), py::arg("num_in"),
+        py::arg("num_bits"), py::arg("values"), py::arg("scales"), ReleaseGil());
 }
 
 }  // namespace hydra

@@ -7,13 +7,20 @@ a row's numbers do not depend on what it is fused with.
 
     for each c of 7.4, 8, 8.6:    q = clamp(rint(-c w / m), -8, 7)    m: the number of the group that is largest
     of these the q with the largest (w.q)^2 / q.q, for which the best step is w.q / q.q
+
+w.q is summed in float32, each product rounded before it is added: first in eight sums of every eighth number, then these,
+in order; -c / m is -c times the rounded 1 / m.
 """
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.devices import load_extension
 from hydra_engine.backend.quantized import QuantizedWeight, packed_numbers, quantized, stacked
 from hydra_engine.models.specs.quantization import AT_LOAD_GROUP
 
@@ -22,7 +29,18 @@ _CHUNK = 1 << 18  # weights at once, so that what is computed between them stays
 
 
 def quantized_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
-    """weight [N, K]; scales in its dtype where that has 16 bits, else in float32."""
+    """weight [N, K] of a float type; scales in its dtype where that has 16 bits, else in float32. On the CPU by the native
+    extension where there is one, with its threads."""
+    if weight.device.type == "cpu" and load_extension()[0] is not None:
+        native: QuantizedWeight = import_module("hydra_engine.backend.cpu.rounding").rounded_matrix(
+            weight, 8 if weight.shape[1] % AT_LOAD_GROUP else num_bits
+        )
+        return native
+    return by_formula(weight, num_bits)
+
+
+def by_formula(weight: Tensor, num_bits: int) -> QuantizedWeight:
+    """`quantized_matrix` in plain torch."""
     dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.float32
     num_in = weight.shape[1]
     by_rows = num_bits == 8 or num_in % AT_LOAD_GROUP
@@ -38,7 +56,7 @@ def _in_four_bits(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     best, step = torch.full_like(top, -1.0), torch.zeros_like(top)
     for tried in _TRIED:
         numbers = (wide * (-tried / top)).round_().clamp_(-8, 7)
-        product, square = (wide * numbers).sum(-1, keepdim=True), numbers.square().sum(-1, keepdim=True)
+        product, square = _in_order(wide * numbers), numbers.square().sum(-1, keepdim=True)
         gain = product.square() / square
         better = gain > best  # of zeros alone, whose gain is NaN, the step stays 0
         best, step = torch.where(better, gain, best), torch.where(better, product / square, step)
@@ -46,3 +64,10 @@ def _in_four_bits(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     kept = scales.float()
     numbers = torch.where(kept != 0, wide / kept, 0.0).round_().clamp_(-8, 7).to(torch.int8).flatten(1)
     return QuantizedWeight(packed_numbers(numbers, 4), scales.squeeze(-1), None, 4)
+
+
+def _in_order(products: Tensor) -> Tensor:
+    """[.., 32] -> [.., 1], whose order torch's own sum leaves to the processor."""
+    eighths = products.unflatten(-1, (4, 8)).unbind(-2)
+    lanes = (eighths[0] + eighths[1] + eighths[2] + eighths[3]).split(1, dim=-1)
+    return functools.reduce(torch.add, lanes)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ReferenceOps
+from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models.build import build_model, vision_class
@@ -74,6 +75,7 @@ def write_quantized(
     was written by then is removed."""
     if target.exists():
         raise ConfigError(f"{str(target)[:200]!r} exists; name a folder that does not", param="out")
+    create_backend("cpu", torch.float32)  # for the thread counts of this thread
     spec = load_spec(model_dir)
     if spec.quantization is not None:
         raise CheckpointError(f"the weights are quantised by {spec.quantization.method} already")
