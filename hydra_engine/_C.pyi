@@ -64,7 +64,6 @@ def linear_quantized(
     residual: int = 0,
     residual_stride: int = 0,
 ) -> None: ...
-
 def round_matrix(
     weight: int, dtype: int, num_out: int, num_in: int, num_bits: int, values: int, scales: int
 ) -> None: ...

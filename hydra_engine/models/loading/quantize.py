@@ -8,8 +8,8 @@ a row's numbers do not depend on what it is fused with.
     for each c of 7.4, 8, 8.6:    q = clamp(rint(-c w / m), -8, 7)    m: the number of the group that is largest
     of these the q with the largest (w.q)^2 / q.q, for which the best step is w.q / q.q
 
-w.q is summed in float32, each product rounded before it is added: first in eight sums of every eighth number, then these,
-in order; -c / m is -c times the rounded 1 / m.
+w.q is summed in float32, each product rounded before it is added: first in eight sums of every eighth number, then
+these, in order; -c / m is -c times the rounded 1 / m.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CHUNK = 1 << 18  # weights at once, so that what is computed between them stays
 
 
 def quantized_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
-    """weight [N, K] of a float type; scales in its dtype where that has 16 bits, else in float32. On the CPU by the native
-    extension where there is one, with its threads."""
+    """weight [N, K] of a float type; scales in its dtype where that has 16 bits, else in float32. On the CPU by the
+    native extension where there is one, with its threads."""
     if weight.device.type == "cpu" and load_extension()[0] is not None:
         native: QuantizedWeight = import_module("hydra_engine.backend.cpu.rounding").rounded_matrix(
             weight, 8 if weight.shape[1] % AT_LOAD_GROUP else num_bits
