@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import atexit
 import gc
 import logging
 import os
@@ -34,10 +35,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)
+def pytest_folder_by_folder(items: list[pytest.Item]) -> None:
+    """In the order in which they come up: a browser and a process that interprets kernels are shared by a folder, and
+    each process of pytest that meets one of its tests starts its own."""
+    folders = {item.path.parent: None for item in items}
+    place = {folder: number for number, folder in enumerate(folders)}
+    items.sort(key=lambda item: place[item.path.parent])
+
+
 def pytest_collection_finish() -> None:
     """What was loaded stays: full collections, which some tests ask for, pass over it."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what libraries look for when the interpreter ends
     gc.enable()
     # Of two processes side by side each would wait for both processors at every operation. Instances set their own.
     if "torch" in sys.modules:
@@ -48,7 +59,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()
     forkserver.close()
 
 

@@ -16,6 +16,7 @@ from hydra_engine.config.engine import DEMO_MODEL, SHAPES, EngineConfig
 from hydra_engine.errors import CheckpointError, ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_TAGGED = re.compile(rf"({_HUB_ID.pattern}):([A-Za-z0-9._-]*)")  # a quantisation of a repository of GGUF files
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -37,9 +38,13 @@ def find_model(config: EngineConfig) -> EngineConfig:
         if config.revision is not None:
             raise ConfigError("revision is for models of the Hugging Face Hub; MODEL is a folder", param="revision")
         return config
+    if tagged := _TAGGED.fullmatch(config.model):
+        raise _gguf(config, tagged[1], tagged[2])
     if not _HUB_ID.fullmatch(config.model):
         raise _no_directory(config)
     folder, missing = _cached(config)
+    if missing and "gguf" in config.model.lower():
+        raise _gguf(config, config.model, "")
     if missing and config.download:
         folder = _download(config)
         if missing := _missing(folder, config):
@@ -124,6 +129,16 @@ def _download(config: EngineConfig) -> Path:
 
 def _no_directory(config: EngineConfig) -> CheckpointError:
     return CheckpointError(f"there is no model directory {config.model[:200]!r}")
+
+
+def _gguf(config: EngineConfig, name: str, tag: str) -> CheckpointError:
+    """Files of which one repository has many, and of which a start has to be told one."""
+    revision = f" --revision {config.revision}" if config.revision else ""
+    wanted = f"'*{tag}*.gguf'" if tag else "FILE.gguf"
+    return CheckpointError(
+        f"{config.model!r} names GGUF files, which are served from a folder: `hf download {name}{revision} --include "
+        f"{wanted} --include 'mmproj*.gguf' --local-dir DIR` fetches them, then DIR is the MODEL"
+    )
 
 
 def _listed(names: list[str]) -> str:

@@ -110,6 +110,7 @@ def test_with_every_scheduler_everything_finishes_with_the_right_tokens(
     sim.assert_all_right()
 
 
+@pytest.mark.quick("StageScheduler")
 @pytest.mark.parametrize(
     "scheduler", [StageScheduler, RequestScheduler, pytest.param(OneLaneScheduler, marks=pytest.mark.slow)]
 )

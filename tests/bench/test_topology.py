@@ -125,12 +125,14 @@ def test_vision_waits_at_the_gate_when_its_seconds_are_used_up() -> None:
 # ---- the whole
 
 
+@pytest.mark.quick("1E1P1D")
 @pytest.mark.parametrize("topology", ["2ED1P", "1E1P1D"])
 def test_equal_runs_are_equal(topology: str) -> None:
     first, second = (run(topology, 12.0)[1] for _ in range(2))
     assert first == second
 
 
+@pytest.mark.quick("sizes0-1E1P2D", "sizes1-2EP1D")
 @pytest.mark.parametrize("topology", ["2EP1D", "2ED2P", "1E1P2D"])
 @pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 34, "num_image_blocks": 4, "block_size": 4}])
 def test_every_request_ends_once_with_all_its_tokens_and_nothing_is_held(topology: str, sizes: dict[str, int]) -> None:
@@ -188,6 +190,7 @@ def test_what_moves_decodes_on_elsewhere_with_one_longer_gap() -> None:
     assert here[0] < there[0] < here[0] + 0.01
 
 
+@pytest.mark.quick("1E1PD")
 @pytest.mark.parametrize("topology", ["1EP1D", "1E1PD"])
 def test_more_load_does_not_shorten_the_tail(topology: str) -> None:
     tails = [quantile([r.ttft_s or 0.0 for r in run(topology, rate)[1]], 0.99) or 0.0 for rate in (2.0, 20.0, 80.0)]

@@ -28,6 +28,7 @@ def test_requests_have_the_sizes_and_lengths_of_their_shape(name: str) -> None:
     assert median(spec.max_tokens for spec in specs) == pytest.approx(shape.output.median, rel=0.15)
 
 
+@pytest.mark.quick("mme")
 @pytest.mark.parametrize("name", SHAPES)
 def test_as_many_questions_share_a_picture_as_in_the_data_set(name: str) -> None:
     pictures = {spec.picture for spec in Workload((name,)).specs(3000)}

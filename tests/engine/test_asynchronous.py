@@ -83,7 +83,7 @@ def answer(engine: Engine, text: str, image: Any, options: dict[str, Any]) -> tu
     return engine.generate(text, image, **(ENDLESS | options)).token_ids
 
 
-@pytest.mark.quick("graphs")
+@pytest.mark.quick("graphs-True")
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_kind_of_request_gets_the_same_tokens(

@@ -29,6 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_greedy_answers_of_a_llama_type_tokenizer_equal_transformers(
     model_dir: Path, make_engine: Callable[..., Engine]
 ) -> None:

@@ -57,6 +57,7 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
         return alone(engine)
 
 
+@pytest.mark.quick("[{}]", "processes", "'token_budget': 5}")
 @pytest.mark.parametrize(
     "options",
     [

@@ -77,6 +77,7 @@ def cases(topology: str, found: list[tuple[str, str]]) -> list[Any]:
 KILLS = cases("ep_d", EP_D) + cases("e_p_d", E_P_D)
 
 
+@pytest.mark.quick("mid_copy")
 @pytest.mark.parametrize(("rig", "name", "point"), KILLS, indirect=["rig"])
 def test_an_instance_that_dies_there_costs_nobody_a_token(
     rig: Rig, name: str, point: str, caplog: pytest.LogCaptureFixture
@@ -110,6 +111,7 @@ def test_an_exception_in_a_copy_costs_another_attempt(rig: Rig, name: str, point
     until(lambda: num_invalid(rig, name) >= invalid + 3, "three copies that do not count")
 
 
+@pytest.mark.quick("dst.after_copy-p0", "dst.mid_copy-d0")
 @pytest.mark.parametrize("name", ["p0", "d0"])
 @pytest.mark.parametrize("point", ["dst.mid_copy", "dst.after_copy"])
 @pytest.mark.parametrize("rig", ["e_p_d"], indirect=True)

@@ -46,22 +46,6 @@ def row(request: pytest.FixtureRequest, record_property: Callable[[str, object],
     record(request.node.name, "generic", record_property)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    root = tmp_path_factory.mktemp("generic")
-    for family in FAMILIES:
-        make_tiny(family, root / family, seed=5)
-    return {family: root / family for family in FAMILIES}
-
-
-def pictures_of(sizes: list[tuple[int, int]]) -> list[Any]:
-    return [picture(index, *size) for index, size in enumerate(sizes)]
-
-
-def asked(engine: Engine, prompt: str, sizes: list[tuple[int, int]]) -> Any:
-    return engine.submit(prompt, pictures_of(sizes) or None, **OPTIONS)
-
-
 class WhenAsked(dict[str, T]):
     """By family, made when it is first asked for: each takes seconds."""
 
@@ -71,6 +55,25 @@ class WhenAsked(dict[str, T]):
 
     def __missing__(self, family: str) -> T:
         return self.setdefault(family, self._make(family))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("generic")
+
+    def make(family: str) -> Path:
+        make_tiny(family, root / family, seed=5)
+        return root / family
+
+    return WhenAsked(make)
+
+
+def pictures_of(sizes: list[tuple[int, int]]) -> list[Any]:
+    return [picture(index, *size) for index, size in enumerate(sizes)]
+
+
+def asked(engine: Engine, prompt: str, sizes: list[tuple[int, int]]) -> Any:
+    return engine.submit(prompt, pictures_of(sizes) or None, **OPTIONS)
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,7 @@ def test_preempted_requests_go_on_where_they_were(make_engine: EngineFactory) ->
     assert sum(result.metrics.num_preemptions for result in results) > 0
 
 
+@pytest.mark.slow
 def test_a_request_whose_instance_dies_goes_on_in_its_grammar(make_engine: EngineFactory) -> None:
     engine = make_engine(topology="2EPD")
     expression = "([a-z]{2}[0-9]{3} ){30}"
@@ -152,6 +153,7 @@ def test_a_request_whose_instance_dies_goes_on_in_its_grammar(make_engine: Engin
     assert engine.instances()[0].restarts > 0 or engine.instances()[0].pid is None
 
 
+@pytest.mark.quick("qwen2_vl")
 @pytest.mark.parametrize("family", ["qwen2_vl", "minicpmv4_6"])
 def test_other_families(family: str, tmp_path: Path, make_engine: EngineFactory) -> None:
     make_tiny(family, tmp_path, seed=7)

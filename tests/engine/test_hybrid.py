@@ -66,6 +66,7 @@ def alone(hybrid_model: Path, backend: str = "auto") -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.quick("token_budget")
 @pytest.mark.parametrize(
     "options",
     [{}, {"token_budget": 5}, {"threads": 2}, {"max_num_seqs": 2}],

@@ -18,7 +18,7 @@ from tests.engine.conftest import EngineFactory, assert_at_rest
 from tests.engine.test_topologies import differences
 from tools.demo_training.scenes import held_out_questions
 
-REQUESTS = mixture()
+REQUESTS = mixture(32)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def golden(tiny_model: Path) -> list[Outcome]:
         return alone(engine, REQUESTS)
 
 
+@pytest.mark.quick("E+P+D-{'token_budget': 24")
 @pytest.mark.parametrize(
     ("topology", "options"),
     [

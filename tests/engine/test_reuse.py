@@ -154,6 +154,7 @@ def test_a_picture_asked_about_by_many_at_once_is_encoded_once(make_engine: Engi
     assert (images_encoded(engine), images_encoded(plain)) == (1, 6)
 
 
+@pytest.mark.quick("num_kv_blocks")
 @pytest.mark.parametrize(
     "options",
     [

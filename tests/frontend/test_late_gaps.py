@@ -196,6 +196,7 @@ def test_what_an_instance_that_was_lost_took_along_is_told_and_the_gap_over_it_b
         assert len({span.instance for span in decodes}) == 2, "tokens that came before are decodes, whoever tells"
 
 
+@pytest.mark.quick("1-2E+P+2D", "1-EP+D", "1-ED+P")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 2 + examples(10)))])
 def test_as_many_gaps_are_counted_and_explained_as_the_times_of_tokens_say(topology: str, seed: int) -> None:

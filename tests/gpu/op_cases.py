@@ -40,6 +40,9 @@ def close_to_product(result: Tensor, expected: Tensor, dtype: torch.dtype) -> No
     torch.testing.assert_close(result.cpu().double(), expected.double(), rtol=3 * eps, atol=max(24 * eps, 1e-4))
 
 
+@pytest.mark.quick(
+    "none-True-True-1-torch.bfloat16", "gelu-True-False-16-torch.float16", "none-False-True-17-torch.float32"
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, SMALL_ROWS, SMALL_ROWS + 1])
 @pytest.mark.parametrize(
@@ -303,6 +306,7 @@ def attend(side: Side, step: Step, *, exact: bool = False) -> Tensor:
     return ops.attention_paged(side.there(step.q), side.cache(step.cache), 1, plan, 0.3)
 
 
+@pytest.mark.quick("(4, 2, 16)-mixed", "(2, 2, 20)-decodes")
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_paged_attention(side: Side, name: str, heads: tuple[int, int, int]) -> None:
@@ -425,6 +429,7 @@ def test_segments_are_sent_once_and_checked(side: Side) -> None:
         side.ops.attention_packed(q[:11], k[:11], v[:11], [0, 4, 12], 0.2)
 
 
+@pytest.mark.quick("7, 7")
 @pytest.mark.parametrize("bounds", [[0, 7, 7, 30], [0, 30, 30, 30], [0, 1, 2, 30]], ids=str)
 def test_segments_are_read_at_each_use_of_a_plan(side: Side, bounds: list[int]) -> None:
     cu = side.there(torch.zeros(4, dtype=torch.int32))

@@ -191,19 +191,32 @@ FURTHER |= {"linear-vector-head", "linear-few-22016", "linear-few-512", "linear-
 FURTHER |= {"quantized-few-4-32-offsets", "quantized-few-4-64-rows", "quantized-tiled-4-32", "quantized-tiled-8"}
 FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
-FURTHER |= {"decode-mha-80", "decode-gqa-64", "prefill-mha-64", "packed-80", "packed-72-windows"}
+FURTHER |= {
+    "delta_rule-64",
+    "delta_rule-96",
+    "decode-mha-80",
+    "decode-gqa-64",
+    "prefill-mha-64",
+    "packed-80",
+    "packed-72-windows",
+}
 
 
 def targets(names: list[str]) -> list[Any]:
     """Each for both. Further shapes are slow, and so is sm_80 where its code has no way of its own."""
     same = CASES.keys() - set(WGMMA)
     slow = {(name, capability) for name in FURTHER for capability in (80, 90)} | {(name, 80) for name in same}
-    slow.add(("quantized-few-4-128", 80))
+    slow |= {(name, 80) for name in ("quantized-few-4-128", "packed-80-searched", "linear-tiled-patches")}
     return [
         pytest.param(name, capability, marks=pytest.mark.slow if (name, capability) in slow else ())
         for name in names
         for capability in (80, 90)
     ]
+
+
+def on_the_newest(names: list[str]) -> list[Any]:
+    """Further shapes are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in FURTHER else ()) for name in names]
 
 
 def launches_of(name: str, capability: int) -> list[Launch]:
@@ -248,7 +261,7 @@ def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> N
     assert compiled("decode-mha-128", 90)["_decode_mha_kernel"].count("mma") == 0
 
 
-@pytest.mark.parametrize("name", DIRECT)
+@pytest.mark.parametrize("name", on_the_newest(DIRECT))
 def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
     for kernel, result in compiled(name, 90).items():
         assert kernel == GATHERING or result.count(r"ld\.global[.\w:]*\.v4") > 0
@@ -257,7 +270,7 @@ def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
         assert result.count(r"st\.global") == result.count(r"st\.global[.\w:]*\.v4") or name in REDUCING
 
 
-@pytest.mark.parametrize("name", [name for name in PIPELINED if name not in QUANTIZED_CASES])
+@pytest.mark.parametrize("name", on_the_newest([name for name in PIPELINED if name not in QUANTIZED_CASES]))
 def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name: str) -> None:
     result = next(iter(compiled(name, 90).values()))
     assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
@@ -281,6 +294,7 @@ def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(
     assert copies > 0 or result.count(r"ld\.global[.\w:]*\.v4") >= 4
 
 
+@pytest.mark.quick("-4]")
 @pytest.mark.parametrize(("name", "num_bits"), [("quantized-few-4-128", 4), ("quantized-few-8", 8)])
 def test_numbers_become_fractions_of_floats(name: str, num_bits: int) -> None:
     """The few instructions of it are written by hand and no interpreter runs them: here all 16-bit words go through

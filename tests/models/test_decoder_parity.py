@@ -73,6 +73,7 @@ def test_logits_and_greedy_tokens_match(checkpoint: CheckpointFactory, backend: 
     assert generated == hf.logits([*ids, *generated[:-1]])[len(ids) - 1 :].argmax(1).tolist()
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("variant", ["llama", "qwen3_5"])
 def test_transformers_generates_the_same(checkpoint: CheckpointFactory, variant: str) -> None:
     """Step by step over its own cache, which is slow: one checkpoint with keys and values, one with states."""

@@ -80,6 +80,7 @@ def test_positions_match(case: FamilyCase, variant: str, checkpoints: Checkpoint
         assert prompt.rope_delta == delta, name
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), ALL)
 def test_features_match(case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend) -> None:
     pair = Pair(case, variant, checkpoints.of(case, variant), backend, **DRIVER)
@@ -126,6 +127,7 @@ def test_transformers_generates_the_same(case: FamilyCase, variant: str, checkpo
     assert_greedy(pair, prompt, pair.reference.generate(prompt, NUM_STEPS), "two turns")
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_merged_embeddings_match(case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend) -> None:
     pair = Pair(case, variant, checkpoints.of(case, variant), backend, **DRIVER)
@@ -133,7 +135,7 @@ def test_merged_embeddings_match(case: FamilyCase, variant: str, checkpoints: Ch
     assert_close(pair.driver.embeddings(pair.request(prompt)), pair.reference.embeddings(prompt), "many images")
 
 
-@pytest.mark.quick("native", "reference-llava]")
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -156,7 +158,7 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(
         assert torch.equal(pair.driver.run(pair.request(prompt), [n for n in chunks if n > 0]), whole), f"cut {name}"
 
 
-@pytest.mark.quick("native", "reference-llava]")
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_a_shared_prefix_gives_the_same_logits(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -178,7 +180,7 @@ def test_a_shared_prefix_gives_the_same_logits(
         assert torch.equal(pair.driver.run(request, [5]), alone[hit:]), f"hit of {hit} tokens"
 
 
-@pytest.mark.quick("native", "reference-llava]")
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_mixed_batches_match_each_request_alone(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -204,6 +206,7 @@ def test_mixed_batches_match_each_request_alone(
         assert mixed == driver.generate(pair.request(prompt), wanted[index])
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_a_picture_has_the_same_features_in_any_company(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -216,6 +219,7 @@ def test_a_picture_has_the_same_features_in_any_company(
         assert torch.equal(pair.driver.features(alone), features)
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_a_row_has_the_same_bits_in_any_batch(
     case: FamilyCase, variant: str, checkpoints: Checkpoints, backend: Backend
@@ -255,7 +259,7 @@ def test_halves_of_a_model_work_together(case: FamilyCase, variant: str, checkpo
     assert encoder.model.weights_bytes + decoder.model.weights_bytes == whole.driver.model.weights_bytes
 
 
-@pytest.mark.quick("llava")
+@pytest.mark.quick("[llava]")
 @pytest.mark.parametrize(("case", "variant"), [*PLAIN, *STATEFUL])
 def test_bfloat16_is_as_good_as_transformers_in_bfloat16(
     case: FamilyCase, variant: str, checkpoints: Checkpoints

@@ -16,10 +16,9 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
-from tests.models.conftest import BACKENDS
+from tests.models.conftest import BACKENDS, CheckpointFactory
 from tests.models.generic_pair import Pair, Prompt, picture
 from tests.support_table import record
-from tools.miniatures import make_tiny
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -43,12 +42,16 @@ def row(request: pytest.FixtureRequest, record_property: Callable[[str, object],
     record(request.node.name, "generic", record_property)
 
 
+Directories = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    root = tmp_path_factory.mktemp("generic")
-    for name, (family, overrides) in VARIANTS.items():
-        make_tiny(family, root / name, seed=sum(name.encode()), **overrides)
-    return {name: root / name for name in VARIANTS}
+def directories(checkpoint: CheckpointFactory) -> Directories:
+    def of(name: str) -> Path:
+        family, overrides = VARIANTS[name]
+        return checkpoint(f"generic-{name}", family, **overrides)
+
+    return of
 
 
 def prompts(pair: Pair) -> dict[str, Prompt]:
@@ -79,7 +82,7 @@ class Expected(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def expectations(directories: Mapping[str, Path]) -> Callable[[Pair, str], dict[str, Expected]]:
+def expectations(directories: Directories) -> Callable[[Pair, str], dict[str, Expected]]:
     known: dict[str, dict[str, Expected]] = {}
 
     def of(pair: Pair, name: str) -> dict[str, Expected]:
@@ -97,11 +100,11 @@ def expectations(directories: Mapping[str, Path]) -> Callable[[Pair, str], dict[
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_match(
     name: str,
-    directories: Mapping[str, Path],
+    directories: Directories,
     backend: Backend,
     expectations: Callable[[Pair, str], dict[str, Expected]],
 ) -> None:
-    pair = Pair(directories[name], backend)
+    pair = Pair(directories(name), backend)
     said: set[int] = set()
     for what, prompt in prompts(pair).items():
         expected = expectations(pair, name)[what]
@@ -116,19 +119,21 @@ def test_logits_and_greedy_tokens_match(
     assert len(said) > 20 or name == "gemma3-tied", "the miniature says nothing"
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("name", PLAIN)
-def test_transformers_generates_the_same(name: str, directories: Mapping[str, Path]) -> None:
+def test_transformers_generates_the_same(name: str, directories: Directories) -> None:
     """Step by step over its own cache, which is slow: one prompt of each family."""
-    pair = Pair(directories[name], create_backend("cpu", torch.float32, backend=BACKENDS[-1]))
+    pair = Pair(directories(name), create_backend("cpu", torch.float32, backend=BACKENDS[-1]))
     prompt = prompts(pair)["one image"]
     assert pair.driver.generate(pair.request(prompt), NUM_STEPS) == pair.generate(prompt, NUM_STEPS)
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("name", PLAIN)
 def test_features_match_and_text_inside_a_span_is_embedded(
-    name: str, directories: Mapping[str, Path], backend: Backend
+    name: str, directories: Directories, backend: Backend
 ) -> None:
-    pair = Pair(directories[name], backend)
+    pair = Pair(directories(name), backend)
     prompt = prompts(pair)["many images"]
     found = [pair.driver.features(slots) for slots in pair.driver.encode([span for _, span in prompt.spans])]
     image_token_id = pair.processor.image_token_id
@@ -160,10 +165,8 @@ def whole_pieces(pair: Pair, prompt: Prompt, sizes: list[int]) -> list[int]:
 
 @pytest.mark.quick("native")
 @pytest.mark.parametrize("name", PLAIN)
-def test_logits_do_not_depend_on_how_the_prompt_is_cut(
-    name: str, directories: Mapping[str, Path], backend: Backend
-) -> None:
-    pair = Pair(directories[name], backend)
+def test_logits_do_not_depend_on_how_the_prompt_is_cut(name: str, directories: Directories, backend: Backend) -> None:
+    pair = Pair(directories(name), backend)
     prompt = prompts(pair)["many images"]
     count, (start, span) = len(prompt.token_ids), prompt.spans[0]
     whole = pair.driver.run(pair.request(prompt), [])
@@ -173,10 +176,11 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(
         assert torch.equal(pair.driver.run(pair.request(prompt), chunks), whole), sizes[:3]
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_shared_prefix_gives_the_same_logits(name: str, directories: Mapping[str, Path], backend: Backend) -> None:
+def test_a_shared_prefix_gives_the_same_logits(name: str, directories: Directories, backend: Backend) -> None:
     """The hit ends before, inside and behind a picture, also one whose rows see each other."""
-    pair = Pair(directories[name], backend)
+    pair = Pair(directories(name), backend)
     one, other = picture(60, 40, 1), picture(31, 90, 2)
     source = pair.request(pair.prompt("<s>abc", one, "def", other, "gh"))
     pair.driver.run(source, [])
@@ -190,10 +194,10 @@ def test_a_shared_prefix_gives_the_same_logits(name: str, directories: Mapping[s
         assert torch.equal(pair.driver.run(request, []), alone[hit:]), f"hit of {hit} tokens"
 
 
-@pytest.mark.quick("native")
+@pytest.mark.quick("native-smolvlm")
 @pytest.mark.parametrize("name", PLAIN)
-def test_mixed_batches_match_each_request_alone(name: str, directories: Mapping[str, Path], backend: Backend) -> None:
-    pair = Pair(directories[name], backend, num_blocks=2048)
+def test_mixed_batches_match_each_request_alone(name: str, directories: Directories, backend: Backend) -> None:
+    pair = Pair(directories(name), backend, num_blocks=2048)
     rng, driver = random.Random(4), pair.driver
     asked = list(prompts(pair).values())
     requests = [pair.request(prompt) for prompt in asked]
@@ -214,13 +218,14 @@ def test_mixed_batches_match_each_request_alone(name: str, directories: Mapping[
         assert mixed == driver.generate(pair.request(prompt), wanted[index])
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("name", PLAIN)
-def test_halves_of_a_model_work_together(name: str, directories: Mapping[str, Path]) -> None:
+def test_halves_of_a_model_work_together(name: str, directories: Directories) -> None:
     backend = create_backend("cpu", torch.float32, backend=BACKENDS[-1], threads=1)
-    whole = Pair(directories[name], backend)
+    whole = Pair(directories(name), backend)
     prompt = prompts(whole)["one image"]
     expected = whole.driver.generate(whole.request(prompt), 8)
-    encoder, prefiller, decoder = (Pair(directories[name], backend, role=Role.parse(role)).driver for role in "EPD")
+    encoder, prefiller, decoder = (Pair(directories(name), backend, role=Role.parse(role)).driver for role in "EPD")
     slots = encoder.encode([span for _, span in prompt.spans])
     prefiller.image_cache.data.copy_(encoder.image_cache.data)
     starts = [start for start, _ in prompt.spans]
@@ -239,8 +244,8 @@ def test_halves_of_a_model_work_together(name: str, directories: Mapping[str, Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN[:-1]), PLAIN[-1]])
-def test_bfloat16_is_as_good_as_transformers_in_bfloat16(name: str, directories: Mapping[str, Path]) -> None:
-    pair = Pair(directories[name], create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1]))
+def test_bfloat16_is_as_good_as_transformers_in_bfloat16(name: str, directories: Directories) -> None:
+    pair = Pair(directories(name), create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1]))
     truths = {}
     for what, prompt in prompts(pair).items():
         truths[what] = prompt, pair.logits(prompt)

@@ -190,6 +190,7 @@ def thin(name: str, directory: Path) -> None:
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_chats_about_a_picture(name: str, tmp_path: Path) -> None:
     thin(name, tmp_path)

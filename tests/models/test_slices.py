@@ -91,7 +91,7 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str
         assert torch.equal(one, other), f"{what}, plane {plane}"
 
 
-@pytest.mark.quick("native")
+@pytest.mark.quick("llava-gqa-native", "minicpmv4_6-plain-native", "qwen2_5_vl-plain-native")
 @pytest.mark.parametrize(("case", "variant", "ops"), RUNS)
 def test_waits_and_cuts_change_no_bit(case: FamilyCase, variant: str, ops: str, checkpoints: Checkpoints) -> None:
     backend = create_backend("cpu", torch.float32, backend=ops, threads=1)
@@ -112,6 +112,7 @@ def test_waits_and_cuts_change_no_bit(case: FamilyCase, variant: str, ops: str, 
     assert alone.count == num_slices - 1, "pieces do not depend on the batch"
 
 
+@pytest.mark.quick("[llava]", "qwen2_5_vl")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_cuts_change_no_bit_in_bfloat16(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
     """Which has kernels of its own."""
@@ -137,6 +138,7 @@ def test_every_layer_begins_behind_a_checkpoint(case: FamilyCase, variant: str, 
     assert pieces[0] == pieces[-1] == ""
 
 
+@pytest.mark.quick("[llava]", "qwen2_5_vl")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_no_call_gets_more_rows_than_a_piece(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
     backend = create_backend("cpu", torch.float32, backend="reference", threads=1)

@@ -97,6 +97,7 @@ def assert_as_good_as(result: Tensor, plain: Tensor, truth: Tensor) -> None:
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_paged_attention_matches_float64(ops: Ops, dtype: torch.dtype, heads: tuple[int, int, int, int]) -> None:
@@ -109,6 +110,7 @@ def test_paged_attention_matches_float64(ops: Ops, dtype: torch.dtype, heads: tu
                 assert_as_good_as(result, causal(*of_row, dtype), causal(*of_row, torch.float64))
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [HEADS[1], HEADS[3], HEADS[4]], ids=str)
 def test_a_query_gets_the_same_bits_in_every_call(
@@ -139,7 +141,7 @@ def test_long_contexts_have_the_same_bits_too(ops: Ops, threads: int) -> None:
         assert torch.equal(alone[0], chunk[position - 1950])
 
 
-@pytest.mark.quick("float32", "scalar")
+@pytest.mark.quick("scalar-(2, 1, 32, 16)-torch.float32", "avx2-(6, 2, 20, 5)-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(2, 1, 32, 16), (6, 2, 20, 5)], ids=str)
 def test_long_contexts_have_the_same_bits_however_they_are_shared_out(
@@ -255,6 +257,7 @@ def bidirectional(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, scale: fl
     return F.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 64), (3, 20), (1, 72), (2, 80), (2, 16), (3, 22), (2, 32), (1, 128)], ids=str)
 def test_packed_attention_matches_float64(ops: Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:

@@ -78,6 +78,7 @@ def test_special_values_keep_their_bits(ops: Ops) -> None:
     assert torch.equal(bits(ops.gather_cache(cache, 0, 1, torch.tensor([2]))), bits(source))
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("shape", KV_SHAPES[:1] + KV_SHAPES[2:], ids=str)

@@ -117,6 +117,7 @@ def test_formulas(ops: Ops, shape: Shape, dtype: torch.dtype) -> None:
     assert ((result - truth).abs() <= allowed).all(), (result - truth).abs().max()
 
 
+@pytest.mark.quick("native", "float32")
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_bits_do_not_depend_on_cuts(ops: Ops, shape: Shape, dtype: torch.dtype) -> None:
     case, rng = Case(ops, shape, dtype), random.Random(0)

@@ -74,6 +74,7 @@ def test_layer_norm(isa: str, dtype: torch.dtype, size: tuple[int, int]) -> None
     assert_as_good_as(result, F.layer_norm(x, size[1:], weight, bias, EPS), truth)
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)

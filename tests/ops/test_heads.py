@@ -52,6 +52,7 @@ def poisoned_heads(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Ten
     return inside
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotation_matches_float64(ops: Ops, dtype: torch.dtype, dim: int) -> None:
@@ -72,6 +73,7 @@ def test_rotation_of_heads_before_tokens_and_of_repeated_angles(ops: Ops) -> Non
     assert torch.equal(result, ops.rotate(x.contiguous(), cos.contiguous(), sin.contiguous()))
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [22, 80])
 def test_a_rotated_token_depends_on_itself_alone(ops: Ops, threads: int, dtype: torch.dtype, dim: int) -> None:
@@ -85,6 +87,7 @@ def test_a_rotated_token_depends_on_itself_alone(ops: Ops, threads: int, dtype: 
         assert torch.equal(ops.rotate(fused[part, 0], cos[part], sin[part]), both[part, :4])
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [1, *DIMS])
 def test_norm_of_heads_is_the_norm_of_their_rows(ops: Ops, threads: int, dtype: torch.dtype, dim: int) -> None:
@@ -98,6 +101,7 @@ def test_norm_of_heads_is_the_norm_of_their_rows(ops: Ops, threads: int, dtype: 
     assert torch.equal(ops.rms_norm(x[:, 1:2], weight, EPS), result[:, 1:2])
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [8, 22, 64, 80, 128])
 @pytest.mark.parametrize("which", ["both", "q", "k"])

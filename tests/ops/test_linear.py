@@ -63,6 +63,7 @@ def test_bias_and_activation_apply_to_the_float32_sums(isa: str, dtype: torch.dt
     assert_as_good_as(result, ACTIVATIONS[act](F.linear(x, weight, bias)), exact(x, weight, bias, act))
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("act", ["none", "quick_gelu"])

@@ -55,6 +55,7 @@ def test_a_block_is_one_piece_of_memory_with_its_scales() -> None:
         PagedCache.quantized(raw, (1, 1, 2, 1, 1, 33), torch.float32)
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_written_rows_have_the_bits_of_the_reference_and_nothing_else_changes(
@@ -80,6 +81,7 @@ def test_written_rows_have_the_bits_of_the_reference_and_nothing_else_changes(
     assert torch.equal(gathered.nan_to_num(), (integers * scales[..., None]).to(dtype).nan_to_num())
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
@@ -144,6 +146,7 @@ def requests(
     return cache, tables, q, keys, values
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_matches_float64_over_what_is_stored(

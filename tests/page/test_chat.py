@@ -85,6 +85,7 @@ def test_pictures_come_by_button_by_drop_and_by_paste(served: Scripted, new_tab:
     assert [m["role"] for m in messages] == ["user", "assistant", "user"] and len(messages[2]["content"]) == 1
 
 
+@pytest.mark.slow
 def test_a_sample_is_asked_with_one_click(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
     tab.wait("[data-testid=sample] >> nth=3")
@@ -422,6 +423,7 @@ def test_no_text_of_a_model_becomes_markup(served: Scripted, new_tab: OpenTab) -
     assert tab.page.evaluate("navigator.clipboard.readText()") == "ls -l <dir>"
 
 
+@pytest.mark.slow
 def test_pictures_are_kept_as_far_as_there_is_room(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
     urls, contents = tab.page.evaluate("""async () => {

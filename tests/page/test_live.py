@@ -169,6 +169,7 @@ def test_requests_are_dots_that_go_where_the_requests_go(served: Scripted, new_t
     tab.page.locator("[data-testid=topology-dot]").wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_motion_stops_for_those_who_ask(served: Scripted, new_tab: OpenTab) -> None:
     show(served)
     served.engine.running = [LiveRequest("chatcmpl-7", time.monotonic(), None, 0, "decode", "pd0")]
@@ -337,6 +338,7 @@ def test_what_is_no_longer_news_is_grey(served: Scripted, new_tab: OpenTab, monk
     tab.wait_for("document.querySelector('.connection b').textContent === 'loading'")
 
 
+@pytest.mark.slow
 def test_defaults_of_the_server_are_placeholders(served: Scripted, new_tab: OpenTab) -> None:
     served.engine.default_sampling_params = SamplingParams(temperature=0.2, top_k=20)
     tab = new_tab(served.url).open()

@@ -83,6 +83,7 @@ def test_one_child_answers_job_after_job(make: Make) -> None:
     assert len(host.pids()) == 1
 
 
+@pytest.mark.quick("os.abort", "Answer('x'", "Answer(5)")
 @pytest.mark.parametrize(
     ("doing", "reason", "by_itself"),
     [

@@ -90,7 +90,7 @@ def test_broken_pictures_keep_the_child(decoders: Decoders, encoded: Encode, pic
     assert len(decoders.pictures.pids()) == 1
 
 
-@pytest.mark.quick("exit", "segmentation", "abort")
+@pytest.mark.quick("abort")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_decoder_that_fails_costs_one_picture(encoded: Encode, picture: Picture, fault: str) -> None:
     decoders = Decoders(

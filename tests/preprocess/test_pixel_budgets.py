@@ -159,6 +159,7 @@ def message(data: bytes, *details: str | None) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image", "image": data, **one} for one in more]}]
 
 
+@pytest.mark.quick("llava", "qwen3_vl")
 @pytest.mark.parametrize("family", ("llava", "internvl", "qwen2_vl", "qwen3_vl"))
 async def test_another_resolution_is_another_picture(
     directory: Any, family: str, encoded: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch

@@ -217,6 +217,7 @@ async def test_unknown_fields_are_logged_once_a_name(served: Served, caplog: pyt
     assert lines == [f"ignoring the request field {unknown!r}"]
 
 
+@pytest.mark.quick("False-")
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

@@ -53,6 +53,7 @@ def test_a_machine_as_measured_keeps_the_limit_and_full_steps_use_it(
         assert report.limit_used >= 0.9
 
 
+@pytest.mark.quick("2 percent noise-1")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     ("noise", "used"), [(0.0, 0.98), (0.02, 0.94), (0.05, 0.87)], ids=["exact", "2 percent noise", "5 percent noise"]

@@ -46,6 +46,7 @@ def settings_of(random: Random) -> SchedulerConfig:
     return config(token_budget=12, max_num_seqs=random.randint(1, 4), look_ahead=look_ahead, max_bypass=2)
 
 
+@pytest.mark.quick("[E+P+D", "2EP+D", "ED+PD")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @settings(max_examples=examples(10), deadline=None)
 @given(seed=SEEDS)
@@ -55,6 +56,7 @@ def test_every_request_ends_with_its_tokens(topology: str, seed: int) -> None:
     Cluster(topology, seed, config=settings_of(random), **smallest(work)).run(work)
 
 
+@pytest.mark.quick("[E+P+D", "2EP+D", "ED+PD")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @settings(max_examples=examples(8), deadline=None)
 @given(seed=SEEDS)

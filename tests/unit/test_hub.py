@@ -66,6 +66,18 @@ def test_what_is_not_there_is_told_by_its_whole_name_and_with_the_command(cache:
         assert refusal(name) == f"there is no model directory '{name[:200]}'"
 
 
+def test_gguf_files_are_named_by_a_folder_and_the_message_says_how_to_get_one(cache: Path) -> None:
+    """Ids as llama.cpp and vLLM take them, and repositories that are called so."""
+    for tag, wanted in (("Q4_K_M", "'*Q4_K_M*.gguf'"), ("", "FILE.gguf")):
+        assert refusal(f"{NAME}:{tag}", download=True) == (
+            f"'{NAME}:{tag}' names GGUF files, which are served from a folder: `hf download {NAME} --include {wanted} "
+            "--include 'mmproj*.gguf' --local-dir DIR` fetches them, then DIR is the MODEL"
+        )
+    named = refusal(f"{NAME}-GGUF", revision="v2")
+    assert f"`hf download {NAME}-GGUF --revision v2 --include FILE.gguf --include" in named
+    assert refusal("a/b/c:Q4_0") == "there is no model directory 'a/b/c:Q4_0'"
+
+
 def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
     fill_cache(cache, NAME, DEMO)
     (tmp_path / NAME).mkdir(parents=True)

@@ -73,6 +73,7 @@ def test_running_prefills_keep_their_turn_whoever_comes() -> None:
 # ---- never for ever
 
 
+@pytest.mark.quick("True-3", "False-1")
 @pytest.mark.parametrize("max_bypass", [1, 3, 7])
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_a_request_of_low_priority_starts_after_it_has_been_overtaken_max_bypass_times(
@@ -129,7 +130,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.quick("picture-picture", "large picture-long answer")
+@pytest.mark.quick("large picture-long answer")
 @pytest.mark.parametrize(("many", "one"), PAIRS)
 def test_one_request_of_any_sort_ends_while_more_urgent_ones_of_any_sort_keep_coming(many: str, one: str) -> None:
     """More come than can be served, both caches are small, and all of them have a higher priority."""

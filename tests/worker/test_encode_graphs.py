@@ -336,6 +336,7 @@ def test_the_lane_replays_what_fits(rig: Rig, device: LateDevice, checkpoints: C
     plain.worker.close()
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("action", ["raise", "nan", "oom"])
 def test_a_picture_that_fails_fails_alone(rig: Rig, device: LateDevice, action: str) -> None:
     good, bad = with_pictures(rig, 1, (60, 40), (40, 40)), with_pictures(rig, 2, (50, 50))

@@ -234,6 +234,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return directory
 
 
+@pytest.mark.quick("llava", "qwen3_5_text")
 def test_peaks_of_a_role_are_those_of_its_stages(tiny: Path) -> None:
     spec = load_spec(tiny)
     assert spec.language.has_states == (tiny.name == "qwen3_5_text")

@@ -93,6 +93,7 @@ def expected(model_dir: Path, *, on_host: bool = False) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("backend_name", ["reference", "native"])
 def test_steps_behind_their_launch_give_the_same_tokens(model_dir: Path, backend_name: str) -> None:
     plain = make_rig(model_dir, backend_name)
@@ -109,6 +110,7 @@ def test_steps_behind_their_launch_give_the_same_tokens(model_dir: Path, backend
     rig.worker.close()
 
 
+@pytest.mark.quick("[llava", "qwen2_vl]")
 def test_replayed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model_dir: Path) -> None:
     for number, generate in enumerate((rig.generate, rig.generate_ahead)):
         device.replays.clear()
@@ -118,6 +120,7 @@ def test_replayed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model
         assert len(device.replays) == 7  # of eight steps the first is a prefill
 
 
+@pytest.mark.quick("[llava")
 def test_tables_may_be_wider_than_any_context(
     rig: Rig, device: LateDevice, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,11 +140,13 @@ def test_tables_may_be_wider_than_any_context(
     assert len(device.replays) == 7
 
 
+@pytest.mark.quick("[llava")
 def test_steps_with_rows_for_the_host_are_not_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
     assert rig.generate_ahead(*requests(rig, 20, on_host=True)) == expected(model_dir, on_host=True)
     assert not device.replays
 
 
+@pytest.mark.quick("[llava")
 def test_requests_join_and_leave_between_replays(rig: Rig, device: LateDevice, model_dir: Path) -> None:
     """All numbers of rows, of which most are padded; some steps hold a prefill among the decodes."""
     made = requests(rig, 20)
@@ -162,6 +167,7 @@ def test_requests_join_and_leave_between_replays(rig: Rig, device: LateDevice, m
     assert {1, 2, 3, 4} <= set(sizes) and len(device.replays) > 8
 
 
+@pytest.mark.quick("[llava")
 def test_a_row_that_is_not_finite_fails_alone_in_a_replay(rig: Rig, device: LateDevice, model_dir: Path) -> None:
     made = requests(rig, 20)
     first = rig.language(*(rig.row(request, 0, request.prompt_token_ids, 0) for request in made))
@@ -180,6 +186,7 @@ def test_a_row_that_is_not_finite_fails_alone_in_a_replay(rig: Rig, device: Late
         assert [int(result.token_ids[row]) for result in results] == expected(model_dir)[row][1:5]
 
 
+@pytest.mark.quick("[llava")
 @pytest.mark.parametrize("action", ["raise", "nan", "oom"])
 def test_faults_in_the_middle_of_decodes(rig: Rig, action: str, model_dir: Path) -> None:
     made, poison = requests(rig, 20), make_request(40, [60, 61, 62])
@@ -194,6 +201,7 @@ def test_faults_in_the_middle_of_decodes(rig: Rig, action: str, model_dir: Path)
     assert [o.token_id for o in outcomes] == [tokens[2] for tokens in expected(model_dir)]
 
 
+@pytest.mark.quick("[llava")
 def test_a_preempted_request_goes_on_in_another_slot(rig: Rig, model_dir: Path) -> None:
     made = requests(rig, 20)
     first = made[1]
@@ -207,6 +215,7 @@ def test_a_preempted_request_goes_on_in_another_slot(rig: Rig, model_dir: Path) 
     assert [o.token_id for o in rig.language(*rows)] == [tokens[4] for tokens in expected(model_dir)]
 
 
+@pytest.mark.quick("[llava")
 def test_one_send_a_replay_and_two_an_eager_step(rig: Rig, device: LateDevice) -> None:
     made = requests(rig, 20)
     device.sent.clear()
@@ -242,6 +251,7 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
 # ---- what is captured
 
 
+@pytest.mark.quick("[llava")
 def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(model_dir: Path) -> None:
     device, seen = LateDevice(num_partitions=2), list[tuple[int, int]]()
     rig = make_rig(model_dir, "reference", num_seq_slots=6, asynchronous=True, device=device)
@@ -267,6 +277,7 @@ def test_capturing_leaves_nothing_behind(model_dir: Path) -> None:
     rig.worker.close()
 
 
+@pytest.mark.quick("[llava")
 def test_a_step_that_no_graph_fits_is_launched_op_by_op(model_dir: Path) -> None:
     """More rows than the largest graph has; and a context that ends where no graph looks any more."""
     device = LateDevice()

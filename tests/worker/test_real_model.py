@@ -142,6 +142,7 @@ def requests(rig: Rig, base: int) -> list[Request]:
     return made
 
 
+@pytest.mark.quick("auto")
 def test_tokens_depend_on_nothing_but_the_request(rig: Rig) -> None:
     together = rig.generate(*requests(rig, 10))
     assert all(len(tokens) == 8 for tokens in together)
@@ -168,6 +169,7 @@ def ask(rig: Rig, made: list[Request], generate: Callable[..., list[list[int]]],
     return tokens
 
 
+@pytest.mark.quick("auto")
 def test_recurrent_states_follow_their_requests_through_slots_and_steps_planned_ahead(hybrid: Rig) -> None:
     together = ask(hybrid, texts(10), hybrid.generate)
     assert len({tuple(tokens) for tokens in together}) == 4
@@ -176,6 +178,7 @@ def test_recurrent_states_follow_their_requests_through_slots_and_steps_planned_
     assert ask(hybrid, texts(40), hybrid.generate_ahead, chunk=3) == together
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("action", ["raise", "nan"])
 def test_recurrent_states_survive_a_neighbour_that_fails(hybrid: Rig, action: str) -> None:
     together = ask(hybrid, texts(10), hybrid.generate)
@@ -186,6 +189,7 @@ def test_recurrent_states_survive_a_neighbour_that_fails(hybrid: Rig, action: st
     assert ask(hybrid, texts(30), hybrid.generate_ahead) == together
 
 
+@pytest.mark.quick("auto")
 def test_recurrent_states_survive_steps_that_are_run_again(hybrid: Rig) -> None:
     together = ask(hybrid, texts(10), hybrid.generate)
     hybrid.worker.faults.arm("eng.mid_step", "raise", "times=1")

@@ -93,6 +93,7 @@ class Loop:
                 self.rig.worker.remove_request(event.request_id)
 
 
+@pytest.mark.quick("2-", "3-a")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_gets_its_own_tokens_whatever_is_planned_ahead(seed: int, asynchronous: bool) -> None:

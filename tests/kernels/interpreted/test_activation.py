@@ -9,6 +9,7 @@ from hydra_kernels.activation import ACTIVATIONS, act_and_mul, sigmoid_mul
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
 
 
+@pytest.mark.quick("silu-", "gelu-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_act_and_mul(act: Activation, dtype: torch.dtype) -> None:

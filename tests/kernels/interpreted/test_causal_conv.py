@@ -41,7 +41,7 @@ def run(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows, tile: int = 
     return causal_conv(x, weight, states[:, 1], table, *vectors, tokens=tile)
 
 
-@pytest.mark.quick("37-4-torch.float32", "300-2-torch.bfloat16")
+@pytest.mark.quick("37-4-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("channels", "taps"), [(37, 4), (300, 2)])
 def test_rows_of_every_kind(channels: int, taps: int, dtype: torch.dtype) -> None:
@@ -54,6 +54,7 @@ def test_rows_of_every_kind(channels: int, taps: int, dtype: torch.dtype) -> Non
     assert torch.equal(states.nan_to_num(99.0), after.nan_to_num(99.0))
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decodes_take_tiles_of_one_token(dtype: torch.dtype) -> None:
     rows, states = state_rows(DECODES), places_of(DECODES, (3, 37), dtype)
@@ -66,6 +67,7 @@ def test_decodes_take_tiles_of_one_token(dtype: torch.dtype) -> None:
     assert torch.equal(run(x, weight, before, rows, TILE), result)
 
 
+@pytest.mark.quick("1, 2, 35")
 @pytest.mark.parametrize("cuts", [(1, 2, 35), (TILE, 22), (37, 1)], ids=str)
 def test_bits_do_not_depend_on_cuts(cuts: tuple[int, ...]) -> None:
     x, weight = random(38, 20, dtype=torch.float16), random(20, 4, dtype=torch.float16, seed=1)

@@ -17,7 +17,7 @@ def decode(step: Step, scale: float, num_splits: int) -> torch.Tensor:
     return decode_attention(step.q, step.k_cache, step.v_cache, tables, context, scale, num_splits=num_splits)
 
 
-@pytest.mark.quick("-3]")
+@pytest.mark.quick("(7, 1, 80)-3", "(1, 1, 72)-3", "(2, 1, 72)-3", "(1, 1, 256)-3")
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_matches_the_reference(heads: tuple[int, int, int], num_splits: int) -> None:
@@ -28,6 +28,7 @@ def test_matches_the_reference(heads: tuple[int, int, int], num_splits: int) -> 
     assert_attention_close(decode(step, 0.1, num_splits), expected)
 
 
+@pytest.mark.quick("(2, 2, 80)-torch.float16", "(4, 2, 128)-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 80), (4, 2, 128)], ids=str)
 def test_sixteen_bits(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -35,12 +36,14 @@ def test_sixteen_bits(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     assert_attention_close(decode(step, 0.1, 2), step.expected(0.1).to(dtype))
 
 
+@pytest.mark.quick("[7]")
 @pytest.mark.parametrize("block_size", [1, 7, 64])
 def test_block_sizes(block_size: int) -> None:
     step = make_step([(1, 70), (1, 5)], (2, 1, 32), block_size, torch.float32)
     assert_attention_close(decode(step, 0.2, 2), step.expected(0.2))
 
 
+@pytest.mark.quick("(2, 1, 32)")
 @pytest.mark.parametrize("heads", [(1, 1, 32), (2, 1, 32)], ids=str)
 def test_more_splits_than_tiles(heads: tuple[int, int, int]) -> None:
     """Some splits have nothing to read, and what they would have written is never looked at."""

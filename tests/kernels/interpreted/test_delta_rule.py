@@ -73,13 +73,14 @@ def check(given: Inputs, rows: Sequence[Row], shape: Shape) -> None:
     torch.testing.assert_close(states, after, rtol=loose, atol=loose, equal_nan=True)
 
 
-@pytest.mark.quick("float32", "bfloat16")
+@pytest.mark.quick("value_dim=48)-torch.float32", "value_dim=5)-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [Shape(1, 2, 32, 48), Shape(2, 2, 7, 5)], ids=str)
 def test_rows_of_every_kind(shape: Shape, dtype: torch.dtype) -> None:
     check(inputs(sum(row.tokens for row in ROWS), shape, dtype), ROWS, shape)
 
 
+@pytest.mark.quick("key_dim=96")
 @pytest.mark.parametrize("shape", [Shape(1, 3, 64, 64), Shape(1, 1, 128, 128), Shape(1, 1, 96, 32)], ids=str)
 def test_head_dims(shape: Shape) -> None:
     """Several blocks of columns; several value heads to a key head."""
@@ -109,6 +110,7 @@ def test_keys_of_length_zero() -> None:
     check(zero, [Row(2, 1, 0, 1)], shape)
 
 
+@pytest.mark.quick("6, 1")
 @pytest.mark.parametrize("cuts", [(1, 1, 5), (6, 1)], ids=str)
 def test_bits_do_not_depend_on_cuts_or_neighbours(cuts: tuple[int, ...]) -> None:
     shape = Shape(1, 2, 32, 16)

@@ -128,6 +128,7 @@ def test_temperature_zero_is_greedy() -> None:
     assert tokens == greedy(logits)[0].tolist() and tokens[1] == 20 and all(finite)
 
 
+@pytest.mark.quick("top_k=5")
 @pytest.mark.parametrize("row", [Row(), Row(top_k=5, top_p=0.9), Row(temperature=0.0)], ids=str)
 def test_rows_that_are_not_finite_fail_alone(row: Row) -> None:
     logits = logits_of(5, 100, seed=4)

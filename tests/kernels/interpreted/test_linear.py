@@ -30,7 +30,7 @@ def weight_of(num_out: int, num_in: int, dtype: torch.dtype = torch.float32) -> 
     return (random(num_out, num_in, seed=1) * num_in**-0.5).to(dtype)
 
 
-@pytest.mark.quick("bfloat16")
+@pytest.mark.quick("(1, 37, 200)-torch.bfloat16", "(3, 70, 588)-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("linear", LINEARS)
@@ -43,6 +43,7 @@ def test_linear(linear: Callable[..., Tensor], shape: tuple[int, int, int], dtyp
     assert_close(result, OPS.linear(x, OPS.pack_linear(weight, bias), residual=residual), ulps=4, atol=4e-6)
 
 
+@pytest.mark.quick("-gelu]", "silu")
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize(("linear", "num_rows"), [(small_linear, 1), (small_linear, 2), (invariant_linear, 2)])
 def test_epilogue(linear: Callable[..., Tensor], num_rows: int, act: Activation) -> None:
@@ -53,6 +54,7 @@ def test_epilogue(linear: Callable[..., Tensor], num_rows: int, act: Activation)
     assert_close(result, OPS.linear(x, packed, act=act, out_dtype=torch.float32), ulps=8, atol=4e-6)
 
 
+@pytest.mark.quick("[small_linear-16", "[invariant_linear-16")
 @pytest.mark.parametrize("num_rows", [1, 16])
 @pytest.mark.parametrize("linear", LINEARS)
 def test_everything_is_rounded_once(linear: Callable[..., Tensor], num_rows: int) -> None:

@@ -17,6 +17,7 @@ def rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2 + 0.3).to(dtype)
 
 
+@pytest.mark.quick("(35, 80)-torch.bfloat16", "(3, 1100)-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -34,6 +35,7 @@ def test_rms_norm_of_heads(dtype: torch.dtype) -> None:
     assert_close(rms_norm(x, weight, 1e-6), OPS.rms_norm(x, weight, 1e-6), ulps=2)
 
 
+@pytest.mark.quick("(35, 80)-torch.bfloat16", "(3, 1100)-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_add_rms_norm_updates_the_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -45,6 +47,7 @@ def test_add_rms_norm_updates_the_residual(shape: tuple[int, int], dtype: torch.
     assert_close(result, normed, ulps=4 if dtype is torch.bfloat16 else 2)
 
 
+@pytest.mark.quick("(35, 80)-torch.bfloat16", "(3, 1100)-torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float) 
     return ReferenceOps().attention_packed(wide[0], wide[1], wide[2], bounds, scale).to(q.dtype)
 
 
+@pytest.mark.quick("16-pictures", "72-windows", "80-pictures")
 @pytest.mark.parametrize("bounds", [SEGMENTS, WINDOWS], ids=["pictures", "windows"])
 @pytest.mark.parametrize("dim", [16, 64, 72, 80, 128])
 def test_matches_the_reference(dim: int, bounds: list[int]) -> None:
@@ -36,7 +37,7 @@ def test_matches_the_reference(dim: int, bounds: list[int]) -> None:
     assert_attention_close(attention(q, k, v, bounds, 0.1), reference(q, k, v, bounds, 0.1))
 
 
-@pytest.mark.quick("bfloat16")
+@pytest.mark.quick("72-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("dim", [64, 72, 80])
 def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
@@ -44,7 +45,7 @@ def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
     assert_attention_close(attention(q, k, v, [0, 66, 70], 0.1), reference(q, k, v, [0, 66, 70], 0.1))
 
 
-@pytest.mark.quick("40-")
+@pytest.mark.quick("40-one")
 @pytest.mark.parametrize("bounds", [SEGMENTS, [0, 0, 105], [*range(0, 106, 15)]], ids=["pictures", "one", "equal"])
 @pytest.mark.parametrize("empty", [0, 40])
 def test_segments_that_only_the_device_knows(bounds: list[int], empty: int) -> None:

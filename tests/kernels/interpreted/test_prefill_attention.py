@@ -19,13 +19,14 @@ def prefill(step: Step, scale: float, max_q: int | None = None) -> Tensor:
     return prefill_attention(step.q, step.k_cache, step.v_cache, tables, cu_q, context, scale, max_q=longest)
 
 
+@pytest.mark.quick("(7, 1, 32)", "(1, 1, 72)")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_matches_the_reference(heads: tuple[int, int, int]) -> None:
     step = make_step(ROWS, heads, 16, torch.float32)
     assert_attention_close(prefill(step, 0.15), step.expected(0.15))
 
 
-@pytest.mark.quick("bfloat16")
+@pytest.mark.quick("64-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
@@ -33,6 +34,7 @@ def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:
     assert_attention_close(prefill(step, 0.1), step.expected(0.1).to(dtype))
 
 
+@pytest.mark.quick("[7]")
 @pytest.mark.parametrize("block_size", [1, 7, 64])
 def test_block_sizes(block_size: int) -> None:
     step = make_step([(3, 75), (4, 4)], (2, 1, 16), block_size, torch.float32)
