@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/api.h"
+#include "api/recording.h"
 #include "check.h"
 #include "cpu/cache/cache.h"
 
@@ -54,8 +55,8 @@ void check_heads(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, floa
   HYDRA_CHECK(scale > 0, "scale: expected a positive number, got ", scale);
 }
 
-void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_heads,
-           int64_t tokens, Address out, float scale) {
+void attend_paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_heads,
+                  int64_t tokens, Address out, float scale) {
   HYDRA_CHECK(layer >= 0 && layer < cache.num_layers, "layer: expected 0 to ", cache.num_layers - 1, ", got ", layer);
   HYDRA_CHECK(cache.num_tensors == 2, "cache: expected 2 tensors per layer, got ", cache.num_tensors);
   HYDRA_CHECK(tokens == plan.cu_q[plan.batch], "q: expected ", plan.cu_q[plan.batch], " tokens as cu_q says, got ",
@@ -92,8 +93,15 @@ void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t
   attention(call);
 }
 
+// A recorded call reads what the plan is when it is made again.
+void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_heads,
+           int64_t tokens, Address out, float scale) {
+  perform([=, &plan] { attend_paged(plan, cache, layer, q, q_stride, num_heads, tokens, out, scale); });
+}
+
 void packed(Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, Address out,
             const std::vector<int64_t>& cu_seqlens, int64_t num_heads, int64_t head_dim, float scale, int dtype) {
+  HYDRA_CHECK(!recorded_calls(), "attention_packed: expected to be outside of a recording");
   check_heads(num_heads, num_heads, head_dim, scale);
   HYDRA_CHECK(!cu_seqlens.empty(), "cu_seqlens: expected at least one entry, got none");
   AttentionCall call;
@@ -128,7 +136,8 @@ void packed(Address q, int64_t q_stride, Address k, int64_t k_stride, Address v,
 void register_attention(py::module_& m) {
   py::class_<Plan>(m, "AttentionPlan")
       .def(py::init(&make_plan), py::arg("cu_q"), py::arg("num_context"), py::arg("block_tables"), py::arg("batch"),
-           py::arg("max_blocks"));
+           py::arg("max_blocks"))
+      .def("become", [](Plan& plan, const Plan& other) { plan = other; }, py::arg("other"));
   m.def("attention_paged", &paged, py::arg("plan"), py::arg("cache"), py::arg("layer"), py::arg("q"),
         py::arg("q_stride"), py::arg("num_heads"), py::arg("tokens"), py::arg("out"), py::arg("scale"), ReleaseGil());
   m.def("attention_packed", &packed, py::arg("q"), py::arg("q_stride"), py::arg("k"), py::arg("k_stride"), py::arg("v"),

@@ -5,6 +5,7 @@
 
 #include "api/api.h"
 #include "api/cache_checks.h"
+#include "api/recording.h"
 
 namespace hydra {
 namespace {
@@ -16,16 +17,15 @@ constexpr int64_t kReleaseBytes = 1 << 18;
 
 template <class Fn>
 void run(int64_t bytes, Fn&& fn) {
-  if (bytes < kReleaseBytes) return fn();
+  if (bytes < kReleaseBytes) return perform(fn);
   py::gil_scoped_release release;
-  fn();
+  perform(fn);
 }
 
 // Strides count elements; the second source is not looked at where the cache has one tensor.
 void write(const CacheView& cache, int64_t layer, Address first, int64_t first_stride, Address second,
            int64_t second_stride, Address slots, int64_t rows) {
   check_layer(cache, layer);
-  check_range("slots", pointer<int64_t>(slots), rows, -1, cache.num_slots());
   WriteCall call;
   call.cache = cache;
   call.layer = layer;
@@ -34,7 +34,10 @@ void write(const CacheView& cache, int64_t layer, Address first, int64_t first_s
   call.sources[1] = {pointer<char>(second), second_stride * size};
   call.slots = pointer<int64_t>(slots);
   call.rows = rows;
-  run(rows * cache.row_bytes() * cache.num_tensors, [&] { write_rows(call); });
+  run(rows * cache.row_bytes() * cache.num_tensors, [call] {
+    check_range("slots", call.slots, call.rows, -1, call.cache.num_slots());
+    write_rows(call);
+  });
 }
 
 void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_q_heads, Address k,
@@ -42,7 +45,6 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
           int64_t sin_stride, Address slots, int64_t tokens, Address out, Address q_norm, Address k_norm, float eps) {
   check_layer(cache, layer);
   check_rope_cache(cache);
-  check_range("slots", pointer<int64_t>(slots), tokens, -1, cache.num_slots());
   RopeCall call;
   call.q = pointer<void>(q);
   call.k = pointer<void>(k);
@@ -63,23 +65,24 @@ void rope(const CacheView& cache, int64_t layer, Address q, int64_t q_stride, in
   call.layer = layer;
   call.slots = pointer<int64_t>(slots);
   call.tokens = tokens;
-  run(tokens * (num_q_heads + 2 * cache.num_heads) * cache.head_dim * element_size(cache.dtype),
-      [&] { rope_and_write(call); });
+  run(tokens * (num_q_heads + 2 * cache.num_heads) * cache.head_dim * element_size(cache.dtype), [call] {
+    check_range("slots", call.slots, call.tokens, -1, call.cache.num_slots());
+    rope_and_write(call);
+  });
 }
 
 void gather(const CacheView& cache, int64_t layer, int64_t tensor, Address slots, int64_t rows, Address out) {
   check_layer(cache, layer);
   check_tensor(cache, tensor);
-  check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
-  run(rows * cache.row_bytes(),
-      [&] { gather_rows(cache, layer, tensor, pointer<int64_t>(slots), rows, pointer<char>(out)); });
+  run(rows * cache.row_bytes(), [=] {
+    check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
+    gather_rows(cache, layer, tensor, pointer<int64_t>(slots), rows, pointer<char>(out));
+  });
 }
 
 void merge(const CacheView& cache, int64_t layer, Address slots, Address targets, int64_t rows, Address hidden,
            int64_t hidden_rows, bool accumulate) {
   check_layer(cache, layer);
-  check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
-  check_range("rows", pointer<int64_t>(targets), rows, 0, hidden_rows);
   MergeCall call;
   call.cache = cache;
   call.layer = layer;
@@ -88,13 +91,19 @@ void merge(const CacheView& cache, int64_t layer, Address slots, Address targets
   call.rows = rows;
   call.hidden = pointer<void>(hidden);
   call.accumulate = accumulate;
-  run(rows * cache.row_bytes(), [&] { merge_rows(call); });
+  run(rows * cache.row_bytes(), [call, hidden_rows] {
+    check_range("slots", call.slots, call.rows, 0, call.cache.num_slots());
+    check_range("rows", call.targets, call.rows, 0, hidden_rows);
+    merge_rows(call);
+  });
 }
 
 void copy_to(const CacheView& source, const CacheView& target, Address pairs, int64_t count) {
   const int64_t* ids = pointer<int64_t>(pairs);
-  check_pairs(source, target, ids, count);
-  run(count * source.block_bytes(), [&] { copy_blocks(source, target, ids, count); });
+  run(count * source.block_bytes(), [=] {
+    check_pairs(source, target, ids, count);
+    copy_blocks(source, target, ids, count);
+  });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "api/api.h"
+#include "api/recording.h"
 
 namespace hydra {
 namespace {
@@ -42,7 +43,7 @@ void causal_conv(const Strided& x, Address weight, Address state, const Rows& ro
   call.channels = channels;
   call.taps = taps;
   call.dtype = dtype_from_int(dtype);
-  run_conv(call);
+  perform([call] { run_conv(call); });
 }
 
 void delta_rule(const Strided& q, const Strided& k, const Strided& v, const Strided& a, const Strided& b, Address rates,
@@ -60,7 +61,7 @@ void delta_rule(const Strided& q, const Strided& k, const Strided& v, const Stri
   std::tie(call.key_heads, call.heads, call.key_dim, call.value_dim) = shape;
   call.out = pointer<void>(out);
   call.dtype = dtype_from_int(dtype);
-  run_rule(call);
+  perform([call] { run_rule(call); });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "api/api.h"
+#include "api/recording.h"
 
 namespace hydra {
 namespace {
@@ -38,7 +39,7 @@ void rms_norm(Address x, int64_t x_stride, Address weight, Address out, int64_t 
   set_heads(call, heads, head_stride);
   call.weight = pointer<void>(weight);
   call.eps = eps;
-  run_rows(RowsOp::rms_norm, call);
+  perform([call] { run_rows(RowsOp::rms_norm, call); });
 }
 
 void add_rms_norm(Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight, Address out,
@@ -50,7 +51,7 @@ void add_rms_norm(Address x, int64_t x_stride, Address residual, int64_t residua
   call.weight = pointer<void>(weight);
   call.sum = pointer<void>(sum);
   call.eps = eps;
-  run_rows(RowsOp::add_rms_norm, call);
+  perform([call] { run_rows(RowsOp::add_rms_norm, call); });
 }
 
 void layer_norm(Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t rows, int64_t columns,
@@ -59,13 +60,13 @@ void layer_norm(Address x, int64_t x_stride, Address weight, Address bias, Addre
   call.weight = pointer<void>(weight);
   call.bias = pointer<void>(bias);
   call.eps = eps;
-  run_rows(RowsOp::layer_norm, call);
+  perform([call] { run_rows(RowsOp::layer_norm, call); });
 }
 
 void act_and_mul(Address gate_up, int64_t stride, Address out, int64_t rows, int64_t columns, int act, int dtype) {
   RowsCall call = make_call(gate_up, stride, out, rows, columns, dtype);
   call.act = activation_from_int(act);
-  run_rows(RowsOp::act_and_mul, call);
+  perform([call] { run_rows(RowsOp::act_and_mul, call); });
 }
 
 void rotate(Address x, int64_t x_stride, int64_t heads, int64_t head_stride, Address cos, int64_t cos_stride,
@@ -77,7 +78,7 @@ void rotate(Address x, int64_t x_stride, int64_t heads, int64_t head_stride, Add
   call.sin = pointer<float>(sin);
   call.cos_stride = cos_stride;
   call.sin_stride = sin_stride;
-  run_rows(RowsOp::rotate, call);
+  perform([call] { run_rows(RowsOp::rotate, call); });
 }
 
 using Strides = std::pair<int64_t, int64_t>;  // between tokens, between heads
@@ -97,12 +98,13 @@ void gated_rms_norm(Address x, Strides x_strides, Address weight, Address gate, 
   RowsCall call = gated_call(x, x_strides, gate, gate_strides, out, tokens, heads, columns, dtype);
   call.weight = pointer<void>(weight);
   call.eps = eps;
-  run_rows(RowsOp::gated_rms_norm, call);
+  perform([call] { run_rows(RowsOp::gated_rms_norm, call); });
 }
 
 void sigmoid_mul(Address x, Strides x_strides, Address gate, Strides gate_strides, Address out, int64_t tokens,
                  int64_t heads, int64_t columns, int dtype) {
-  run_rows(RowsOp::sigmoid_mul, gated_call(x, x_strides, gate, gate_strides, out, tokens, heads, columns, dtype));
+  const RowsCall call = gated_call(x, x_strides, gate, gate_strides, out, tokens, heads, columns, dtype);
+  perform([call] { run_rows(RowsOp::sigmoid_mul, call); });
 }
 
 }  // namespace

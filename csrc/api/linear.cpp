@@ -3,6 +3,7 @@
 #include "cpu/linear/linear.h"
 
 #include "api/api.h"
+#include "api/recording.h"
 
 namespace hydra {
 namespace {
@@ -48,7 +49,7 @@ void run_linear(const PackedWeight& weight, Address x, int64_t x_stride, int64_t
   HYDRA_CHECK(rows >= 0, "rows: expected at least 0, got ", rows);
   HYDRA_CHECK(call.out_dtype == DType::f32 || call.out_dtype == weight.x_dtype,
               "out_dtype: expected float32 or that of x, ", static_cast<int>(weight.x_dtype), ", got ", out_dtype);
-  linear(call);
+  perform([call] { linear(call); });
 }
 
 }  // namespace

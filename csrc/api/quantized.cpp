@@ -3,6 +3,7 @@
 #include "cpu/quantized/rounding.h"
 
 #include "api/api.h"
+#include "api/recording.h"
 
 namespace hydra {
 namespace {
@@ -53,7 +54,7 @@ void run_linear(const PackedQuantized& weight, Address x, int64_t x_stride, int6
   result.act = activation_from_int(act);
   result.out_dtype = dtype_from_int(out_dtype);
   HYDRA_CHECK(rows >= 0, "rows: expected at least 0, got ", rows);
-  linear_quantized(call);
+  perform([call] { linear_quantized(call); });
 }
 
 void round_matrix(Address weight, int dtype, int64_t num_out, int64_t num_in, int num_bits, Address values,

@@ -210,6 +210,10 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+# (hidden [T, C], rotary, cache, slots [T], plan) -> [T, C]: the layers of a decoder for rows of one token each.
+LayersOf = Callable[[Tensor, Rotary, PagedCache, Tensor, AttentionPlan], Tensor]
+
+
 class PackedLinear(Protocol):
     """A weight in the layout its implementation wants; the original may be gone."""
 
@@ -377,6 +381,12 @@ class Ops(Protocol):
         """Bidirectional attention within each segment [cu[i], cu[i+1]) of packed rows (vision towers).
         q, k, v [P, H, D] (may be strided views of one fused projection) -> [P, H, D]. Where a plan's segments are not
         as `Ops.plan_packed` says, rows may have any values."""
+        ...
+
+    # ---- whole steps
+    def layers_of_decodes(self, layers: LayersOf) -> LayersOf:
+        """`layers`, or what gives their bits with less between the ops. For one lane; a result is good until the next
+        call. `layers` does nothing but launch these ops, and what it does follows from the shapes of its inputs."""
         ...
 
     # ---- sampling

@@ -36,7 +36,7 @@ class NativeLinear:
         self.dtype = weight.dtype if rows is None else rows
         if self.dtype is not torch.float32:
             weight = weight.to(self.dtype)
-        self._data = _aligned(_C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[weight.dtype]))
+        self._data = aligned(_C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[weight.dtype]))
         self._bias = _padded_bias(bias, self.num_out)
         dtypes = DTYPE_CODES[weight.dtype], DTYPE_CODES[self.dtype]
         self.handle = _C.PackedWeight(self._data.data_ptr(), _address(self._bias), self.num_out, self.num_in, *dtypes)
@@ -63,7 +63,7 @@ class NativeQuantizedLinear:
         checks.check_device(torch.device("cpu"), (("values", values), ("scales", scales)))
         self.num_out, self.num_in = weight.shape
         form = self.num_out, self.num_in, scales.shape[1], weight.num_bits, DTYPE_CODES[scales.dtype]
-        self._data = _aligned(_C.quantized_bytes(*form, offsets is not None))
+        self._data = aligned(_C.quantized_bytes(*form, offsets is not None))
         self._bias = _padded_bias(bias, self.num_out)
         self.handle = _C.PackedQuantized(self._data.data_ptr(), _address(self._bias), *form, offsets is not None)
         if self._data.numel():
@@ -224,7 +224,7 @@ def _activation_code(act: str) -> int:
     return code
 
 
-def _aligned(num_bytes: int) -> Tensor:
+def aligned(num_bytes: int) -> Tensor:
     # numpy asks for large pages, of which memory is read faster; torch does not.
     memory = torch.from_numpy(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
     offset = -memory.data_ptr() % _ALIGNMENT

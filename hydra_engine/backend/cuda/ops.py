@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import OpChoice, PackedLinear, SamplingTensors, StateRows
+from hydra_engine.backend.base import LayersOf, OpChoice, PackedLinear, SamplingTensors, StateRows
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
@@ -109,6 +109,10 @@ class CudaOps(CudaCacheOps):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum takes the place of `residual`."""
         return add_rms_norm(x, residual, weight, eps), residual
+
+    def layers_of_decodes(self, layers: LayersOf) -> LayersOf:
+        """As they are."""
+        return layers
 
     def plan_states(self, rows: StateRows) -> StateRows:
         return cuda_states.plan(rows, self._send)

@@ -21,6 +21,7 @@ from hydra_engine.backend.base import (
     AttentionPlan,
     DeltaInputs,
     HeadNorms,
+    LayersOf,
     OpChoice,
     PackedLinear,
     PackedPlan,
@@ -100,6 +101,10 @@ class ReferenceOps:
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
+
+    def layers_of_decodes(self, layers: LayersOf) -> LayersOf:
+        """As they are."""
+        return layers
 
     # ---- linear algebra
 

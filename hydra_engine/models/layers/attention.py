@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary, Segments
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.inputs import Places
 from hydra_engine.models.layers.basic import Linear, RmsNorm, Weight
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
@@ -38,7 +38,7 @@ class PagedAttention:
         x: Tensor,  # [T, C]
         rotary: Rotary,
         cache: PagedCache,
-        batch: LanguageInput,
+        places: Places,
         rows: Tensor | None = None,
     ) -> Tensor:
         """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
@@ -53,12 +53,12 @@ class PagedAttention:
             rotary,
             cache,
             self._layer,
-            batch.slots,
+            places.slots,
             norms,
         )
         if rows is not None and not rows.shape[0]:
             return x[:0]
-        mixed = self._ops.attention_paged(q, cache, self._layer, batch.attention, self._scale).view(-1, self._width)
+        mixed = self._ops.attention_paged(q, cache, self._layer, places.attention, self._scale).view(-1, self._width)
         return self._out(mixed if rows is None else mixed.index_select(0, rows))
 
 

@@ -7,13 +7,13 @@ know requests, sampling or how the cache's blocks were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
-from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
+from hydra_engine.backend.base import AttentionPlan, PagedCache, Rotary
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, Places
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.layers.hybrid import DeltaNet, GatedAttention
@@ -41,32 +41,60 @@ class Decoder:
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
+        self._decodes = scope.ops.layers_of_decodes(self._run_decodes)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """[B', V] float32"""
         rotary = self._rotary(batch.positions, batch.position_end)
-        logit_rows = batch.logit_rows
+        hidden = self._embed_rows(batch, images)
+        wanted, num_deep = batch.logit_rows, _num_deep(batch, images)
+        plain = batch.states is None and batch.scored is None and not num_deep
+        if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
+            return self._head(self._decodes(hidden, rotary, cache, batch.slots, batch.attention))
         if batch.scored is not None:
-            logit_rows = torch.cat((batch.scored.rows, logit_rows))
-        residual = self._embed_rows(batch, images)
-        hidden = self._layers[0].input_norm(residual)
-        last, num_deep = len(self._layers) - 1, _num_deep(batch, images)
-        for index, layer in enumerate(self._layers):
-            rows = logit_rows if index == last else None
-            hidden = layer.mix(hidden, rotary, cache, batch, rows)
-            if rows is not None:
-                residual = residual.index_select(0, rows)
-            hidden, residual = layer.post_norm.add(hidden, residual)
-            if index < num_deep:
-                self._merge(residual, batch, images, plane=index + 1)
-            hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
+            wanted = torch.cat((batch.scored.rows, wanted))
+        places = Places(batch.slots, batch.attention, batch.states)
+
+        def merge(layer: int, residual: Tensor) -> None:
+            if layer < num_deep:
+                self._merge(residual, batch, images, plane=layer + 1)
+
+        hidden = self._run(hidden, rotary, cache, places, wanted, merge)
         if batch.scored is not None:
             num_scored = batch.scored.rows.shape[0]
             for part in hidden[:num_scored].split(SCORED_ROWS):
                 batch.scored.take(self._head(part))
             hidden = hidden[num_scored:]
         return self._head(hidden)
+
+    def _run(
+        self,
+        residual: Tensor,  # [T, C], overwritten
+        rotary: Rotary,
+        cache: PagedCache,
+        places: Places,
+        wanted: Tensor | None = None,
+        merge: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """The layers, each followed by `merge`, and the final norm: [T, C], or only the `wanted` rows of it."""
+        hidden = self._layers[0].input_norm(residual)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            rows = wanted if index == last else None
+            hidden = layer.mix(hidden, rotary, cache, places, rows)
+            if rows is not None:
+                residual = residual.index_select(0, rows)
+            hidden, residual = layer.post_norm.add(hidden, residual)
+            if merge is not None:
+                merge(index, residual)
+            hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
+        return hidden
+
+    def _run_decodes(
+        self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        return self._run(hidden, rotary, cache, Places(slots, plan))
 
     def reserve_positions(self, end: int) -> None:
         """As `RotaryTable.reserve`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import DeltaInputs, PagedCache, Rotary
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.inputs import Places
 from hydra_engine.models.layers.basic import Linear, Weight
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec
@@ -39,13 +39,13 @@ class DeltaNet:
         self._out = Linear(scope, {"out_proj": hidden_size}, shape.value_width, bias=False)
 
     def __call__(
-        self, x: Tensor, rotary: Rotary, cache: PagedCache, batch: LanguageInput, rows: Tensor | None = None
+        self, x: Tensor, rotary: Rotary, cache: PagedCache, places: Places, rows: Tensor | None = None
     ) -> Tensor:
         """[T, C] -> [T, C], or only the given rows of it; moves the states of all rows on. `rotary` and `cache` are for
         layers of attention."""
-        if batch.states is None:
+        if places.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
-        shape, ops, states = self._shape, self._ops, batch.states
+        shape, ops, states = self._shape, self._ops, places.states
         qkv, z, b, a = self._in(x).split(self._cuts, dim=1)
         mixed = ops.causal_conv(qkv, self._taps.tensor.squeeze(1), states.cache, self._layer, states.rows)
         q, k, v = mixed.split((shape.key_width, shape.key_width, shape.value_width), dim=1)
@@ -86,7 +86,7 @@ class GatedAttention:
         x: Tensor,  # [T, C]
         rotary: Rotary,
         cache: PagedCache,
-        batch: LanguageInput,
+        places: Places,
         rows: Tensor | None = None,
     ) -> Tensor:
         """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
@@ -94,10 +94,10 @@ class GatedAttention:
         projected = self._qkv(x).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)
         q, k = ops.rms_norm(q, self._q_norm.tensor, self._eps), ops.rms_norm(k, self._k_norm.tensor, self._eps)
-        q = ops.rope_and_write(q, k, v, rotary, cache, self._layer, batch.slots)
+        q = ops.rope_and_write(q, k, v, rotary, cache, self._layer, places.slots)
         if rows is not None and not rows.shape[0]:
             return x[:0]
-        mixed = ops.attention_paged(q, cache, self._layer, batch.attention, self._scale)
+        mixed = ops.attention_paged(q, cache, self._layer, places.attention, self._scale)
         if rows is not None:
             mixed, gate = mixed.index_select(0, rows), gate.index_select(0, rows)
         return self._out(ops.sigmoid_mul(mixed, gate).flatten(1))

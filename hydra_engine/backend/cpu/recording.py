@@ -1,0 +1,127 @@
+"""Steps of few rows without Python between their ops: the native calls of the first one are kept and made again.
+
+Nothing is decided between the ops of a decoder's layers: shapes, weights and memory are the same in every step of as
+many rows. So the calls are recorded once for each number of rows, over inputs and memory of their own; a step copies
+its inputs there and replays them, with the bits of the calls themselves. Recordings of one object share their memory,
+for only one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_engine import _C
+from hydra_engine.backend.base import AttentionPlan, LayersOf, PagedCache, Rotary
+from hydra_engine.backend.cpu.linear import aligned
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 32  # of more, Python is a hundredth of a step
+_NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+
+class _Kept(NamedTuple):
+    """A recording with what its calls read and write."""
+
+    calls: _C.Recording
+    cache: PagedCache
+    plan: AttentionPlan
+    inputs: tuple[Tensor, ...]  # hidden, cosines, sines, slots
+    result: Tensor
+
+
+class RecordedLayers:
+    """`Ops.layers_of_decodes` of backend/base.py. For one lane."""
+
+    def __init__(self, layers: LayersOf) -> None:
+        self._layers = layers
+        self._memory = _Memory()
+        self._kept: dict[int, _Kept] = {}  # by the number of rows
+        self._recordable = True
+
+    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan) -> Tensor:
+        rows = hidden.shape[0]
+        if not self._recordable or not 0 < rows <= MOST_ROWS:
+            return self._layers(hidden, rotary, cache, slots, plan)
+        kept = self._kept.get(rows)
+        given = hidden, *rotary, slots
+        if kept is None or kept.cache is not cache:
+            return self._record(given, cache, plan)
+        for place, tensor in zip(kept.inputs, given, strict=True):
+            place.copy_(tensor)
+        kept.plan.native.become(plan.native)
+        kept.calls.replay()
+        return kept.result
+
+    def _record(self, given: tuple[Tensor, ...], cache: PagedCache, plan: AttentionPlan) -> Tensor:
+        hidden, cos, sin, slots = inputs = tuple(tensor.clone() for tensor in given)
+        own = _C.AttentionPlan(0, 0, 0, 0, 0)
+        own.become(plan.native)
+        kept_plan, calls = replace(plan, native=own), _C.Recording()
+        calls.begin()
+        try:
+            with _Recorder(self._memory):
+                result = self._layers(hidden, (cos, sin), cache, slots, kept_plan)
+        except _NotRecordableError as error:
+            self._recordable = False
+            logger.info("decodes run op by op: %s is none of the extension's ops", error)
+        finally:
+            calls.end()
+        if not self._recordable:
+            return self._layers(given[0], (given[1], given[2]), cache, given[3], plan)
+        self._kept[hidden.shape[0]] = _Kept(calls, cache, kept_plan, inputs, result)
+        return result
+
+
+class _NotRecordableError(Exception):
+    """Torch would compute something, which a replay would leave out."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Gives new tensors their memory; lets views pass and nothing else."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _NEW:
+            return self._memory.like(func(*args, **(kwargs or {})))
+        if not func.is_view:
+            raise _NotRecordableError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Memory:
+    """Of tensors inside a recording: what one of them no longer needs the next one gets, as in the steps themselves."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size, a power of two
+
+    def like(self, tensor: Tensor) -> Tensor:
+        size = 1 << max(tensor.nbytes - 1, 63).bit_length()
+        free = self._free[size]
+        lent = np.asarray(_Lent(free.pop() if free else aligned(size), free))
+        return torch.from_numpy(lent)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class _Lent:
+    """Memory that numpy keeps this object for; given back when the last tensor over it has died."""
+
+    def __init__(self, piece: Tensor, home: list[Tensor]) -> None:
+        self._piece, self._home = piece, home
+        self.__array_interface__ = piece.numpy().__array_interface__
+
+    def __del__(self) -> None:
+        self._home.append(self._piece)

@@ -1,0 +1,127 @@
+"""Layers that are recorded and replayed: the bits of the calls themselves, whatever was computed in between."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import AttentionPlan, PagedCache, Rotary
+from hydra_engine.backend.cpu.ops import NativeOps
+from hydra_engine.backend.cpu.recording import MOST_ROWS, RecordedLayers
+
+HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
+SIZE, INNER = HEADS * DIM, 96
+Given = tuple[Tensor, Rotary, PagedCache, Tensor, AttentionPlan]
+
+
+class Layers:
+    """Two layers of a decoder in `dtype`, and inputs for them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.ops, self.dtype = NativeOps(), dtype
+        self.calls = 0
+        self._random = torch.Generator().manual_seed(0)
+        shapes = {"qkv": ((HEADS + 2 * KV_HEADS) * DIM, SIZE), "out": (SIZE, SIZE), "up": (2 * INNER, SIZE)}
+        self._weights = {
+            name: self.ops.pack_linear(self.normal(*shape) / 8, rows=dtype)
+            for name, shape in (*shapes.items(), ("down", (SIZE, INNER)))
+        }
+        self._norm = self.normal(SIZE)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random).to(self.dtype)
+
+    def cache(self) -> PagedCache:
+        return PagedCache(self.normal(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM))
+
+    def given(self, rows: int, cache: PagedCache) -> Given:
+        """Each row behind a context of its own, in blocks of its own where there are enough."""
+        contexts = torch.randint(1, 3 * BLOCK, (rows,), generator=self._random, dtype=torch.int32)
+        tables = torch.randperm(BLOCKS, generator=self._random).to(torch.int32).repeat(3 * rows)[: 3 * rows].view(-1, 3)
+        last = contexts.long() - 1
+        slots = tables.long().gather(1, last[:, None] // BLOCK)[:, 0] * BLOCK + last % BLOCK
+        angles = torch.randn(rows, DIM, generator=self._random)
+        cos, sin = angles.chunk(2, dim=1)
+        plan = self.ops.plan_attention(torch.arange(rows + 1, dtype=torch.int32), contexts, tables.contiguous())
+        return self.normal(rows, SIZE), (cos, sin), cache, slots, plan
+
+    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan) -> Tensor:
+        self.calls += 1
+        ops, weights = self.ops, self._weights
+        residual, hidden = hidden, ops.rms_norm(hidden, self._norm, 1e-5)
+        for layer in range(LAYERS):
+            qkv = ops.linear(hidden, weights["qkv"]).unflatten(1, (-1, DIM))
+            q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+            q = ops.rope_and_write(q, k, v, rotary, cache, layer, slots)
+            mixed = ops.attention_paged(q, cache, layer, plan, DIM**-0.5).flatten(1)
+            hidden, residual = ops.add_rms_norm(ops.linear(mixed, weights["out"]), residual, self._norm, 1e-5)
+            inner = ops.act_and_mul(ops.linear(hidden, weights["up"]), "silu")
+            hidden, residual = ops.add_rms_norm(ops.linear(inner, weights["down"]), residual, self._norm, 1e-5)
+        return hidden
+
+
+def expected_of(layers: Layers, given: Given) -> tuple[Tensor, Tensor]:
+    """What the layers themselves give, and leave in the cache; the inputs are as before."""
+    hidden, rotary, cache, slots, plan = given
+    copy = PagedCache(cache.data.clone())
+    return layers(hidden.clone(), rotary, copy, slots, plan), copy.data
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_replays_are_the_calls(isa: str, threads: int, dtype: torch.dtype) -> None:
+    layers = Layers(dtype)
+    recorded, cache = RecordedLayers(layers), layers.cache()
+    recordings: set[int] = set()
+    for rows in (1, 3, 1, MOST_ROWS, 3, 2, 1, MOST_ROWS + 1, 3):
+        given = layers.given(rows, cache)
+        expected, written = expected_of(layers, given)
+        before = layers.calls
+        found = recorded(*given)
+        assert torch.equal(found, expected) and torch.equal(cache.data, written), rows
+        assert layers.calls - before == (rows not in recordings)
+        recordings |= {rows} if rows <= MOST_ROWS else set()
+
+
+@torch.inference_mode()
+def test_another_cache_is_recorded_anew() -> None:
+    layers = Layers(torch.float32)
+    recorded = RecordedLayers(layers)
+    for cache in (layers.cache(), layers.cache()):
+        for _ in range(2):
+            given = layers.given(2, cache)
+            expected, written = expected_of(layers, given)
+            assert torch.equal(recorded(*given), expected) and torch.equal(cache.data, written)
+
+
+@torch.inference_mode()
+def test_what_torch_computes_is_not_left_out() -> None:
+    class Doubling(Layers):
+        def __call__(
+            self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan
+        ) -> Tensor:
+            return super().__call__(hidden, rotary, cache, slots, plan) * 2
+
+    layers = Doubling(torch.float32)
+    recorded, cache = RecordedLayers(layers), layers.cache()
+    for _ in range(2):
+        given = layers.given(2, cache)
+        expected, _ = expected_of(layers, given)
+        assert torch.equal(recorded(*given), expected)
+
+
+@torch.inference_mode()
+def test_contents_are_checked_in_every_replay() -> None:
+    layers = Layers(torch.float32)
+    recorded, cache = RecordedLayers(layers), layers.cache()
+    recorded(*layers.given(2, cache))
+    hidden, rotary, _, slots, plan = layers.given(2, cache)
+    before = cache.data.clone()
+    with pytest.raises(ValueError, match="slots: expected -1 to"):
+        recorded(hidden, rotary, cache, slots + BLOCK * BLOCKS, plan)
+    tables = torch.full((2, 3), BLOCKS, dtype=torch.int32)
+    wrong = layers.ops.plan_attention(plan.cu_q, plan.num_context, tables)
+    with pytest.raises(ValueError, match="block_tables: expected 0 to"):
+        recorded(hidden, rotary, cache, slots - slots - 1, wrong)
+    assert torch.equal(cache.data, before)
+    expected, _ = expected_of(layers, (hidden, rotary, cache, slots, plan))
+    assert torch.equal(recorded(hidden, rotary, cache, slots, plan), expected)
