@@ -11,7 +11,7 @@ from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.summary import timeline_lines
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.preprocess.model_files import find_model_files
+from hydra_engine.preprocess.model_files import check_tower, find_model_files
 from hydra_engine.preprocess.text.template_files import check_template
 
 _SKIP = frozenset({"seed"})  # here the flag is the request's seed
@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.image:
         _check_pictures(arguments.image, config.media)
     config = find_model_files(config)
+    if arguments.image:
+        check_tower(config)
     check_template(config.model_path, config.chat_template)
     from hydra_engine.engine import Engine  # slow to import
 

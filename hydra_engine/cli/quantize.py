@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra_engine.config import EngineConfig, find_model
 from hydra_engine.core.units import size
+from hydra_engine.errors import CheckpointError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    if arguments.model.endswith(".gguf"):
+        raise CheckpointError(
+            f"{arguments.model!r} is a GGUF file, which is served as it is; quantize reads safetensors"
+        )
     folder, out = find_model(EngineConfig(model=arguments.model)).model_path, Path(arguments.out)
     writer: Any = import_module("hydra_engine.models.loading.write_quantized")  # loads torch
     # None: no bar where there is no terminal

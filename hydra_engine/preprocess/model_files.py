@@ -27,6 +27,7 @@ from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
 _FORM = 2  # of the directories; another one is made where this has changed
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE = "rope_freqs.weight"
+_MODEL, _MMPROJ = "model-{:05}.gguf", "mmproj.gguf"  # in the directories
 
 
 def find_model_files(config: EngineConfig) -> EngineConfig:
@@ -53,6 +54,13 @@ def find_model_files(config: EngineConfig) -> EngineConfig:
     return replace(config, model_folder=str(gguf_folder(model, None if mmproj is None else Path(mmproj))))
 
 
+def check_tower(config: EngineConfig) -> None:
+    """Before pictures are asked about: ConfigError where `find_model_files` found a GGUF text model alone."""
+    folder = config.model_path
+    if (folder / _MODEL.format(1)).exists() and not (folder / _MMPROJ).exists():
+        raise ConfigError("this GGUF file is a text model; for pictures give its vision tower with --mmproj")
+
+
 def gguf_folder(model: Sequence[Path], mmproj: Path | None) -> Path:
     """The directory made of these files; `model` are all parts of a text model. Raises CheckpointError, and ConfigError
     where there is no place for it."""
@@ -69,9 +77,9 @@ def gguf_folder(model: Sequence[Path], mmproj: Path | None) -> Path:
         **describe(text, tower, _rope_factors(headers)),
         **tokenizer_files(text.settings, pictures=tower is not None),
     }
-    links = {f"model-{number:05}.gguf": path for number, path in enumerate(model, 1)}
+    links = {_MODEL.format(number): path for number, path in enumerate(model, 1)}
     if mmproj is not None:
-        links["mmproj.gguf"] = mmproj
+        links[_MMPROJ] = mmproj
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))

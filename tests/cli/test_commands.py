@@ -14,6 +14,7 @@ from hydra_engine.cli import other_engines
 from hydra_engine.cli.commands import build_parser
 from tests.cli.conftest import Here
 from tests.packaging.flags import FLAG
+from tests.unit.test_model_files import text as gguf_text
 
 ROOT = Path(__file__).parents[2]
 PICTURE = "hydra_engine/demo/pictures/stars.png"
@@ -67,6 +68,18 @@ def test_bad_pictures_and_a_missing_template_are_named_before_anything_is_loaded
         "the model has no chat template; give one with --chat-template FILE",
         "cannot read the chat template /no/such.jinja: No such file or directory",
     ]
+
+
+def test_gguf_files_are_for_what_they_hold(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = str(gguf_text(tmp_path / "model.gguf"))
+    seen = here("generate", "x", "--model", model, "--image", PICTURE)
+    assert (seen.returncode, seen.stderr) == (
+        2,
+        "hydra-engine: this GGUF file is a text model; for pictures give its vision tower with --mmproj\n",
+    )
+    written = here("quantize", model, str(tmp_path / "out"), "--quantization", "int4")
+    assert written.returncode == 3 and "is served as it is; quantize reads safetensors" in written.stderr
 
 
 def test_generate_says_what_is_wrong(here: Here) -> None:

@@ -241,6 +241,26 @@ DAMAGE: dict[str, tuple[str, Damage, str]] = {
         lambda t: t[f"{QUERY}.scales"][1].fill_(float("inf")),
         f"tensor {QUERY}.weight has scales or zero points that are not finite",
     ),
+    "scales of zero": (
+        "w8a8",
+        lambda t: t[f"{QUERY}.weight_scale"].zero_(),
+        f"tensor {QUERY}.weight has numbers, but its scales are all zero",
+    ),
+    "4-bit scales of zero": (
+        "gptq-4-zeros",
+        lambda t: t[f"{QUERY}.scales"].zero_(),
+        f"tensor {QUERY}.weight has numbers, but its scales are all zero",
+    ),
+    "floats with scales of zero": (
+        "fp8",
+        lambda t: t[f"{QUERY}.weight_scale_inv"].zero_(),
+        f"tensor {QUERY}.weight cannot be read: its scales are all zero",
+    ),
+    "numbers and the matrix": (
+        "w4-32",
+        lambda t: t.update({f"{QUERY}.weight": torch.ones(128, 128)}),
+        f"{QUERY}.weight is there besides weight_packed",
+    ),
     "floats that are not finite": (
         "fp8",
         lambda t: t[f"{QUERY}.weight_scale_inv"].fill_(float("nan")),

@@ -11,7 +11,7 @@ import pytest
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.model_files import find_model_files
+from hydra_engine.preprocess.model_files import check_tower, find_model_files
 from tests.unit.test_gguf_file import ARRAY, F32, FLOAT32, INT32, STRING, UINT32, Setting, Tensor, gguf_bytes
 
 TOKENS = ["<unk>", "<s>", "</s>", "<image>", "a", "b", "ab", "<|im_end|>"]
@@ -105,6 +105,15 @@ def test_a_folder_means_its_model_and_its_mmproj(folder: Path) -> None:
     assert spec.vision.preprocess.mean == (0.5, 0.25, 0.125)
     assert load_spec(found(folder / "model.gguf")).vision is None
     assert load_spec(found(folder / "model.gguf", mmproj=str(folder / "mmproj-model.gguf"))) == spec
+
+
+def test_pictures_need_a_tower(folder: Path) -> None:
+    text(folder / "model.gguf")
+    alone = EngineConfig(model=str(folder / "model.gguf"))
+    with pytest.raises(ConfigError, match="is a text model; for pictures give its vision tower with --mmproj"):
+        check_tower(find_model_files(alone))
+    check_tower(find_model_files(EngineConfig(model=alone.model, mmproj=str(tower(folder / "mmproj-model.gguf")))))
+    check_tower(find_model_files(EngineConfig(model="demo")))
 
 
 def test_a_vocabulary_without_a_token_for_pictures_gives_its_unknown_one(folder: Path) -> None:

@@ -72,6 +72,9 @@ def _fill_quantized(
     parts = [stored.scales] if stored.offsets is None else [stored.scales, stored.offsets]
     if check_finite and not all(map(all_finite, parts)):
         raise CheckpointError(f"tensor {name} has scales or zero points that are not finite (NaN or infinity)")
+    # A matrix of zeros has one number all over, whatever its format.
+    if check_finite and not any(part.any() for part in parts) and stored.values.min() != stored.values.max():
+        raise CheckpointError(f"tensor {name} has numbers, but its scales are all zero")
     if slot.fill_quantized is None:
         slot.fill(stored.dequantized(target).to(device))
     else:

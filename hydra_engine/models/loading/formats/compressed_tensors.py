@@ -66,6 +66,8 @@ class CompressedTensors:
             widths = " or ".join(map(str, self._quantization.num_bits))
             parts.complain(_PACKED, f"is {list(packed)}, which are not {list(shape)} numbers of {widths} bits")
             return parts.described()
+        if "weight" in parts:
+            parts.complain("weight", f"is there besides {_PACKED}")
         if shape[1] * bits % 32:
             parts.complain(_PACKED, f"ends inside a word; supported are multiples of {32 // bits} inputs")
         self._check_groups(parts, shape, bits)

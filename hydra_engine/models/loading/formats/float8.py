@@ -53,8 +53,10 @@ def check_scales(parts: Parts, leaf: str, shape: tuple[int, ...], block: _Block 
 
 
 def dequantized(weight: Tensor, scales: Tensor, block: _Block | None) -> Tensor:
-    """float32 [N, K]"""
+    """float32 [N, K]. Raises ValueError where numbers have scales of zero alone."""
     wide, scales = weight.float(), scales.float()
+    if not scales.any() and wide.any():
+        raise ValueError("its scales are all zero")
     if scales.dim() == 1 and scales.shape[0] == wide.shape[0]:
         scales = scales[:, None]
     if scales.dim() == 2 and block is not None and scales.shape == _blocks(wide, block):
