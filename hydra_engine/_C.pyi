@@ -79,6 +79,7 @@ def linear_quantized(
 def round_matrix(
     weight: int, dtype: int, num_out: int, num_in: int, num_bits: int, values: int, scales: int
 ) -> None: ...
+def decode_blocks(type: int, blocks: int, count: int, values: int, scales: int, offsets: int) -> None: ...
 
 # ---- norms, gated activations, rotation
 def rms_norm(

@@ -1,4 +1,5 @@
 // Entry points of the matrix products with weights of 8 and 4 bits. As in api/linear.cpp, Python owns the memory.
+#include "cpu/quantized/ggml.h"
 #include "cpu/quantized/quantized.h"
 #include "cpu/quantized/rounding.h"
 
@@ -67,6 +68,16 @@ void round_matrix(Address weight, int dtype, int64_t num_out, int64_t num_in, in
                 pointer<void>(scales)});
 }
 
+void decode_blocks(int type, Address blocks, int64_t count, Address values, Address scales, Address offsets) {
+  HYDRA_CHECK(type >= 0 && type <= 4, "type: expected 0 to 4, got ", type);
+  const GgmlType kind = static_cast<GgmlType>(type);
+  const bool has_offsets = kind == GgmlType::q4_k || kind == GgmlType::q5_k;
+  HYDRA_CHECK(count >= 0 && has_offsets == (offsets != 0), "offsets: expected an address if the type has them, got ",
+              offsets);
+  decode_ggml({kind, pointer<uint8_t>(blocks), count, pointer<uint8_t>(values), pointer<void>(scales),
+               pointer<float>(offsets)});
+}
+
 }  // namespace
 
 void register_quantized(py::module_& m) {
@@ -81,6 +92,8 @@ void register_quantized(py::module_& m) {
         py::arg("residual_stride") = 0, ReleaseGil());
   m.def("round_matrix", &round_matrix, py::arg("weight"), py::arg("dtype"), py::arg("num_out"), py::arg("num_in"),
         py::arg("num_bits"), py::arg("values"), py::arg("scales"), ReleaseGil());
+  m.def("decode_blocks", &decode_blocks, py::arg("type"), py::arg("blocks"), py::arg("count"), py::arg("values"),
+        py::arg("scales"), py::arg("offsets"), ReleaseGil());
 }
 
 }  // namespace hydra

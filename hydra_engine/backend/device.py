@@ -130,6 +130,11 @@ class Device(Protocol):
         """(free, total) bytes of this device's memory."""
         ...
 
+    def loading(self) -> AbstractContextManager[None]:
+        """While it is entered, freed memory of the host stays with the process and is used again, for fresh pages cost
+        more than what is read into them; behind it all is given back."""
+        ...
+
     def trim(self) -> None:
         """Gives freed memory back to the system, of the host and of the device: while weights are loaded, and after
         a step that found none."""

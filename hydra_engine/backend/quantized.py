@@ -25,6 +25,7 @@ from torch import Tensor
 
 SMALLEST = 2.0**-100
 MIN_GROUP = 16  # inputs; a group is a multiple of it, or a whole row of the weight
+_CHUNK = 1 << 20  # numbers that are dequantised at once, so that little memory is taken beside the result
 _ZERO = {8: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,17 +96,22 @@ class QuantizedWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[num_out, K], computed in float32 and rounded once."""
-        wide = self.numbers().float().unflatten(1, (-1, self.group_size)) * self.scales.float()[:, :, None]
-        if self.offsets is not None:
-            wide += self.offsets[:, :, None]
-        return wide.flatten(1).to(dtype)
+        result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        step = max(_CHUNK // self.num_in, 1)
+        for begin in range(0, self.num_out, step):
+            some = self.rows(slice(begin, begin + step))
+            wide = some.numbers().float().unflatten(1, (-1, self.group_size)) * some.scales.float()[:, :, None]
+            if some.offsets is not None:
+                wide += some.offsets[:, :, None]
+            result[begin : begin + step] = wide.flatten(1)
+        return result
 
     def to(self, device: torch.device) -> QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
 
-    def rows(self, order: Tensor) -> QuantizedWeight:
-        """The outputs `order` [M] int64."""
+    def rows(self, order: Tensor | slice) -> QuantizedWeight:
+        """The outputs `order`, [M] int64 or from one to another."""
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, values=self.values[order], scales=self.scales[order], offsets=offsets)
 

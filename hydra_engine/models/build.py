@@ -113,7 +113,12 @@ def load_model(
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
-    with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
+    with (
+        open_checkpoint(model_dir, renames, spec.quantization) as checkpoint,
+        torch.inference_mode(),
+        _one_thread(),
+        backend.device.loading(),
+    ):
         num_widened = fill_model(
             model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite
         )

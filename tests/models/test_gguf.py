@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hydra_engine import _C
 from hydra_engine.backend.base import Backend
+from hydra_engine.backend.cpu.rounding import GGML_TYPES, decoded_blocks
 from hydra_engine.backend.quantized import QuantizedWeight, quantized_rows
 from hydra_engine.backend.reference import ops as reference_ops
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError
-from hydra_engine.models.loading.gguf_tensors import decoded
+from hydra_engine.models.loading.gguf_tensors import by_formula, decoded
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.specs.gguf_config import llama3_factors
 from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
@@ -128,6 +130,24 @@ def test_blocks_are_what_llama_cpp_says_they_are(kind: str) -> None:
     difference = np.abs(weight.dequantized(torch.float32).numpy() - expected)
     assert difference.max() <= (2**-20 * np.abs(expected).max() if kind in ("Q4_1", "Q4_K") else 0)
     assert weight.num_bits == (4 if kind.startswith("Q4") else 8)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", GGML_TYPES)
+def test_blocks_are_taken_apart_as_the_formulas_say(kind: str, threads: int) -> None:
+    """By the extension, on any number of threads; also a scale that is no number."""
+    numbers = next(known for known in TENSOR_TYPES.values() if known.name == kind)
+    for rows, width in ((1, 256), (37, 768), (301, 1536)):
+        raw = torch.from_numpy(random_blocks(kind, rows, width)).flatten()
+        raw[-2:] = 255  # the scale of the last block of Q6_K; elsewhere numbers
+        expected = by_formula(raw, numbers, rows)
+        _C.set_num_threads(threads)
+        weight = decoded_blocks(raw, kind, rows)
+        _C.set_num_threads(1)
+        assert weight.form == expected.form and torch.equal(weight.values, expected.values)
+        torch.testing.assert_close(weight.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+        assert (weight.offsets is None) == (expected.offsets is None)
+        assert weight.offsets is None or torch.equal(weight.offsets, expected.offsets)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])

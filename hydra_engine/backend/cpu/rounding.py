@@ -1,9 +1,13 @@
-"""Matrices of a float type rounded to 8 or 4 bits by the native extension. Importing this needs hydra_engine._C.
+"""Weights of 8 and 4 bits made by the native extension: from float types, and from ggml's blocks. Importing this needs
+hydra_engine._C.
 
-The formulas are in hydra_engine/models/loading/quantize.py; threads and instruction sets in csrc/cpu/quantized.
+The formulas are in hydra_engine/models/loading/quantize.py and gguf_tensors.py; threads and instruction sets in
+csrc/cpu/quantized.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +18,25 @@ from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.quantized import QuantizedWeight
 
 _GROUP = 32  # inputs that share a scale, in 4 bits
+
+
+class _Blocks(NamedTuple):
+    code: int  # of the extension
+    num_bytes: int
+    num_values: int
+    num_groups: int
+    num_bits: int
+    scale_dtype: torch.dtype = torch.float32
+    has_offsets: bool = False
+
+
+GGML_TYPES = {
+    "Q4_0": _Blocks(0, 18, 32, 1, 4, torch.float16),
+    "Q8_0": _Blocks(1, 34, 32, 1, 8, torch.float16),
+    "Q4_K": _Blocks(2, 144, 256, 8, 4, has_offsets=True),
+    "Q5_K": _Blocks(3, 176, 256, 8, 8, has_offsets=True),
+    "Q6_K": _Blocks(4, 210, 256, 16, 8),
+}
 
 
 def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
@@ -27,3 +50,15 @@ def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
     addresses = values.data_ptr(), scales.data_ptr()
     _C.round_matrix(weight.data_ptr(), DTYPE_CODES[weight.dtype], num_out, num_in, num_bits, *addresses)
     return QuantizedWeight(values, scales, None, num_bits)
+
+
+def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
+    """data uint8 [bytes], contiguous: the blocks of `rows` rows, whose type is a key of GGML_TYPES."""
+    form = GGML_TYPES[kind]
+    count = data.numel() // form.num_bytes
+    values = torch.empty(rows, count * form.num_values * form.num_bits // 8 // rows, dtype=torch.uint8)
+    scales = torch.empty(rows, count * form.num_groups // rows, dtype=form.scale_dtype)
+    offsets = torch.empty_like(scales) if form.has_offsets else None
+    address = 0 if offsets is None else offsets.data_ptr()
+    _C.decode_blocks(form.code, data.data_ptr(), count, values.data_ptr(), scales.data_ptr(), address)
+    return QuantizedWeight(values if form.num_bits == 4 else values.view(torch.int8), scales, offsets, form.num_bits)

@@ -1,18 +1,20 @@
 """The blocks of ggml's tensor types as tensors and `QuantizedWeight`s.
 
 A block is a run of numbers of one row with its own scale; its layout is that of ggml-common.h. All have an even number
-of bytes and are handled as words of 16 bits, two bytes at a time. Nothing is rounded but products and sums of two
-float32 numbers. Does not know files or names.
+of bytes and are handled as words of 16 bits, two bytes at a time; the native extension takes the common types apart, to
+the same bits. Nothing is rounded but products and sums of two float32 numbers. Does not know files or names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.devices import load_extension
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.specs.gguf_file import TensorType
 
@@ -32,13 +34,23 @@ def decoded(data: Tensor, kind: TensorType, shape: tuple[int, ...]) -> Tensor | 
     """data uint8 [bytes] -> what it holds; quantised tensors that are no matrices are dequantised to float32."""
     if kind.name in _PLAIN:
         return data.view(_PLAIN[kind.name]).view(shape)
-    blocks = _READERS[kind.name](data.view(torch.int16).view(-1, kind.num_bytes // 2))
     rows = data.numel() // kind.num_bytes * kind.num_values // shape[-1]
+    weight = None
+    if load_extension()[0] is not None:
+        native = import_module("hydra_engine.backend.cpu.rounding")
+        weight = native.decoded_blocks(data, kind.name, rows) if kind.name in native.GGML_TYPES else None
+    if weight is None:
+        weight = by_formula(data, kind, rows)
+    return weight if len(shape) == 2 else weight.dequantized(torch.float32).view(shape)
+
+
+def by_formula(data: Tensor, kind: TensorType, rows: int) -> QuantizedWeight:
+    """The same in plain torch, of a type that is quantised."""
+    blocks = _READERS[kind.name](data.view(torch.int16).view(-1, kind.num_bytes // 2))
     offsets = None if blocks.offsets is None else blocks.offsets.reshape(rows, -1)
-    weight = QuantizedWeight(
+    return QuantizedWeight(
         blocks.values.reshape(rows, -1), blocks.scales.reshape(rows, -1), offsets, num_bits=blocks.num_bits
     )
-    return weight if len(shape) == 2 else weight.dequantized(torch.float32).view(shape)
 
 
 def _halves(words: Tensor) -> Tensor:
