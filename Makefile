@@ -80,7 +80,7 @@ bench: build
 	@$(BIN)/python -m bench.micro $(if $(DIR),--dir "$(DIR)") $(ARGS)
 
 # What bench.compare measures beside the engine, each in a place of its own. What is there already stays.
-peers: build
+peers:
 	@PYTHON=$(PYTHON) sh bench/peers/install.sh
 
 # For a machine with a GPU: from the source tree as it is, with whatever $(PYTHON) has. No network, no environment.

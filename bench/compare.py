@@ -219,10 +219,14 @@ def main() -> None:
     arguments = parse()
     if missing := [name for name in ("taskset", "prlimit") if shutil.which(name) is None]:
         sys.exit(f"bench.compare needs {' and '.join(missing)} (util-linux)")
-    documents = list(run_all(arguments))
-    about = card()
-    print("\n".join(table(documents, about["cpu"], features())))
-    emit({"bench": "compare", "memory_limit_gib": arguments.memory_gib, "results": documents, "card": about})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that a server that runs ends too
+    documents: list[dict[str, Any]] = []
+    try:
+        documents.extend(run_all(arguments))
+    finally:  # what was measured until it is stopped counts too
+        about = card()
+        print("\n".join(table(documents, about["cpu"], features())))
+        emit({"bench": "compare", "memory_limit_gib": arguments.memory_gib, "results": documents, "card": about})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ llama_cpp() {
     [ -e llama.cpp/.done ] && return
     source=llama_cpp_python-0.3.36
     if [ ! -d "$source" ]; then
-        "$python" -m pip download -q --no-deps --no-binary :all: --no-build-isolation llama-cpp-python==0.3.36
+        "$python" -m pip download -q --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
         tar xzf "$source.tar.gz"
     fi
     cmake -G Ninja -S "$source/vendor/llama.cpp" -B llama.cpp -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from safetensors.torch import load_file, save_file
 
 from bench import compare
-from bench.compare import at_once, beside, free_port, numbers, parse, pictured, served, texts
+from bench.compare import at_once, beside, free_port, memory_mib, numbers, parse, pictured, served, texts
 from bench.peers.convert import completed, renamed
 from bench.peers.launch import PRECISIONS, SYSTEMS, Launch, Missing, Setup
 from bench.peers.table import features, processor, table
@@ -106,6 +107,28 @@ def test_a_system_that_exceeds_its_memory_is_stopped(setup: Setup) -> None:
     port = replace(setup, port=free_port(), threads=1)
     with pytest.raises(ServerFailed, match="MemoryError"), served("peer", launch, port, Path.cwd(), 1):
         pass
+
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m", "owned_by": "vllm"}]}')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_system_is_known_by_its_models_and_ends_with_its_children(setup: Setup) -> None:
+    port = replace(setup, port=free_port(), threads=1)
+    command = ("sh", "-c", f'sleep 600 & exec {sys.executable} -c "$0" {port.port}', SERVER)
+    with served("peer", Launch(command, "x / x / x"), port, Path.cwd(), 4) as (target, ready_s, pid):
+        assert (target.name, target.model, target.dialect) == ("peer", "m", "vllm") and ready_s < 60
+        assert memory_mib(pid) > 0
+    deadline_s = time.monotonic() + 30
+    while memory_mib(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert memory_mib(pid) == 0, "a process of its session is left"
 
 
 def test_the_tower_gets_its_older_name(tmp_path: Path) -> None:
