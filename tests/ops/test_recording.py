@@ -1,5 +1,8 @@
 """Layers that are recorded and replayed: the bits of the calls themselves, whatever was computed in between."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -125,3 +128,17 @@ def test_contents_are_checked_in_every_replay() -> None:
     assert torch.equal(cache.data, before)
     expected, _ = expected_of(layers, (hidden, rotary, cache, slots, plan))
     assert torch.equal(recorded(hidden, rotary, cache, slots, plan), expected)
+
+
+def test_recording_does_not_import_torch_s_compiler() -> None:
+    """In a process of its own: a second of every start."""
+    script = """
+import sys
+import torch
+from hydra_engine.backend.cpu.recording import _Memory, _Recorder
+
+with _Recorder(_Memory()):
+    torch.empty(3)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -93,6 +93,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As torch asks; True would have the first step import torch._dynamo, which takes a second and is not used."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
