@@ -22,6 +22,7 @@ BENCHES = (
     "colocate",
     "migrate",
     "sched",
+    "step_parts",
     "preprocess",
     "frontend",
     "cpu_decode",

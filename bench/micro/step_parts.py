@@ -49,7 +49,7 @@ KINDS = {
 }
 NATIVE = ("products", "attention", "other ops")
 PARTS = (*NATIVE, "python", "lane", "between")
-_MOST_STEPS = 1024
+_MOST_STEPS = 700  # of a run
 _TURN = 10  # steps that are timed alike, one after another
 _BLOCK = 16
 
@@ -153,15 +153,16 @@ class Decodes:
             wake=wake,
             clock=stack.clock,
         )
+        self._vocab_size = stack.spec.language.vocab_size
         self._add(rows, context)
 
     def _add(self, rows: int, context: int) -> None:
         """Takes the requests in, and runs until all decode."""
-        random = np.random.default_rng(0)
+        random, highest = np.random.default_rng(0), self._vocab_size
         for index in range(rows):
             request = Request(
                 id=RequestId(index),
-                prompt_token_ids=tuple(random.integers(10, 1000, context).tolist()),
+                prompt_token_ids=tuple(random.integers(0, highest, context).tolist()),
                 sampling=SamplingParams(temperature=0.0, ignore_eos=True),
                 max_new_tokens=_MOST_STEPS,
                 seed=0,

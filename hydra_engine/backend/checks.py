@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,14 +197,15 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
     bounds, context = cu_q.numpy(), num_context.numpy()
     if bounds[0] != 0:
         raise ValueError(f"cu_q: expected to start with 0, got {bounds[0]}")
+    if not batch:
+        return 0, 0
     num_q = bounds[1:] - bounds[:-1]
-    wrong = (num_q < 0) | (context < num_q)
-    if wrong.any():
-        row = int(wrong.argmax())
+    if np.count_nonzero(context < num_q) or num_q.min() < 0:
+        row = int(((num_q < 0) | (context < num_q)).argmax())
         raise ValueError(
             f"num_context: row {row} has {num_q[row]} queries, expected 0 to num_context of them, got {context[row]}"
         )
-    return int(num_q.max(initial=0)), int(context.max(initial=0))
+    return int(num_q.max()), int(context.max())
 
 
 def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:

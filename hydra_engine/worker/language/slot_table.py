@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hydra_engine.backend.base import StateCache, StateRows
@@ -86,7 +85,7 @@ class SamplingRows(NamedTuple):
     rows: Ints  # [B'] row of the plan
     seq_slots: Ints  # [B']
     num_generated: Ints  # [B']
-    fast_path: npt.NDArray[np.bool_]  # [B'] these are sampled at once, see `SlotTable.fast_path_from`
+    special: Ints  # which of these are not sampled at once, ascending; see `SlotTable.fast_path_from`
 
 
 class SlotTable:
@@ -209,7 +208,8 @@ class SlotTable:
             rows = np.concatenate((rows, more[:, 0]))
             seq_slots = np.concatenate((seq_slots, more[:, 1]))
             num_generated = np.concatenate((num_generated, more[:, 2]))
-        return SamplingRows(rows, seq_slots, num_generated, num_generated >= self.fast_path_from[seq_slots])
+        special = (num_generated < self.fast_path_from[seq_slots]).nonzero()[0]
+        return SamplingRows(rows, seq_slots, num_generated, special)
 
 
 class StateTable:

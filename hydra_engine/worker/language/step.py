@@ -145,10 +145,10 @@ class StepForm:
         for chunk, record in zip(plan.chunks, records, strict=True):
             if record.sampling_state.history is not None:
                 record.sampling_state.history.record(chunk.start, chunk.token_ids)
-        decodes = plan.decodes
-        special = np.flatnonzero(~sampling.fast_path[: len(decodes)])
-        if not special.size:
+        if not sampling.special.size:
             return
+        decodes = plan.decodes
+        special = sampling.special[sampling.special < len(decodes)]
         token_ids = self._slot_table.known_tokens(decodes)
         for row in special.tolist():
             history = self._slot_table.sampling_state(int(decodes.seq_slots[row])).history
@@ -206,11 +206,11 @@ class SynchronousStep(StepForm):
         if not len(sampling.rows):
             return Samples.none(num_rows)
         finite = finite_rows(logits)
-        chosen = best_tokens(logits) if sampling.fast_path.any() else _NO_TOKEN
+        special = sampling.special
+        chosen = best_tokens(logits) if len(special) < len(sampling.rows) else _NO_TOKEN
         samples = sampled(num_rows, sampling.rows, chosen, finite)
-        if not sampling.fast_path.all():
-            for index in np.flatnonzero(finite & ~sampling.fast_path).tolist():
-                self._draw(samples, sampling, index, logits[index])
+        for index in special[finite[special]].tolist() if special.size else ():
+            self._draw(samples, sampling, index, logits[index])
         return samples
 
 
@@ -243,7 +243,7 @@ class AsynchronousStep(StepForm):
     def _can_replay(self, plan: LanguagePlan, begun: Begun) -> bool:
         """Faults in the middle of a step need a middle."""
         disturbed = begun.poisoned or self._parts.faults.is_armed(MID_LANGUAGE_STEP)
-        return not plan.chunks and not disturbed and bool(begun.sampling.fast_path.all())
+        return not plan.chunks and not disturbed and not begun.sampling.special.size
 
     def _replay(self, graphs: DecodeGraphs, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows) -> Unread:
         arrays = self._slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
@@ -256,7 +256,7 @@ class AsynchronousStep(StepForm):
 
     def _eager(self, plan: LanguagePlan, rows: StepRows, begun: Begun) -> Samples | Unread:
         sampling, slot_table, parts = begun.sampling, self._slot_table, self._parts
-        on_host = np.flatnonzero(~sampling.fast_path)
+        on_host = sampling.special
         arrays = slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
         beside = (sampling.seq_slots, on_host, *arrays)
         inputs, (device_slots, host_rows, *columns) = self._sent(plan, rows, begun.scoring, beside)
