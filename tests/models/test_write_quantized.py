@@ -50,9 +50,10 @@ def test_what_is_written_is_what_a_start_makes(
 
 def test_modules_that_are_ignored_stay(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     plain = checkpoint("write-ignored", "llama", text=SIZES, dtype="bfloat16")
-    write_quantized(plain, tmp_path / "out", "int4", ["lm_head", r"re:.*layers\.0\..*"])
+    write_quantized(plain, tmp_path / "out", "int4", ["lm_head", "1.mlp.down_proj", r"re:.*layers\.0\..*"])
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert {"lm_head.weight", "model.layers.0.mlp.up_proj.weight"} < tensors.keys()
+    stayed = "lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
+    assert {f"{name}.weight" for name in stayed} < tensors.keys()
     assert "model.layers.1.mlp.up_proj.weight_packed" in tensors
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.0.mlp.up_proj" in config["ignore"]
@@ -66,6 +67,8 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(checkpoint: Checkpoin
         write_quantized(plain, tmp_path / "out", "int4")
     with pytest.raises(ConfigError, match="a regular expression cannot be read"):
         write_quantized(plain, tmp_path / "new", "int4", ["re:("])
+    with pytest.raises(ConfigError, match="no module is named head; one is"):
+        write_quantized(plain, tmp_path / "new", "int4", ["lm_head", "head"])
     tensors = load_file(plain / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(tensors, plain / "model.safetensors")

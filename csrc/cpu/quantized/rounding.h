@@ -1,5 +1,5 @@
-// Weights of a float type rounded to 8 or 4 bits by the formulas of hydra_engine/backend/quantize.py, whose order of sums
-// is part of them: the bits are the same at every level and with any number of threads.
+// Weights of a float type rounded to 8 or 4 bits by the formulas of hydra_engine/models/loading/quantize.py, whose order
+// of sums is part of them: the bits are the same at every level and with any number of threads.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,9 +70,9 @@ def write_quantized(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """`wanted`: int8 or int4. `ignore`: modules as files name them, or regular expressions behind `re:`, that stay as
-    they are. Raises ConfigError or CheckpointError before anything is written, and for values that are not finite; what
-    was written by then is removed."""
+    """`wanted`: int8 or int4. `ignore`: modules that stay as they are, by their names in the files or ends of those, or
+    regular expressions behind `re:`; each must match one. Raises ConfigError or CheckpointError before anything is
+    written, and for values that are not finite; what was written by then is removed."""
     if target.exists():
         raise ConfigError(f"{str(target)[:200]!r} exists; name a folder that does not", param="out")
     create_backend("cpu", torch.float32)  # for the thread counts of this thread
@@ -81,7 +81,9 @@ def write_quantized(
         raise CheckpointError(f"the weights are quantised by {spec.quantization.method} already")
     renames = () if spec.vision is None else vision_class(spec).renames
     with SafetensorsCheckpoint(model_dir, renames) as checkpoint, torch.inference_mode():
-        pieces = _pieces(checkpoint, spec, AT_LOAD[wanted], _matcher(ignore))
+        stays = _Ignored(ignore)
+        pieces = _pieces(checkpoint, spec, AT_LOAD[wanted], stays)
+        stays.check(checkpoint.stored_name(name).removesuffix(".weight") for name in checkpoint.stored)
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -98,18 +100,35 @@ def write_quantized(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _matcher(ignore: Sequence[str]) -> Callable[[str], bool]:
-    """Whether the module of this name stays."""
-    try:
-        patterns = [re.compile(item[3:] if item.startswith("re:") else re.escape(item) + "$") for item in ignore]
-    except re.error as error:
-        raise ConfigError(f"--ignore: a regular expression cannot be read: {error}", param="ignore") from error
-    return lambda module: any(pattern.match(module) for pattern in patterns)
+class _Ignored:
+    """Whether the module of a name stays."""
+
+    def __init__(self, ignore: Sequence[str]) -> None:
+        try:
+            self._patterns = {
+                item: re.compile(item[3:] if item.startswith("re:") else rf"(.*\.)?{re.escape(item)}$")
+                for item in ignore
+            }
+        except re.error as error:
+            raise ConfigError(f"--ignore: a regular expression cannot be read: {error}", param="ignore") from error
+        self._matched: set[str] = set()
+
+    def __call__(self, module: str) -> bool:
+        matched = {item for item, pattern in self._patterns.items() if pattern.match(module)}
+        self._matched |= matched
+        return bool(matched)
+
+    def check(self, modules: Iterable[str]) -> None:
+        """Raises ConfigError where an item matches none of the modules, nor one that was asked about."""
+        example = ""
+        for module in modules:
+            self(module)
+            example = module
+        if missing := self._patterns.keys() - self._matched:
+            raise ConfigError(f"--ignore: no module is named {listed(missing)}; one is {example!r}", param="ignore")
 
 
-def _pieces(
-    checkpoint: SafetensorsCheckpoint, spec: ModelSpec, num_bits: int, stays: Callable[[str], bool]
-) -> list[Piece]:
+def _pieces(checkpoint: SafetensorsCheckpoint, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
     """In the order of the files."""
     model = build_model(spec, ReferenceOps(), torch.float32, Role.parse("EPD"))
     check_names(model, checkpoint.entries)
