@@ -79,7 +79,7 @@ def test_transformers_generates_the_same(checkpoint: CheckpointFactory, variant:
     """Step by step over its own cache, which is slow: one checkpoint with keys and values, one with states."""
     family, overrides = VARIANTS[variant]
     directory = checkpoint(variant, family, **overrides)
-    driver = Driver(directory, create_backend("cpu", torch.float32, backend=BACKENDS[-1]))
+    driver = Driver(directory, create_backend("cpu", torch.float32, backend=BACKENDS[-1], threads=1))
     ids = [1, 90, 17, 201, 33]
     assert driver.generate(driver.request(ids), 16) == TransformersModel(directory).generate(ids, 16)
 

@@ -70,7 +70,12 @@ def assert_greedy(pair: Pair, prompt: Prompt, generated: list[int], what: str) -
 
 @pytest.mark.parametrize(("case", "variant"), ALL)
 def test_positions_match(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
-    pair = Pair(case, variant, checkpoints.of(case, variant), create_backend("cpu", torch.float32, backend="reference"))
+    pair = Pair(
+        case,
+        variant,
+        checkpoints.of(case, variant),
+        create_backend("cpu", torch.float32, backend="reference", threads=1),
+    )
     if pair.spec.language.rope_sections is None:
         assert all(not prompt.ropes for prompt in conversations(case, pair).values())
         return
@@ -266,7 +271,9 @@ def test_bfloat16_is_as_good_as_transformers_in_bfloat16(
 ) -> None:
     """Mean squared error against float32, over prompts of several kinds: at most twice that of transformers."""
     model_dir = checkpoints.of(case, variant)
-    pair = Pair(case, variant, model_dir, create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1]), **DRIVER)
+    pair = Pair(
+        case, variant, model_dir, create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1], threads=1), **DRIVER
+    )
     half = Reference.of(case, model_dir, torch.bfloat16)
     ours = theirs = 0.0
     prompts = conversations(case, pair)

@@ -123,7 +123,7 @@ def test_logits_and_greedy_tokens_match(
 @pytest.mark.parametrize("name", PLAIN)
 def test_transformers_generates_the_same(name: str, directories: Directories) -> None:
     """Step by step over its own cache, which is slow: one prompt of each family."""
-    pair = Pair(directories(name), create_backend("cpu", torch.float32, backend=BACKENDS[-1]))
+    pair = Pair(directories(name), create_backend("cpu", torch.float32, backend=BACKENDS[-1], threads=1))
     prompt = prompts(pair)["one image"]
     assert pair.driver.generate(pair.request(prompt), NUM_STEPS) == pair.generate(prompt, NUM_STEPS)
 
@@ -245,7 +245,7 @@ def test_halves_of_a_model_work_together(name: str, directories: Directories) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN[:-1]), PLAIN[-1]])
 def test_bfloat16_is_as_good_as_transformers_in_bfloat16(name: str, directories: Directories) -> None:
-    pair = Pair(directories(name), create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1]))
+    pair = Pair(directories(name), create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1], threads=1))
     truths = {}
     for what, prompt in prompts(pair).items():
         truths[what] = prompt, pair.logits(prompt)

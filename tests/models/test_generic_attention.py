@@ -69,7 +69,7 @@ def test_logits_and_greedy_tokens_match(name: str, directories: Mapping[str, Pat
 
 def test_only_tokens_whose_window_slides_leave_the_paged_kernel(directories: Mapping[str, Path]) -> None:
     """What decides is the token's position: neighbours and chunks change nothing about the way that it takes."""
-    pair = Pair(directories["mistral"], create_backend("cpu", torch.float32, backend="reference"))
+    pair = Pair(directories["mistral"], create_backend("cpu", torch.float32, backend="reference", threads=1))
     rule = MaskRule(lambda batch, head, query, key: (key <= query) & (key > query - 16))
     request = pair.driver.request(range(6, 46))
     begun, seen = [], []

@@ -29,7 +29,7 @@ def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def drawn(directory: Path, role: Role, seed: int = 0) -> dict[str, torch.Tensor]:
     spec = load_spec(directory)
-    backend = create_backend("cpu", torch.float32)
+    backend = create_backend("cpu", torch.float32, threads=1)
     model = build_model(spec, backend.ops, backend.dtype, role)
     seen: dict[str, torch.Tensor] = {}
     for name, slot in model.slots.items():
@@ -49,7 +49,7 @@ def test_parts_of_a_model_agree_and_seeds_differ(bare: Path) -> None:
 
 
 def test_matrices_are_drawn_in_the_dtype_of_a_checkpoint(bare: Path) -> None:
-    backend, spec = create_backend("cpu", torch.float32), load_spec(bare)
+    backend, spec = create_backend("cpu", torch.float32, threads=1), load_spec(bare)
     wide, narrow = (
         load_model(bare, replace(spec, dtype=dtype), backend, EPD, random_weights=True).weights_bytes
         for dtype in ("float32", "bfloat16")
@@ -68,6 +68,6 @@ def test_the_engine_serves_them(bare: Path) -> None:
 
 def test_progress_ends_at_the_whole(bare: Path) -> None:
     told: list[tuple[int, int]] = []
-    backend = create_backend("cpu", torch.float32)
+    backend = create_backend("cpu", torch.float32, threads=1)
     load_model(bare, load_spec(bare), backend, EPD, lambda done, total: told.append((done, total)), random_weights=True)
     assert told[-1][0] == told[-1][1] > 0 and [done for done, _ in told] == sorted(done for done, _ in told)

@@ -63,7 +63,9 @@ def test_parameters_are_those_of_transformers_to_the_last_one(name: str) -> None
     spec = spec_of(name)
     assert spec.vision is not None
     assert spec.language.num_parameters() + spec.vision.num_parameters() == read
-    meta = build_model(spec, create_backend("cpu", torch.bfloat16).ops, torch.bfloat16, Role.E | Role.P | Role.D)
+    meta = build_model(
+        spec, create_backend("cpu", torch.bfloat16, threads=1).ops, torch.bfloat16, Role.E | Role.P | Role.D
+    )
     assert sum(torch.Size(slot.shape).numel() for slot in meta.slots.values() if not slot.optional) == read
 
 
@@ -115,7 +117,7 @@ def run(spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Features of a picture of noise, logits of a prompt with it, and the spreads on the way."""
     dtype, language, vision = torch.float32, spec.language, spec.vision
     assert vision is not None
-    watched = Watched(create_backend("cpu", dtype).ops)
+    watched = Watched(create_backend("cpu", dtype, threads=1).ops)
     ops: Any = watched
     model = build_model(spec, ops, dtype, Role.E | Role.P | Role.D)
     fill_random(model, dtype=dtype, device=torch.device("cpu"))

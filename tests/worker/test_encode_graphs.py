@@ -109,7 +109,9 @@ def bits(cache: PagedCache) -> Tensor:
 def made(directory: Path, sizes: Callable[[Bench], Sequence[int]], device: LateDevice | None = None) -> Bench:
     """With graphs of `sizes`, made ready and captured."""
     spec, device = load_spec(directory), device or LateDevice()
-    backend = Backend(device, create_backend("cpu", torch.float32, backend="reference").ops, torch.float32, 1)
+    backend = Backend(
+        device, create_backend("cpu", torch.float32, backend="reference", threads=1).ops, torch.float32, 1
+    )
     model = load_model(directory, spec, backend, Role.parse("E"))
     assert isinstance(model, VisionLanguageModel) and model.tower is not None and spec.vision is not None
     shape = (NUM_BLOCKS, spec.vision.num_planes, 1, IMAGE_BLOCK, 1, spec.vision.feature_size)

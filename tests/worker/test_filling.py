@@ -245,7 +245,7 @@ def test_peaks_of_a_role_are_those_of_its_stages(tiny: Path) -> None:
         expected[Role.E] = WorkingMemory(300, 0, 0)
     for role, found in expected.items():
         device = MeasuringDevice([300, 40, 50])
-        backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
+        backend = Backend(device, create_backend("cpu", torch.float32, threads=1).ops, torch.float32, 1)
         made = plan_memory(spec, role, settings, 4, 0, filling=Filling(device.total_bytes))
         model = load_model(tiny, spec, backend, role, random_weights=True)
         with torch.inference_mode():
@@ -265,7 +265,7 @@ def test_graphs_take_memory_on_every_partition(tiny: Path) -> None:
         partitions = LatePartitions(3)
 
     device = Divided([40])
-    backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
+    backend = Backend(device, create_backend("cpu", torch.float32, threads=1).ops, torch.float32, 1)
     made = plan_memory(spec, Role.D, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tiny, spec, backend, Role.D, random_weights=True)
     with torch.inference_mode():
@@ -309,7 +309,7 @@ def test_peaks_are_measured_once_and_count_for_every_partition(tmp_path: Path) -
     make_tiny("llava", tmp_path, seed=1)
     spec, settings = load_spec(tmp_path), config(token_budget=24, max_num_seqs=4, dtype="float32")
     device = DividedDevice([300, 40, 50])
-    backend = Backend(device, create_backend("cpu", torch.float32).ops, torch.float32, 1)
+    backend = Backend(device, create_backend("cpu", torch.float32, threads=1).ops, torch.float32, 1)
     made = plan_memory(spec, EPD, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tmp_path, spec, backend, EPD, random_weights=True)
     with torch.inference_mode():
