@@ -1,8 +1,9 @@
 """Attention against torch's scaled_dot_product_attention and, for decodes, against a plain read of the same bytes.
 
-Decodes rotate through the layers of a cache larger than the processor's caches; the bound is the read bandwidth, and
-torch has to gather the blocks before it can compute. Prompts and vision towers are bound by arithmetic. Every result is
-checked before it is timed.
+Decodes rotate through the layers of a cache larger than the processor's caches; the bound is the read bandwidth or, of
+many query heads per KV head, the multiply-adds: `ceiling` is the share of read that torch's rate of float32 products
+allows. Torch has to gather the blocks before it can compute. Prompts and vision towers are bound by arithmetic. Every
+result is checked before it is timed.
 
 With several threads set OMP_WAIT_POLICY=PASSIVE, as the engine does for its instances: torch's idle threads otherwise
 spin for a while after each of its turns, on the core that the next candidate needs.
@@ -24,12 +25,13 @@ from torch import Tensor
 
 from bench.common import Times, card, emit, interleaved
 from hydra_engine import _C
-from hydra_engine.backend.base import AttentionPlan, PagedCache
+from hydra_engine.backend.base import SCALE_BYTES, AttentionPlan, PagedCache
 from hydra_engine.backend.cpu.ops import NativeOps
 
 BLOCK_SIZE = 16
 COLD_BYTES = 96 << 20
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+# Of a cache; int8 holds rows of bfloat16.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 # (requests, context, query heads, KV heads, head dim)
 DECODES = [
     (1, 640, 16, 16, 64),
@@ -39,6 +41,9 @@ DECODES = [
     (8, 2048, 32, 8, 128),
     (1, 16384, 12, 2, 128),
 ]
+# Two requests, a growing number of query heads per KV head.
+CONTEXTS = [(2, context, *heads, 64) for heads in ((16, 16), (4, 2), (8, 2), (14, 2)) for context in (1024, 4096, 8192)]
+PRODUCT = 384  # rows and columns of the float32 matrices that show the rate of multiply-adds
 QUICK_DECODES = [(1, 640, 16, 16, 64), (8, 640, 16, 16, 64)]
 # (prompt tokens, query heads, KV heads, head dim)
 PREFILLS = [(64, 16, 16, 64), (600, 16, 16, 64), (600, 14, 2, 64), (600, 16, 4, 128), (2048, 16, 16, 64)]
@@ -54,15 +59,23 @@ class Paged:
     def __init__(self, requests: int, queries: int, context: int, heads: tuple[int, int, int], dtype: torch.dtype):
         self.num_heads, num_kv_heads, dim = heads
         blocks = -(-context // BLOCK_SIZE)
-        layer_bytes = requests * blocks * BLOCK_SIZE * 2 * num_kv_heads * dim * dtype.itemsize
+        quantized = dtype == torch.int8
+        head_bytes = dim * dtype.itemsize + (SCALE_BYTES if quantized else 0)
+        layer_bytes = requests * blocks * BLOCK_SIZE * 2 * num_kv_heads * head_bytes
         self.layers = max(1, min(64, COLD_BYTES // layer_bytes)) if queries == 1 else 1
-        self.bytes_read = requests * context * 2 * num_kv_heads * dim * dtype.itemsize
+        self.bytes_read = requests * context * 2 * num_kv_heads * head_bytes
         shape = (requests * blocks, self.layers, 2, BLOCK_SIZE, num_kv_heads, dim)
         # Memory as the engine's caches have it, of large pages where the system gives them to numpy.
-        raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-        self.cache = PagedCache(raw.copy_(torch.randn(shape)))
+        raw = torch.from_numpy(np.zeros(math.prod(shape[:-1]) * head_bytes, dtype=np.uint8))
+        if quantized:
+            self.cache = PagedCache.quantized(raw, shape, torch.bfloat16)
+            self.cache.data.random_(-127, 128)
+            assert self.cache.scales is not None
+            self.cache.scales.fill_(1 / 64)
+        else:
+            self.cache = PagedCache(raw.view(dtype).view(shape).copy_(torch.randn(shape)))
         self.tables = torch.randperm(requests * blocks, dtype=torch.int32).view(requests, blocks)
-        self.q = torch.randn(requests * queries, self.num_heads, dim).to(dtype)
+        self.q = torch.randn(requests * queries, self.num_heads, dim).to(self.cache.row_dtype)
         self.context, self.queries, self.scale = context, queries, dim**-0.5
 
     def plan(self, ops: NativeOps) -> AttentionPlan:
@@ -71,7 +84,11 @@ class Paged:
 
     def gathered(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [B, Hkv, context, D], as torch wants them."""
-        rows = self.cache.data[self.tables.long(), layer].movedim(2, 0).flatten(2, 3)[:, :, : self.context]
+        rows = self.cache.data[self.tables.long(), layer]
+        if self.cache.scales is not None:
+            scales = self.cache.scales[self.tables.long(), layer].transpose(-1, -2)
+            rows = (rows * scales[..., None]).to(self.cache.row_dtype)
+        rows = rows.movedim(2, 0).flatten(2, 3)[:, :, : self.context]
         return rows[0].transpose(1, 2), rows[1].transpose(1, 2)
 
     def sdpa(self, keys: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -101,7 +118,6 @@ def in_turn(run: Callable[[int], object], count: int) -> Callable[[], object]:
 
 
 def report(name: str, times: dict[str, Times], gflop: float) -> dict[str, Any]:
-    """The last candidate of `times` but "read" is what a user of torch would call."""
     native = times["native"]
     row: dict[str, Any] = {"case": name, "us": native.median * 1e6, "us_best": native.best * 1e6}
     row["gflops"] = gflop / native.best
@@ -118,19 +134,23 @@ def measure_decode(ops: NativeOps, case: tuple[int, ...], dtype: torch.dtype, re
     contiguous = [tuple(x.contiguous() for x in step.gathered(layer)) for layer in range(step.layers)]
     result = ops.attention_paged(step.q, step.cache, 0, plan, step.scale)
     check(f"decode {case}", result, step.sdpa(*contiguous[0]), step.sdpa(*contiguous[0], dtype=torch.float64))
-    words = torch.ones(step.bytes_read * step.layers // 4)
+    words, square = torch.ones(step.bytes_read * step.layers // 4), torch.ones(PRODUCT, PRODUCT)
     times = interleaved(
         {
             "native": in_turn(lambda i: ops.attention_paged(step.q, step.cache, i, plan, step.scale), step.layers),
             "sdpa": in_turn(lambda i: step.sdpa(*contiguous[i]), step.layers),
             "gather_sdpa": in_turn(lambda i: step.sdpa(*step.gathered(i)), step.layers),
             "read": in_turn(lambda i: words.view(step.layers, -1)[i].sum(), step.layers),
+            "products": lambda: square @ square,
         },
         repeats,
         clock=clock(),
     )
     name = f"decode {requests} x {context}, {num_heads}:{num_kv_heads} heads of {dim}"
-    row = report(name, times, 4e-9 * requests * context * num_heads * dim)
+    gflop = 4e-9 * requests * context * num_heads * dim
+    row = report(name, times, gflop)
+    floor = gflop / 2e-9 / PRODUCT**3 * times["products"].median
+    row["ceiling"] = min(1.0, times["read"].median / floor)
     row["gbytes_per_s"] = step.bytes_read / times["native"].best / 1e9
     row["read_gbytes_per_s"] = step.bytes_read / times["read"].best / 1e9
     return row
@@ -189,7 +209,8 @@ def show(row: dict[str, Any]) -> None:
     gbytes = f"{row['gbytes_per_s']:6.1f}" if "gbytes_per_s" in row else f"{'-':>6}"
     print(
         f"{row['case']:42} {row['us_best']:9.1f} {row['gflops']:8.0f} {gbytes}"
-        f"  {ratio('sdpa')}  {ratio('gather_sdpa')}  {ratio('read')}",
+        f"  {ratio('sdpa')}  {ratio('gather_sdpa')}  {ratio('read')}"
+        + (f"  {row['ceiling']:7.2f}" if "ceiling" in row else ""),
         flush=True,
     )
 
@@ -198,7 +219,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="four cases, a few seconds")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--decodes", action="store_true", help="decodes of one to seven query heads per KV head only")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="int8: decodes only")
     parser.add_argument("--isa", help="force a lower instruction-set level")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -206,19 +228,26 @@ def main() -> None:
     _C.set_num_threads(arguments.threads)
     if arguments.isa:
         _C.force_isa(arguments.isa)
+    if arguments.dtype == "int8" and not arguments.decodes:
+        parser.error("--dtype int8 is of caches: add --decodes")
     quick, dtype, ops = arguments.quick, DTYPES[arguments.dtype], NativeOps()
     repeats = 7 if quick else 11
     print(
         f"{arguments.dtype}, {arguments.threads} thread(s), {_C.isa()}; ratios: other / native, best of many [median]"
     )
-    titles = f"{'us':>9} {'GFLOP/s':>8} {'GB/s':>6}  {'to sdpa':>13}  {'gather + sdpa':>13}  {'plain read':>13}"
+    titles = (
+        f"{'us':>9} {'GFLOP/s':>8} {'GB/s':>6}  {'to sdpa':>13}  {'gather + sdpa':>13}  {'plain read':>13}  ceiling"
+    )
     print(f"{'':42} {titles}")
     results = []
-    for measure, cases in (
-        (measure_decode, QUICK_DECODES if quick else DECODES),
-        (measure_prefill, QUICK_PREFILLS if quick else PREFILLS),
-        (measure_tower, QUICK_TOWERS if quick else TOWERS),
-    ):
+    groups: list[tuple[Callable[..., dict[str, Any]], list[tuple[int, ...]]]] = [(measure_decode, CONTEXTS)]
+    if not arguments.decodes:
+        groups = [
+            (measure_decode, QUICK_DECODES if quick else DECODES),
+            (measure_prefill, QUICK_PREFILLS if quick else PREFILLS),
+            (measure_tower, QUICK_TOWERS if quick else TOWERS),
+        ]
+    for measure, cases in groups:
         for case in cases:
             results.append(measure(ops, case, dtype, repeats))
             show(results[-1])

@@ -54,10 +54,10 @@ def golden(hybrid_model: Path) -> list[tuple[int, ...]]:
     return alone(hybrid_model)
 
 
-def alone(hybrid_model: Path, backend: str = "auto") -> list[tuple[int, ...]]:
+def alone(hybrid_model: Path, **options: Any) -> list[tuple[int, ...]]:
     """Every prompt by itself and in one piece."""
-    options: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 512, "token_budget": 512}
-    with Engine(hybrid_model, threads=1, backend=backend, **options) as engine:
+    options = {"block_size": 4, "num_kv_blocks": 512, "token_budget": 512, **options}
+    with Engine(hybrid_model, threads=1, **options) as engine:
         found = [
             engine.generate(prompt, pictures(index), sampling=sampling(index)).token_ids
             for index, (prompt, _) in enumerate(PROMPTS)
@@ -81,10 +81,22 @@ def test_together_in_chunks_equals_alone_in_one_piece(
     assert found == together(engine)  # the same slots again, in another order
 
 
+def test_int8_keys_and_values_beside_states_keep_the_same_promise(
+    make_engine: EngineFactory, hybrid_model: Path
+) -> None:
+    """Only the layers of attention are quantized; the states of the others are as they were."""
+    expected = alone(hybrid_model, kv_cache_dtype="int8")
+    for options in ({"token_budget": 5}, {"threads": 2, "max_num_seqs": 2}):
+        engine = make_engine(model=hybrid_model, kv_cache_dtype="int8", **options)
+        assert any("int8" in note for note in engine.summary.notes)
+        assert together(engine) == expected
+        assert_at_rest(engine)
+
+
 @pytest.mark.slow
 def test_the_reference_ops_keep_the_same_promise(make_engine: EngineFactory, hybrid_model: Path) -> None:
     engine = make_engine(model=hybrid_model, backend="reference", token_budget=9)
-    assert together(engine) == alone(hybrid_model, "reference")
+    assert together(engine) == alone(hybrid_model, backend="reference")
 
 
 def test_preemption_loses_nothing(make_engine: EngineFactory, hybrid_model: Path) -> None:

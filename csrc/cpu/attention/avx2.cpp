@@ -5,7 +5,7 @@
 #define HYDRA_LEVEL avx2
 #define HYDRA_LANES 8
 #define HYDRA_TARGET HYDRA_TARGET_AVX2
-#include "cpu/attention/float_math.h"
+#include "cpu/attention/in_float.h"
 
 namespace hydra::avx2 {
 

@@ -5,7 +5,7 @@
 #define HYDRA_LEVEL avx512
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512
-#include "cpu/attention/float_math.h"
+#include "cpu/attention/in_float.h"
 
 namespace hydra::avx512 {
 

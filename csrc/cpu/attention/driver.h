@@ -1,24 +1,19 @@
 // The walk over key tiles with a running softmax, shared by all levels. A `Math` supplies how a key tile is packed and
 // multiplied; the driver owns order, masks and state. Include after defining a level, see cpu/simd.h.
-//
-// A column is one query of one head: column c of a KV head is token c / group, head c % group of the group. Columns are
-// worked on in tiles of kColumnTile, of which the last may be partly filled.
+// Columns (task_columns.h) are worked on in tiles of kColumnTile, of which the last may be partly filled.
 #pragma once
 
 #include <algorithm>
 
 #include "cpu/attention/prefetch.h"
-#include "cpu/attention/softmax.h"
+#include "cpu/attention/task_columns.h"
 #include "cpu/scratch.h"
 
 namespace hydra::HYDRA_LEVEL {
 
-// One head of a few rows, and what is to be asked for while they are worked on.
-template <class T>
-struct RowGroup {
-  const T* rows[kLanes];
-  const char* later[kLanes];
-};
+// Rows of all heads that are worked on before the next ones. Not more than scores need: rows that lie 4 KB apart, as 8
+// heads of 128 floats do, compete for the same 8 ways of a first-level cache.
+constexpr int kRowGroup = kLanes > 8 ? kLanes : 8;
 
 // The columns of one KV head, padded to whole tiles.
 template <class Math>
@@ -26,36 +21,6 @@ struct HeadState {
   typename Math::Element* q;  // [columns][Math::query_width(D)]
   ColumnState columns;
   ColumnState span;  // of the current span, from the second one on
-};
-
-// What a task's columns are.
-template <class Math>
-struct TaskColumns {
-  using Stored = typename Math::Stored;  // of queries and results
-
-  const AttentionCall& call;
-  const AttentionTask& task;
-  const Sequence& sequence;
-  int64_t dim, group, columns, sums_width;
-  float factor;  // scale / ln(2): weights are powers of two
-
-  HYDRA_TARGET TaskColumns(const AttentionCall& c, const AttentionTask& t) : call(c), task(t), sequence(*t.sequence) {
-    dim = call.head_dim;
-    group = call.group();
-    columns = (task.token_end - task.token_begin) * group;
-    sums_width = Math::sums_width(dim);
-    factor = call.scale * 1.44269504088896341f;
-  }
-
-  // How many keys a column sees.
-  HYDRA_INLINE int64_t limit(int64_t column) const {
-    return call.causal ? sequence.first_position + task.token_begin + column / group + 1 : sequence.num_keys;
-  }
-
-  HYDRA_INLINE Stored* result(int64_t head, int64_t column) const {
-    const int64_t token = sequence.query_begin + task.token_begin + column / group;
-    return static_cast<Stored*>(call.out) + (token * call.num_heads + head * group + column % group) * dim;
-  }
 };
 
 // One task on one thread.
@@ -125,7 +90,7 @@ struct Driver : TaskColumns<Math> {
 
  private:
   // How far ahead of their use rows are asked for: the time that memory takes to answer.
-  static constexpr int64_t kAheadBytes = 16 << 10;
+  static constexpr int64_t kAheadBytes = 32 << 10;
 
   // Whether the tile that starts at `begin` belongs to the second span of this task or to one behind it.
   HYDRA_INLINE bool in_later_span(int64_t begin) const { return call.causal && begin >= key_begin + kSpanKeys; }
@@ -280,13 +245,12 @@ struct Driver : TaskColumns<Math> {
   HYDRA_TARGET void visit_rows(int64_t begin, int count, int slot) {
     const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Cached)), tile = columns * kKeyTile;
     const int64_t row_bytes = (task.head_end - task.head_begin) * head_bytes;
-    const unsigned ahead = static_cast<unsigned>(std::clamp<int64_t>(kAheadBytes / row_bytes, kLanes, kKeyTile));
-    RowGroup<Cached> group;
-    for (int first = 0; first < count; first += kLanes) {
+    const int64_t ahead = std::clamp<int64_t>(kAheadBytes / row_bytes / kRowGroup, 1, kKeyTile / kRowGroup) * kRowGroup;
+    for (int first = 0; first < count; first += kRowGroup) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-        point_at(k_rows[0], static_cast<unsigned>(slot * kKeyTile + first), ahead, head, group);
-        const int64_t index = head - task.head_begin;
-        Math::multiply_keys(heads[index].q, static_cast<int>(columns), group, dim,
+        const int64_t index = head - task.head_begin, offset = head * head_bytes;
+        ask_for(k_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), offset, head_bytes);
+        Math::multiply_keys(heads[index].q, static_cast<int>(columns), k_rows[slot] + first, offset, dim,
                             scores[0] + index * tile + first);
       }
     }
@@ -296,22 +260,20 @@ struct Driver : TaskColumns<Math> {
       find_scales(head, count, slot);
       weigh_columns(heads[index], 0, begin, used, scores[0] + index * tile, weights + index * tile);
     }
-    for (int first = 0; first < count; first += kLanes) {
+    for (int first = 0; first < count; first += kRowGroup) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-        point_at(v_rows[0], static_cast<unsigned>(slot * kKeyTile + first), ahead, head, group);
-        const int64_t index = head - task.head_begin;
-        Math::multiply_values(weights + index * tile + first, static_cast<int>(columns), group,
-                              std::min(kLanes, count - first), dim, state_of(heads[index], begin).sums);
+        const int64_t index = head - task.head_begin, offset = head * head_bytes;
+        ask_for(v_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), offset, head_bytes);
+        Math::multiply_values(weights + index * tile + first, static_cast<int>(columns), v_rows[slot] + first, offset,
+                              std::min(kRowGroup, count - first), dim, state_of(heads[index], begin).sums);
       }
     }
   }
 
-  // `all`: the rows of both tiles.
-  HYDRA_INLINE void point_at(const char* const* all, unsigned first, unsigned ahead, int64_t head, RowGroup<Cached>& group) const {
-    const int64_t offset = head * dim * static_cast<int64_t>(sizeof(Cached));
-    for (unsigned j = 0; j < kLanes; ++j) {
-      group.rows[j] = reinterpret_cast<const Cached*>(all[first + j] + offset);
-      group.later[j] = all[(first + j + ahead) % (2 * kKeyTile)] + offset;
+  // Asks for bytes [offset, offset + bytes) of a group of rows that are to be read later.
+  HYDRA_INLINE void ask_for(const char* const* rows, int64_t offset, int64_t bytes) const {
+    for (int j = 0; j < kRowGroup; ++j) {
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[j] + offset + at, 0, 2);
     }
   }
 
@@ -397,26 +359,6 @@ struct Driver : TaskColumns<Math> {
 template <class Math>
 HYDRA_TARGET void attend_with(const AttentionCall& call, const AttentionTask& task) {
   Driver<Math>(call, task).run();
-}
-
-// From the states that the spans of a task have left, in the order in which one thread would have merged them.
-template <class Math>
-HYDRA_TARGET void merge_with(const AttentionCall& call, const AttentionTask& task) {
-  const TaskColumns<Math> shape(call, task);
-  const int64_t width = partial_width(shape.dim), sums_width = partial_sums(shape.dim);
-  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    for (int64_t c = 0; c < shape.columns; ++c) {
-      float* sums = task.partials + (head * shape.columns + c) * width;
-      float* total = sums + sums_width;
-      const float* span = sums + task.span_stride;
-      for (int64_t begin = kSpanKeys; begin < shape.limit(c); begin += kSpanKeys, span += task.span_stride) {
-        const float* span_total = span + sums_width;
-        merge_column(sums, total, total + kPartialTotal, span, span_total, span_total[kPartialTotal], shape.sums_width,
-                     shape.factor);
-      }
-      Math::store_result(sums, 1.0f / sum(load(total)), shape.dim, shape.result(head, c));
-    }
-  }
 }
 
 }  // namespace hydra::HYDRA_LEVEL

@@ -1,8 +1,8 @@
 // Rows of a storage type as vectors of floats, in an order that is cheap to widen. Include after defining a level, see
 // cpu/simd.h.
 //
-// A row is a number of chunks, a chunk is kVectors steps of kLanes floats. Of bf16 a chunk is two steps, its even and its
-// odd dimensions, because a word of two becomes either by one instruction. What a row lacks to whole chunks is zero.
+// A row is a number of chunks, a chunk is kVectors steps of kLanes floats. Of bf16 a chunk is two steps, its even and
+// its odd dimensions, because a word of two becomes either by one instruction. What a row lacks of whole chunks is 0.
 #pragma once
 
 #include <type_traits>
@@ -30,6 +30,14 @@ HYDRA_INLINE vf load_part(const int8_t* source, int count) {
   return load(buffer);
 }
 
+// The value, in a register from here on: the compiler would rather load it again with every use, and loads are scarce.
+HYDRA_INLINE vf in_register(vf value) {
+#if HYDRA_X86 && !defined(HYDRA_EMULATED)
+  __asm__("" : "+v"(value));
+#endif
+  return value;
+}
+
 // For rows of T; queries and results, of any type, follow their order.
 template <class T>
 struct FloatSteps {
@@ -43,10 +51,11 @@ struct FloatSteps {
     return d + kLanes <= dim ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
   }
 
-  // Vector kPart of the chunk that begins with dimension d; the row has all of the chunk if kWhole.
-  template <bool kWhole, int kPart>
+  // Vector kPart of the chunk that begins with dimension d, for kUses products; the row has all of the chunk if kWhole.
+  template <bool kWhole, int kPart, int kUses>
   HYDRA_INLINE static vf load_vector(const T* row, int64_t d, int64_t dim) {
-    return kWhole ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
+    const vf value = kWhole ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
+    return kUses > 1 ? in_register(value) : value;
   }
 
   // row[d] = sums[d] * factor
@@ -89,8 +98,20 @@ struct FloatSteps<bf16_t> {
     return step % 2 ? odd(words) : even(words);
   }
 
-  template <bool kWhole, int kPart>
+  template <bool kWhole, int kPart, int kUses>
   HYDRA_INLINE static vf load_vector(const bf16_t* row, int64_t d, int64_t dim) {
+#if HYDRA_LANES == 8
+    // 12 sums and what they are multiplied by leave one of 16 registers: neither words nor mask may stay in another.
+    if constexpr (kWhole && kPart && kUses > 2) {
+      alignas(32) static constexpr uint32_t kOdd[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
+                                                      ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+      vf result;
+      __asm__("vmovdqu %1, %0\n\tvpand %2, %0, %0"
+              : "=&x"(result)
+              : "m"(*reinterpret_cast<const vu_memory*>(row + d)), "m"(kOdd));
+      return result;
+    }
+#endif
     const vu words = kWhole ? *reinterpret_cast<const vu_memory*>(row + d) : load_words(row, d, dim);
     return kPart ? odd(words) : even(words);
   }

@@ -2,7 +2,7 @@
 #define HYDRA_LEVEL scalar
 #define HYDRA_LANES 4
 #define HYDRA_TARGET
-#include "cpu/attention/float_math.h"
+#include "cpu/attention/in_float.h"
 
 namespace hydra::scalar {
 

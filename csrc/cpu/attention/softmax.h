@@ -121,33 +121,43 @@ HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
   }
 }
 
-// One round of merge_rows: rows i and i + kBit share row i, their lanes told apart by the lane's bit.
-template <int kBit, bool kAdd, int... kLane>
+// Where lane `lane` of two merged rows comes from: every second unit of the first row, then of the second. A unit is a
+// lane inside of 4 lanes, or 4 lanes, so that one instruction moves a whole vector.
+template <int kBit>
+constexpr int merged_from(int lane) {
+  constexpr int kUnit = kBit < 4 ? 1 : 4, kUnits = kBit < 4 ? 4 : kLanes / 4;
+  const int unit = lane / kUnit % kUnits, base = lane - unit * kUnit;
+  return unit < kUnits / 2 ? base + 2 * unit * kUnit : base + (2 * unit - kUnits) * kUnit + kLanes;
+}
+
+// Rows i and i + kBit of the first kRows come to share row i: what is merged are lanes of a row that differ in kBit.
+template <int kBit, int kRows, bool kAdd, int... kLane>
 HYDRA_INLINE void merge_pairs(vf* rows, std::integer_sequence<int, kLane...>) {
-  const vi lower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
-  const vi upper = {(kLane & kBit ? kLanes + kLane : kLane + kBit)...};
+  constexpr int kUnit = kBit < 4 ? 1 : 4;
+  const vi lower = {merged_from<kBit>(kLane)...};
+  const vi upper = {(merged_from<kBit>(kLane) + kUnit)...};
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i += 2 * kBit) {
+  for (int i = 0; i < kRows; i += 2 * kBit) {
     const vf a = rows[i], b = rows[i + kBit];
     const vf first = __builtin_shuffle(a, b, lower), second = __builtin_shuffle(a, b, upper);
     rows[i] = kAdd ? first + second : larger(first, second);
   }
 }
 
-template <bool kAdd>
-HYDRA_INLINE vf merge_rows(vf* rows) {
-  merge_pairs<1, kAdd>(rows, Lanes());
-  merge_pairs<2, kAdd>(rows, Lanes());
-  if constexpr (kLanes > 4) merge_pairs<4, kAdd>(rows, Lanes());
-  if constexpr (kLanes > 8) merge_pairs<8, kAdd>(rows, Lanes());
-  return rows[0];
+// Merges the first kEnd rows into row 0, neighbours first; rows that are no multiple of kBegin have been merged before.
+template <bool kAdd, int kBegin, int kEnd>
+HYDRA_INLINE void merge_rounds(vf* rows) {
+  if constexpr (kBegin < kEnd) {
+    merge_pairs<kBegin, kEnd, kAdd>(rows, Lanes());
+    merge_rounds<kAdd, 2 * kBegin, kEnd>(rows);
+  }
 }
 
 // Lane i of the result is the largest lane of rows[i].
-HYDRA_INLINE vf largest_of_rows(vf* rows) { return merge_rows<false>(rows); }
-
-// Lane i of the result is the sum of rows[i]: of neighbouring lanes first, then of pairs, and so on.
-HYDRA_INLINE vf sums_of_rows(vf* rows) { return merge_rows<true>(rows); }
+HYDRA_INLINE vf largest_of_rows(vf* rows) {
+  merge_rounds<false, 1, kLanes>(rows);
+  return rows[0];
+}
 
 // The larger of the row's vectors, lane by lane. With kHide, what the column does not see becomes minus infinity, also
 // in memory.
