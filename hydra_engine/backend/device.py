@@ -131,8 +131,8 @@ class Device(Protocol):
         ...
 
     def loading(self) -> AbstractContextManager[None]:
-        """While it is entered, freed memory of the host stays with the process and is used again, for fresh pages cost
-        more than what is read into them; behind it all is given back."""
+        """While it is entered, freed memory of the host stays with the process, for fresh pages cost more than what is
+        read into them, and is used again until `trim`; behind it all is given back."""
         ...
 
     def trim(self) -> None:

@@ -44,7 +44,6 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     partitions: Partitions = WholeDevice()
     asynchronous = False
-    _loading = False
 
     def __init__(
         self,
@@ -77,13 +76,11 @@ class CpuDevice:
         if _LIBC is None:
             yield
             return
-        self._loading = True
         _LIBC.mallopt(_M_MMAP_MAX, 0)
         _LIBC.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
         try:
             yield
         finally:
-            self._loading = False
             # Who sets one of them sets all: these are what glibc comes to by itself with blocks of such sizes.
             _LIBC.mallopt(_M_MMAP_MAX, 1 << 16)
             _LIBC.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -92,7 +89,7 @@ class CpuDevice:
 
     def trim(self) -> None:
         """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""
-        if _LIBC is not None and not self._loading:
+        if _LIBC is not None:
             _LIBC.malloc_trim(0)
 
     def share(self, num_bytes: int) -> SharedMemory:
