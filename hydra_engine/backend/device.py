@@ -130,11 +130,6 @@ class Device(Protocol):
         """(free, total) bytes of this device's memory."""
         ...
 
-    def loading(self) -> AbstractContextManager[None]:
-        """While it is entered, freed memory of the host stays with the process, for fresh pages cost more than what is
-        read into them, and is used again until `trim`; behind it all is given back."""
-        ...
-
     def trim(self) -> None:
         """Gives freed memory back to the system, of the host and of the device: while weights are loaded, and after
         a step that found none."""

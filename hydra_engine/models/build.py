@@ -113,12 +113,7 @@ def load_model(
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     renames = () if spec.vision is None else vision_class(spec).renames
-    with (
-        open_checkpoint(model_dir, renames, spec.quantization) as checkpoint,
-        torch.inference_mode(),
-        _one_thread(),
-        backend.device.loading(),
-    ):
+    with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
         num_widened = fill_model(
             model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite
         )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from hydra_engine.errors import TransferError
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 
 # Which lane steps back when both have work and cores are few. Measured in docs/benchmarks.md.
 NICENESS: dict[str, dict[str, int]] = {
@@ -70,22 +68,6 @@ class CpuDevice:
             free = min(free, max(limit - used + _inactive_file_bytes(), 0))
             total = min(total, limit)
         return free, total
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        if _LIBC is None:
-            yield
-            return
-        _LIBC.mallopt(_M_MMAP_MAX, 0)
-        _LIBC.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-        try:
-            yield
-        finally:
-            # Who sets one of them sets all: these are what glibc comes to by itself with blocks of such sizes.
-            _LIBC.mallopt(_M_MMAP_MAX, 1 << 16)
-            _LIBC.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-            _LIBC.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-            self.trim()
 
     def trim(self) -> None:
         """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""

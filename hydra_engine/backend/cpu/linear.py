@@ -6,8 +6,7 @@ addresses. Does not know instruction sets, threads or layouts; those are in csrc
 
 from __future__ import annotations
 
-import mmap
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,6 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
 
 _ALIGNMENT = 64  # a cache line
-_LARGE_PAGE = 2 << 20
 _MAX_GROUP = 131072
 
 
@@ -227,15 +225,10 @@ def _activation_code(act: str) -> int:
 
 
 def aligned(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], in large pages, of which memory is read faster; not from the heap, where what stays would keep
-    apart what is freed while weights are loaded."""
-    if num_bytes < _LARGE_PAGE:
-        memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-        offset = -memory.data_ptr() % _ALIGNMENT
-        return memory[offset : offset + num_bytes]
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    # numpy asks for large pages, of which memory is read faster; torch does not.
+    memory = torch.from_numpy(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    offset = -memory.data_ptr() % _ALIGNMENT
+    return memory[offset : offset + num_bytes]
 
 
 def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -67,9 +66,6 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self._index)
         idle = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
         return free + idle, total
-
-    def loading(self) -> AbstractContextManager[None]:
-        return self._host.loading()
 
     def trim(self) -> None:
         """Of the device too: weights arrive in parts, and what parts leave behind is of no use to the caches."""
