@@ -73,8 +73,9 @@ def test_a_picture_a_question_and_where_the_time_went(demo: Served, new_tab: Ope
     assert tab.get("model-name").inner_text() == "demo"
     tab.wait("[data-testid=sample]")
     tab.shot("page-idle")
-    tab.press(QUESTION)
-    assert tab.answered() == ANSWER
+    # A picture that no other test of this server sends: a cached one is not encoded.
+    tab.press("Describe the picture.")
+    assert tab.answered().startswith("There is a blue triangle in the top-centre, a pink star")
     tab.get("usage").click()
     facts = tab.get("counts").inner_text().split(" · ")
     assert "picture)" in facts[0] and "ended by stop" in facts
