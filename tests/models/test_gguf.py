@@ -148,6 +148,8 @@ def test_blocks_are_taken_apart_as_the_formulas_say(kind: str, threads: int) -> 
         torch.testing.assert_close(weight.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
         assert (weight.offsets is None) == (expected.offsets is None)
         assert weight.offsets is None or torch.equal(weight.offsets, expected.offsets)
+        with pytest.raises(ValueError, match="expected whole blocks"):
+            decoded_blocks(raw[:-1], kind, rows)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])

@@ -53,8 +53,11 @@ def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
 
 
 def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
-    """data uint8 [bytes], contiguous: the blocks of `rows` rows, whose type is a key of GGML_TYPES."""
+    """data uint8 [bytes], contiguous: the blocks of `rows` rows, whose type is a key of GGML_TYPES. Raises ValueError
+    unless they are whole and as many in each row."""
     form = GGML_TYPES[kind]
+    if data.numel() % (rows * form.num_bytes):
+        raise ValueError(f"data: expected whole blocks of {form.num_bytes} bytes in {rows} rows, got {data.numel()}")
     count = data.numel() // form.num_bytes
     values = torch.empty(rows, count * form.num_values * form.num_bits // 8 // rows, dtype=torch.uint8)
     scales = torch.empty(rows, count * form.num_groups // rows, dtype=form.scale_dtype)
