@@ -2,6 +2,7 @@
 #include "cpu/quantized/ggml.h"
 #include "cpu/quantized/quantized.h"
 #include "cpu/quantized/rounding.h"
+#include "cpu/quantized/transpose.h"
 
 #include "api/api.h"
 #include "api/recording.h"
@@ -78,6 +79,11 @@ void decode_blocks(int type, Address blocks, int64_t count, Address values, Addr
                pointer<float>(offsets)});
 }
 
+void transpose(Address source, int64_t rows, int64_t columns, Address target) {
+  HYDRA_CHECK(rows >= 0 && columns >= 0, "rows, columns: expected sizes of at least 0, got ", rows, ", ", columns);
+  transpose_words(pointer<uint32_t>(source), rows, columns, pointer<uint32_t>(target));
+}
+
 }  // namespace
 
 void register_quantized(py::module_& m) {
@@ -94,6 +100,8 @@ void register_quantized(py::module_& m) {
         py::arg("num_bits"), py::arg("values"), py::arg("scales"), ReleaseGil());
   m.def("decode_blocks", &decode_blocks, py::arg("type"), py::arg("blocks"), py::arg("count"), py::arg("values"),
         py::arg("scales"), py::arg("offsets"), ReleaseGil());
+  m.def("transpose_words", &transpose, py::arg("source"), py::arg("rows"), py::arg("columns"), py::arg("target"),
+        ReleaseGil());
 }
 
 }  // namespace hydra

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,18 @@ def create_backend(
         if chosen.index is not None:
             torch.cuda.set_device(chosen.index)
     return result
+
+
+@contextmanager
+def all_cores(backend: Backend) -> Iterator[None]:
+    """Ops of the calling thread take every core that this process may use, however few threads a lane has: while an
+    instance loads nothing runs beside it, what is packed does not depend on how many packed it, and whoever wants cores
+    left alone at start as well gives the process fewer of them (taskset, a container)."""
+    _set_threads(max(usable_cores(), backend.threads))
+    try:
+        yield
+    finally:
+        _set_threads(backend.threads)
 
 
 def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:

@@ -22,6 +22,7 @@ from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, reso
 from hydra_engine.backend.device import Device
 from hydra_engine.backend.devices import ChosenDevice, gpu_name
 from hydra_engine.backend.select import (
+    all_cores,
     create_backend,
     resolve_deterministic,
     resolve_device,
@@ -173,7 +174,7 @@ def _load_and_size(
     plan_of = partial(plan_memory, spec, role, config, *sizes, shares=context.shares, weight_bytes=weight_bytes)
     plan = plan_of(filling=Filling(own_bytes) if fills else None)
     resolved = _resolve(config, spec, plan, role, device)
-    with _memory_for("the weights"):
+    with _memory_for("the weights"), all_cores(backend):
         model = load_model(
             config.model_path, spec, backend, role, progress, random_weights=config.load_format == "random"
         )

@@ -1,4 +1,5 @@
-"""Rounding of weights to 8 and 4 bits: the native extension against the formulas, at every level and thread count."""
+"""Rounding of weights to 8 and 4 bits: the native extension against the formulas, at every level and thread count;
+and words that are stored inputs first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 
 from hydra_engine import _C
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
-from hydra_engine.backend.cpu.rounding import rounded_matrix
+from hydra_engine.backend.cpu.rounding import rounded_matrix, transposed_words
 from hydra_engine.models.loading.quantize import by_formula, quantized_matrix
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -67,3 +68,19 @@ def test_other_shapes_are_refused() -> None:
         rounded_matrix(torch.randn(4, 48), 4)
     with pytest.raises(ValueError, match="weight: expected"):
         rounded_matrix(torch.zeros(4, 32, dtype=torch.int8).to("meta").float(), 8)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (1, 1), (5, 700), (33, 17), (0, 3), (512, 256), (40, 513)])
+def test_words_are_transposed_and_nothing_beside_them_is_written(threads: int, shape: tuple[int, int]) -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+    assert torch.equal(transposed_words(words), words.T)
+    target = torch.full((words.numel() + 2,), -7, dtype=torch.int32)
+    _C.transpose_words(words.data_ptr(), *shape, target[1:].data_ptr())
+    assert torch.equal(target[1:-1], words.T.flatten()) and target[0] == target[-1] == -7
+
+
+def test_words_of_another_type_or_layout_are_refused() -> None:
+    words = torch.zeros(4, 8, dtype=torch.int32)
+    for wrong in (words.T, words.long(), words.view(-1)):
+        with pytest.raises(ValueError, match="words: expected contiguous rows of int32"):
+            transposed_words(wrong)

@@ -12,6 +12,7 @@ from hydra_engine.backend import devices
 from hydra_engine.backend.reference.ops import ALL_OPS
 from hydra_engine.backend.select import (
     DTYPES,
+    all_cores,
     create_backend,
     describe_cpu,
     resolve_deterministic,
@@ -54,6 +55,15 @@ def test_threads_are_set_for_the_calling_thread_and_default_to_all_cores() -> No
     assert create_backend("cpu", torch.float32, threads=2).threads == 2
     assert (torch.get_num_threads(), _C.num_threads()) == (2, 2)
     assert create_backend("cpu", torch.float32).threads >= 1
+
+
+def test_start_up_work_takes_all_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    few, many = create_backend("cpu", torch.float32, threads=1), create_backend("cpu", torch.float32, threads=4)
+    for backend, count in ((few, 3), (many, 4)):
+        with all_cores(backend):
+            assert (torch.get_num_threads(), _C.num_threads()) == (count, count)
+        assert (torch.get_num_threads(), _C.num_threads()) == (backend.threads, backend.threads)
 
 
 def test_auto_without_the_extension_says_what_is_missing_and_how_to_build_it(

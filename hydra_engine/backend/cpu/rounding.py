@@ -1,5 +1,5 @@
-"""Weights of 8 and 4 bits made by the native extension: from float types, and from ggml's blocks. Importing this needs
-hydra_engine._C.
+"""Weights of 8 and 4 bits made by the native extension: from float types, from ggml's blocks, and from words that are
+stored inputs first. Importing this needs hydra_engine._C.
 
 The formulas are in hydra_engine/models/loading/quantize.py and gguf_tensors.py; threads and instruction sets in
 csrc/cpu/quantized.
@@ -65,3 +65,13 @@ def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
     address = 0 if offsets is None else offsets.data_ptr()
     _C.decode_blocks(form.code, data.data_ptr(), count, values.data_ptr(), scales.data_ptr(), address)
     return QuantizedWeight(values if form.num_bits == 4 else values.view(torch.int8), scales, offsets, form.num_bits)
+
+
+def transposed_words(words: Tensor) -> Tensor:
+    """words int32 [R, C], contiguous -> [C, R], contiguous. Raises ValueError for another type or layout."""
+    if words.dtype is not torch.int32 or words.dim() != 2 or not words.is_contiguous():
+        raise ValueError(f"words: expected contiguous rows of int32, got {checks.described(words)}")
+    rows, columns = words.shape
+    result = torch.empty(columns, rows, dtype=torch.int32)
+    _C.transpose_words(words.data_ptr(), rows, columns, result.data_ptr())
+    return result

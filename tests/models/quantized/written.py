@@ -254,5 +254,6 @@ METHODS = {
     "gptq-8": gptq(8, 128),
     "gptq-8-zeros": gptq(8, 32, symmetric=False),
     "gptq-act-order": gptq(4, 32, symmetric=False, order=True),
+    "gptq-act-order-symmetric": gptq(4, 32, order=True),
     "awq": awq(64),
 }

@@ -20,10 +20,10 @@ from hydra_engine.models.loading.checkpoint import StoredTensor
 from hydra_engine.models.loading.formats.float8 import check_scales, dequantized
 from hydra_engine.models.loading.formats.parts import (
     SCALES,
-    ZERO,
     Parts,
     in_order,
     integers,
+    middle,
     signed,
     ungrouped,
     unpacked,
@@ -107,14 +107,10 @@ class CompressedTensors:
             zeros = unpacked(zeros.T, bits).T[:num_out]
         groups = parts.get("weight_g_idx")
         if groups is not None and not in_order(groups, scales.shape[1]):
-            return ungrouped(unpacked(packed, bits), scales, _middle(zeros, scales, bits), groups)
+            return ungrouped(unpacked(packed, bits), scales, middle(scales, bits) if zeros is None else zeros, groups)
         return integers(packed.view(torch.uint8), scales, zeros, bits)
 
 
 def _columns(tensor: Tensor, rows: int) -> Tensor:
     """Of a matrix or of its rows -> [rows, G]"""
     return tensor.reshape(-1, tensor.shape[1] if tensor.dim() == 2 else 1).expand(rows, -1)
-
-
-def _middle(zeros: Tensor | None, scales: Tensor, num_bits: int) -> Tensor:
-    return torch.full(scales.shape, ZERO[num_bits]) if zeros is None else zeros

@@ -11,13 +11,24 @@ GPTQ's first format stores zero - 1. With act-order (`desc_act`) a group's input
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.devices import load_extension
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.loading.checkpoint import StoredTensor
-from hydra_engine.models.loading.formats.parts import SCALES, Parts, in_order, integers, ungrouped, unpacked
+from hydra_engine.models.loading.formats.parts import (
+    SCALES,
+    ZERO,
+    Parts,
+    in_order,
+    integers,
+    middle,
+    ungrouped,
+    unpacked,
+)
 from hydra_engine.models.loading.safetensors_file import TensorEntry
 from hydra_engine.models.specs.quantization import Quantization
 
@@ -64,12 +75,18 @@ class Gptq:
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
         packed, scales, groups = parts["qweight"], parts["scales"].T, parts.get("g_idx")
         bits = self._num_bits(packed.shape[0], None if groups is None else len(groups))
-        zeros = unpacked(parts["qzeros"], bits).to(torch.int16).T
-        zeros = (zeros + self._quantization.zero_offset) & ((1 << bits) - 1)
-        words = packed.T.contiguous()
+        zeros, words = self._zeros(parts["qzeros"], bits), _by_outputs(packed)
         if groups is not None and not in_order(groups, scales.shape[1]):
-            return ungrouped(unpacked(words, bits), scales, zeros, groups)
+            return ungrouped(unpacked(words, bits), scales, middle(scales, bits) if zeros is None else zeros, groups)
         return integers(words.view(torch.uint8), scales, zeros, bits)
+
+    def _zeros(self, packed: Tensor, bits: int) -> Tensor | None:
+        """[N, G]; None: all are the middle of the range, as those of symmetric checkpoints."""
+        stored = ZERO[bits] - self._quantization.zero_offset
+        if (packed.view(torch.uint8) == (stored | stored << 4 if bits == 4 else stored)).all():
+            return None
+        zeros = unpacked(packed, bits).to(torch.int16).T
+        return (zeros + self._quantization.zero_offset) & ((1 << bits) - 1)
 
 
 class Awq:
@@ -97,12 +114,20 @@ class Awq:
         return parts.described((num_out, num_in))
 
     def build(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:
-        numbers, zeros = _by_outputs(parts["qweight"]).T, parts.get("qzeros")
+        numbers, zeros = _numbers(parts["qweight"]).T, parts.get("qzeros")
         pairs = numbers.unflatten(1, (-1, 2))
         octets = pairs[:, :, 0] | pairs[:, :, 1] << 4
-        return integers(octets, parts["scales"].T, None if zeros is None else _by_outputs(zeros).T, 4)
+        return integers(octets, parts["scales"].T, None if zeros is None else _numbers(zeros).T, 4)
 
 
 def _by_outputs(words: Tensor) -> Tensor:
-    """int32 [R, N / 8] -> uint8 [R, N]"""
+    """int32 [R, N] -> [N, R], contiguous."""
+    if load_extension()[0] is None:
+        return words.T.contiguous()
+    transposed: Tensor = import_module("hydra_engine.backend.cpu.rounding").transposed_words(words)
+    return transposed
+
+
+def _numbers(words: Tensor) -> Tensor:
+    """Of AWQ's words, int32 [R, N / 8] -> uint8 [R, N]"""
     return unpacked(words, 4).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1)

@@ -139,6 +139,11 @@ def ungrouped(numbers: Tensor, scales: Tensor, zeros: Tensor | None, groups: Ten
     return wide.mul_(scales.float()[:, order])
 
 
+def middle(scales: Tensor, num_bits: int) -> Tensor:
+    """The zeros [N, G] of numbers whose 0 is in the middle of their range."""
+    return torch.full(scales.shape, ZERO[num_bits])
+
+
 def in_order(groups: Tensor, num_groups: int) -> bool:
     """Whether neighbours make up each group, the groups in order."""
     return torch.equal(groups.long(), torch.arange(len(groups)) // (len(groups) // num_groups))
