@@ -85,6 +85,16 @@ HYDRA_INLINE void unpack(const uint8_t* steps, int64_t count, uint8_t* words) {
   }
 }
 
+// Adds the sums of rows [row, row + some).
+template <bool kOffsets, class Scale>
+HYDRA_INLINE void add_rows(const Block& all, const Scale* scales, int64_t group, int64_t row, int some, int here) {
+  const GroupFactors factors = factors_of<kOffsets>(all, scales, here);
+  for (int64_t r = row; r < row + some; ++r) {
+    const vi total = *reinterpret_cast<const vi*>(all.partial + r * kPanel + here);
+    add_group<kOffsets>(all, factors, group, static_cast<int>(r), here, total);
+  }
+}
+
 template <int kBits, class Scale>
 HYDRA_TARGET void multiply_rows(const Block all, int64_t rows) {
   constexpr int64_t kStride = block_stride(kBits, 1);
@@ -106,10 +116,11 @@ HYDRA_TARGET void multiply_rows(const Block all, int64_t rows) {
       multiply(x, kStride, words, count, depth, partial, all.first);
       __asm__ volatile("" ::: "memory");  // nor that they write it
       if (!all.last) continue;
-      for (int r = 0; r < some; ++r) {
-        for (int here = 0; here < kPanel; here += kLanes) {
-          const vi total = *reinterpret_cast<const vi*>(partial + r * kPanel + here);
-          add_group(all, scales, group, static_cast<int>(row) + r, here, total);
+      for (int here = 0; here < kPanel; here += kLanes) {
+        if (all.offsets_at) {
+          add_rows<true>(all, scales, group, row, some, here);
+        } else {
+          add_rows<false>(all, scales, group, row, some, here);
         }
       }
     }

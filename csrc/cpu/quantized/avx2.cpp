@@ -13,10 +13,10 @@
 namespace hydra::avx2 {
 namespace {
 
-// More than three rows take half a tile at a time, which keeps their sums in registers; the other half comes from the
+// More than four rows take half a tile at a time, which keeps their sums in registers; the other half comes from the
 // first-level cache.
 constexpr int kMostRows = 8;
-constexpr int vectors_of(int rows) { return rows <= 3 ? 2 : 1; }
+constexpr int vectors_of(int rows) { return rows <= 4 ? 2 : 1; }
 constexpr int number_bytes(int num_bits) { return num_bits == 8 ? 2 : 1; }
 constexpr int64_t kStride = block_stride(8, 2);
 static_assert(kStride == block_stride(4, 1));
@@ -76,11 +76,36 @@ HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
   }
 }
 
-// Pairs of products sum to at most 2 * 15 * 127 = 3810: eight of them fit into 16 bits.
+// One step of a tile: adds pairs of products of all rows, in 16 bits. The compiler must not gather products before it
+// adds them, for which there are no registers.
+template <int kRows, int kVectors>
+HYDRA_INLINE void step4(__m256i (&acc)[kRows][kVectors], const int8_t* x, const uint8_t* weights) {
+  const __m256i low_halves = _mm256_set1_epi8(15);
+  __m256i low[kVectors], high[kVectors];
+  prefetch_piece(weights);
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    const __m256i bytes = load_bytes(weights + 32 * v);
+    low[v] = _mm256_and_si256(bytes, low_halves);
+    high[v] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_halves);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    const __m256i first = splat_word(x + r * kStride), second = splat_word(x + r * kStride + 4);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(low[v], first));
+      __asm__("" : "+x"(acc[r][v]));
+      acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(high[v], second));
+      __asm__("" : "+x"(acc[r][v]));
+    }
+  }
+}
+
+// Pairs of products sum to at most 2 * 15 * 127 = 3810: eight of them, of four steps, fit into 16 bits.
 template <int kRows, int kVectors>
 HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
-  constexpr int64_t kStepsIn16Bits = 4;
-  const __m256i low_halves = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -88,27 +113,14 @@ HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
   }
   while (steps > 0) {
     __m256i acc[kRows][kVectors] = {};
-    const int64_t some = std::min(steps, kStepsIn16Bits);
-    steps -= some;
-#pragma GCC unroll 1
-    for (int64_t step = 0; step < some; ++step, weights += kStepBytes, x += 8) {
-      __m256i low[kVectors], high[kVectors];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        const __m256i bytes = load_bytes(weights + 32 * v);
-        if (v == 0) prefetch_piece(weights);
-        low[v] = _mm256_and_si256(bytes, low_halves);
-        high[v] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_halves);
-      }
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        const __m256i first = splat_word(x + r * kStride), second = splat_word(x + r * kStride + 4);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(low[v], first));
-          acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(high[v], second));
-        }
-      }
+    if (steps >= 4) {
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step) step4(acc, x + 8 * step, weights + kStepBytes * step);
+      steps -= 4;
+      x += 4 * 8;
+      weights += 4 * kStepBytes;
+    } else {
+      for (; steps > 0; --steps, x += 8, weights += kStepBytes) step4(acc, x, weights);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {

@@ -28,25 +28,38 @@ struct Block {
   bool first, last;     // of the pieces of its group
   int64_t offsets_at;   // from a group's scales; 0: there are none
   const int8_t* x;
-  const float* x_steps;  // of the first group, [rows][all groups], as the next two
+  const float* x_steps;  // [groups][all rows] from the first group and row on, as the next two
   const int32_t* zeros;
   const float* row_sums;
-  int64_t all_groups;
+  int64_t all_rows;
   float* sums;       // [rows][32]
   int32_t* partial;  // [rows][32], sums of the pieces before
 };
 
-// Adds the sums `total` of a group of the block for row r and columns `here` and on; its scales are at `scales`.
-template <class Scale>
-HYDRA_INLINE void add_group(const Block& block, const Scale* scales, int64_t group, int r, int here, vi total) {
-  const int64_t at = r * block.all_groups + group;
-  float* sums = block.sums + r * kPanel + here;
-  const vf factors = load(scales + here) * block.x_steps[at];
-  vf result = fused(__builtin_convertvector(total + block.zeros[at], vf), factors, load(sums));
-  if (block.offsets_at) {
+struct GroupFactors {
+  vf scales, offsets;
+};
+
+// Of columns `here` and on of a group whose scales are at `scales`.
+template <bool kOffsets, class Scale>
+HYDRA_INLINE GroupFactors factors_of(const Block& block, const Scale* scales, int here) {
+  GroupFactors factors{load(scales + here), vf{}};
+  if constexpr (kOffsets) {
     const char* offsets = reinterpret_cast<const char*>(scales) + block.offsets_at;
-    result = fused(splat(block.row_sums[at]), load(reinterpret_cast<const float*>(offsets) + here), result);
+    factors.offsets = load(reinterpret_cast<const float*>(offsets) + here);
   }
+  return factors;
+}
+
+// Adds the sums `total` of a group of the block for row r and columns `here` and on.
+template <bool kOffsets>
+HYDRA_INLINE void add_group(const Block& block, const GroupFactors& factors, int64_t group, int r, int here,
+                            vi total) {
+  const int64_t at = group * block.all_rows + r;
+  float* sums = block.sums + r * kPanel + here;
+  const vf scale = factors.scales * block.x_steps[at];
+  vf result = fused(__builtin_convertvector(total + block.zeros[at], vf), scale, load(sums));
+  if constexpr (kOffsets) result = fused(splat(block.row_sums[at]), factors.offsets, result);
   store(sums, result);
 }
 

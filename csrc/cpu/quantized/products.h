@@ -19,12 +19,12 @@ void multiply_panel(const QuantizedCall& call, int64_t row, int64_t rows, int64_
                     int32_t* partial) {
   constexpr int64_t kStride = block_stride(kBits, number_bytes(kBits));
   const PackedQuantized& weight = call.weight;
-  const int64_t steps = weight.steps(), per_block = groups_per_block(weight), at = row * weight.groups;
+  const int64_t steps = weight.steps(), per_block = groups_per_block(weight);
   Block block{static_cast<const uint8_t*>(weight.data) + panel * weight.panel_bytes(),
               steps, per_block, weight.group_bytes(), true, true,
               weight.offsets_bytes() ? weight.scales_bytes() : 0,
               call.rows.numbers + row * kStride,
-              call.rows.steps + at, call.rows.zeros + at, call.rows.row_sums + at, weight.groups, sums, partial};
+              call.rows.steps + row, call.rows.zeros + row, call.rows.row_sums + row, call.rows.rows, sums, partial};
   for (int64_t group = 0; group < weight.groups; group += per_block) {
     block.groups = std::min(per_block, weight.groups - group);
     int64_t begin = 0;
@@ -38,9 +38,10 @@ void multiply_panel(const QuantizedCall& call, int64_t row, int64_t rows, int64_
       begin += block.steps;
     } while (begin < steps);
     block.weights += block.groups * weight.group_bytes() - 2 * (begin - block.steps) * kStepBytes;
-    block.x_steps += block.groups;
-    block.zeros += block.groups;
-    block.row_sums += block.groups;
+    const int64_t passed = block.groups * block.all_rows;
+    block.x_steps += passed;
+    block.zeros += passed;
+    block.row_sums += passed;
   }
 }
 

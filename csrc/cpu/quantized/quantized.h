@@ -56,9 +56,9 @@ struct QuantizedRows {
   int8_t* numbers = nullptr;  // [blocks][rows][block_stride], zero behind num_in
   int number_bytes = 1;       // 2 where a level wants 16 bits, in an order of its own
   int64_t rows = 0;
-  float* steps = nullptr;        // [rows][groups], the formulas' s
-  int32_t* zeros = nullptr;      // [rows][groups], minus the sum of the numbers times the packed form of a zero
-  float* row_sums = nullptr;     // [rows][groups], s times the sum of the numbers
+  float* steps = nullptr;     // [groups][rows], the formulas' s
+  int32_t* zeros = nullptr;   // [groups][rows], minus the sum of the numbers times the packed form of a zero
+  float* row_sums = nullptr;  // [groups][rows], s times the sum of the numbers
 };
 
 // Bytes between rows of a block: the cache line more spreads them over the sets of the first-level cache.

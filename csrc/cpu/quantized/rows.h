@@ -101,7 +101,7 @@ HYDRA_TARGET void quantize_rows_of(const QuantizedCall& call, int64_t begin, int
     GroupTarget target{rows.numbers + row * stride, weight.num_bits == 8 ? 8 : 9, block_bytes, rows.number_bytes};
     for (int64_t group = 0, place = 0; group < weight.groups; ++group, x += count) {
       const auto [step, sum] = quantize_group(x, count, padded, target);
-      const int64_t at = row * weight.groups + group;
+      const int64_t at = group * rows.rows + row;
       rows.steps[at] = step;
       rows.zeros[at] = static_cast<int32_t>(-zero * sum);
       rows.row_sums[at] = step * static_cast<float>(sum);

@@ -13,9 +13,27 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-template <int kBits, class Scale, int kRows>
+// Adds what a group, or the last piece of one, makes of rows and columns `column` and on to their sums.
+template <bool kOffsets, class Scale, int kRows, int kVectors>
+HYDRA_INLINE void add_groups(const Block& block, const Scale* scales, int64_t group, int column,
+                             const vi (&dots)[kRows][kVectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const int here = column + v * kLanes;
+    const GroupFactors factors = factors_of<kOffsets>(block, scales, here);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) add_group<kOffsets>(block, factors, group, r, here, dots[r][v]);
+  }
+}
+
+// `kSteps`: of whole groups; 0: any number, also of pieces.
+template <int kBits, class Scale, int kSteps, int kRows>
 HYDRA_TARGET void multiply_block(const Block& given) {
-  const Block block = given;  // a copy that no store of sums can change
+  Block block = given;  // a copy that no store of sums can change
+  if constexpr (kSteps > 0) {
+    block.steps = kSteps;
+    block.first = block.last = true;
+  }
   constexpr int kVectors = vectors_of(kRows);
   const int8_t* x = block.x;
   const uint8_t* weights = block.weights;
@@ -25,20 +43,22 @@ HYDRA_TARGET void multiply_block(const Block& given) {
       const uint8_t* tile = weights + column / kTile * block.steps * kStepBytes + column % kTile * 4;
       vi dots[kRows][kVectors];
       dot<kBits>(dots, x, tile, block.steps);
+      if (!block.first || !block.last) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          const int here = column + v * kLanes;
-          vi total = dots[r][v];
-          vi* partial = reinterpret_cast<vi*>(block.partial + r * kPanel + here);
-          if (!block.first) total += *partial;
-          if (block.last) {
-            add_group(block, scales, group, r, here, total);
-          } else {
-            *partial = total;
+          for (int v = 0; v < kVectors; ++v) {
+            vi* partial = reinterpret_cast<vi*>(block.partial + r * kPanel + column + v * kLanes);
+            if (!block.first) dots[r][v] += *partial;
+            if (!block.last) *partial = dots[r][v];
           }
         }
+        if (!block.last) continue;
+      }
+      if (block.offsets_at) {
+        add_groups<true>(block, scales, group, column, dots);
+      } else {
+        add_groups<false>(block, scales, group, column, dots);
       }
     }
     x += block.steps * (32 / kBits) * number_bytes(kBits);
@@ -47,10 +67,20 @@ HYDRA_TARGET void multiply_block(const Block& given) {
 
 using MultiplyBlock = void (*)(const Block&);
 
-template <int kBits, class Scale, int... kRow>
+template <int kBits, class Scale, int kSteps, int... kRow>
 MultiplyBlock block_product(int rows, std::integer_sequence<int, kRow...>) {
-  constexpr MultiplyBlock kProducts[] = {multiply_block<kBits, Scale, kRow + 1>...};
+  constexpr MultiplyBlock kProducts[] = {multiply_block<kBits, Scale, kSteps, kRow + 1>...};
   return kProducts[rows - 1];
+}
+
+// Groups of 32 inputs in 4 bits, of which most files are, have products of their own.
+template <int kBits, class Scale>
+MultiplyBlock block_product(const Block& block, int rows) {
+  constexpr auto kRows = std::make_integer_sequence<int, kMostRows>();
+  if constexpr (kBits == 4) {
+    if (block.steps == 4 && block.first && block.last) return block_product<kBits, Scale, 4>(rows, kRows);
+  }
+  return block_product<kBits, Scale, 0>(rows, kRows);
 }
 
 // One block times `rows` rows from its own on.
@@ -59,11 +89,11 @@ void multiply_rows(Block block, int64_t rows) {
   constexpr int64_t kStride = block_stride(kBits, number_bytes(kBits));
   for (int64_t done = 0; done < rows; done += kMostRows) {
     const int some = static_cast<int>(std::min<int64_t>(kMostRows, rows - done));
-    block_product<kBits, Scale>(some, std::make_integer_sequence<int, kMostRows>())(block);
+    block_product<kBits, Scale>(block, some)(block);
     block.x += some * kStride;
-    block.x_steps += some * block.all_groups;
-    block.zeros += some * block.all_groups;
-    block.row_sums += some * block.all_groups;
+    block.x_steps += some;
+    block.zeros += some;
+    block.row_sums += some;
     block.sums += some * kPanel;
     block.partial += some * kPanel;
   }
