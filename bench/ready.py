@@ -1,7 +1,9 @@
 """How long until `hydra-engine serve` answers, and the most memory that one of its processes holds until then.
 
 Seconds are from the start of the process to the line that says ready, medians of `--rounds`; `--before` takes turns
-with the source tree of another version. Run it twice: the first time reads the files from the disk.
+with the source tree of another version. Run it twice: the first time reads the files from the disk. System time is
+mostly the kernel's clearing of fresh pages; in a virtual machine whose free pages go back to the host it is many times
+that of a machine of its own, and differs from start to start.
 
     python -m bench.ready DIR --dtype bfloat16
 """
@@ -22,14 +24,17 @@ from typing import NamedTuple
 from bench.common import ROOT, card, emit
 
 _READY, _LOADED = "ready on ", "loaded in"
+_WEIGHTS = re.compile(r"memory +weights ([0-9.]+) (MiB|GiB)")
 _END_S = 60.0
 
 
 class Start(NamedTuple):
     ready_s: float
     loaded_s: float  # of that, as the instance says
-    cpu_s: float  # of the server's process and its children
+    user_s: float  # of the server's process and its children
+    system_s: float
     peak_bytes: int  # of the largest of them
+    weights_bytes: float  # as the instance says
 
 
 def start(tree: Path, words: list[str]) -> Start:
@@ -39,16 +44,18 @@ def start(tree: Path, words: list[str]) -> Start:
     environment = dict(os.environ, PYTHONPATH=str(tree))
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tree)
     assert server.stderr is not None
-    lines, loaded_s = [], math.nan
+    lines, loaded_s, weights_bytes = [], math.nan, math.nan
     try:
         for line in server.stderr:
             lines.append(line)
             if _LOADED in line:
                 loaded_s = float(line.split()[2])
+            if weights := _WEIGHTS.search(line):
+                weights_bytes = float(weights[1]) * 2 ** {"MiB": 20, "GiB": 30}[weights[2]]
             if line.startswith(_READY):
                 ready_s = time.perf_counter() - began
-                used = [_used(pid) for pid in (server.pid, *_children(server.pid))]
-                return Start(ready_s, loaded_s, sum(cpu_s for cpu_s, _ in used), max(peak for _, peak in used))
+                user, system, peak = zip(*map(_used, (server.pid, *_children(server.pid))), strict=True)
+                return Start(ready_s, loaded_s, sum(user), sum(system), max(peak), weights_bytes)
         raise RuntimeError("the server did not start:\n" + "".join(lines[-20:]))
     finally:
         server.terminate()
@@ -60,12 +67,13 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def _used(pid: int) -> tuple[float, int]:
-    """(CPU seconds, peak of resident bytes)"""
+def _used(pid: int) -> tuple[float, float, int]:
+    """(seconds in its own code, seconds in the kernel, peak of resident bytes)"""
     user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert peak is not None
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), int(peak[1]) << 10
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return int(user) / ticks_per_s, int(system) / ticks_per_s, int(peak[1]) << 10
 
 
 def main() -> None:
@@ -82,9 +90,11 @@ def main() -> None:
             starts[name].append(start(tree, words))
     medians = {name: Start(*map(statistics.median, zip(*taken, strict=True))) for name, taken in starts.items()}
     for name, taken in medians.items():
+        share = taken.peak_bytes / taken.weights_bytes
         print(
-            f"{name}: ready in {taken.ready_s:.2f} s, of which loading {taken.loaded_s:.1f} s; {taken.cpu_s:.1f} CPU "
-            f"seconds; at most {taken.peak_bytes / 2**20:.0f} MiB in one process"
+            f"{name}: ready in {taken.ready_s:.2f} s, of which loading {taken.loaded_s:.1f} s; CPU seconds "
+            f"{taken.user_s:.1f} of programs and {taken.system_s:.1f} of the kernel; at most "
+            f"{taken.peak_bytes / 2**20:.0f} MiB in one process, {share:.2f} of its weights"
         )
     emit({"bench": "ready", "results": {name: taken._asdict() for name, taken in medians.items()}, "card": card()})
 

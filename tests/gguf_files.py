@@ -1,8 +1,8 @@
 """GGUF files of miniatures in the layout of llama.cpp's convert_hf_to_gguf.py (and, for LLaVA's tower, of its
 convert_image_encoder_to_gguf.py), written with the `gguf` package.
 
-Names and changes of layout are spelled out here once more, so that the engine's table has something to be wrong
-against. A matrix is stored as `kind`; the others in float32, as the converter does.
+Changes of layout, and names in tools/miniatures/gguf_text.py, are spelled out once more, so that the engine's table has
+something to be wrong against. A matrix is stored as `kind`; the others in float32, as the converter does.
 """
 
 from __future__ import annotations
@@ -13,34 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import Tensor
 
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
 gguf = pytest.importorskip("gguf", reason="writes the files of these tests")
+from tools.miniatures.gguf_text import Kind, finish, renamed, text_name, text_writer  # noqa: E402, which needs it
 
-Kind = str  # a name of gguf.GGMLQuantizationType
-ARCHITECTURES = {
-    **{"llava": "llama", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
-    **{"qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"},
-}
 PROJECTORS = {
     **{"llava": "mlp", "qwen2_vl": "qwen2vl_merger"},
     **{"qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"},
 }
-_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-_TEXT = [
-    (r"embed_tokens\.weight", "token_embd.weight"),
-    (r"norm\.weight", "output_norm.weight"),
-    (r"layers\.(\d+)\.input_layernorm\.(\w+)", r"blk.\1.attn_norm.\2"),
-    (r"layers\.(\d+)\.post_attention_layernorm\.(\w+)", r"blk.\1.ffn_norm.\2"),
-    (r"layers\.(\d+)\.self_attn\.([qkv])_proj\.(\w+)", r"blk.\1.attn_\2.\3"),
-    (r"layers\.(\d+)\.self_attn\.o_proj\.(\w+)", r"blk.\1.attn_output.\2"),
-    (r"layers\.(\d+)\.self_attn\.([qk])_norm\.(\w+)", r"blk.\1.attn_\2_norm.\3"),
-    (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(\w+)", r"blk.\1.ffn_\2.\3"),
-]
 _QWEN_TOWER = [
     (r"blocks\.(\d+)\.attn\.qkv\.(\w+)", r"v.blk.\1.attn_qkv.\2"),
     (r"blocks\.(\d+)\.attn\.proj\.(\w+)", r"v.blk.\1.attn_out.\2"),
@@ -92,74 +76,22 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: Kind) -> None:
         writer.add_tensor(name, gguf.quants.quantize(array, number), raw_dtype=number)
 
 
-def finish(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def rotated(tensor: Tensor, heads: int) -> Tensor:
     """The converter's `permute`: of a head's rows, those that turn together come to lie side by side."""
     shape = tensor.shape
     return tensor.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
-def add_tokenizer(writer: Any, model_dir: Path, vocab_size: int) -> None:
-    """Byte-level BPE as the converter reads it from tokenizer.json; unknown ids become unused tokens."""
-    tokenizer = json.loads((model_dir / "tokenizer.json").read_text())
-    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
-    kinds = [5] * vocab_size
-    for token, index in tokenizer["model"]["vocab"].items():
-        tokens[index], kinds[index] = token, 1
-    for added in tokenizer["added_tokens"]:
-        tokens[added["id"]], kinds[added["id"]] = added["content"], 3 if added["special"] else 4
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2" if writer.arch.startswith("qwen") else "gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    if merges := tokenizer["model"]["merges"]:
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
-    for name, add in (("bos", "bos"), ("eos", "eos"), ("pad", "pad")):
-        getattr(writer, f"add_{add}_token_id")(tokens.index(settings[f"{name}_token"]))
-    writer.add_chat_template((model_dir / "chat_template.jinja").read_text())
-
-
 def _write_text(path: Path, config: dict[str, Any], model_dir: Path, tensors: dict[str, Tensor], kind: Kind) -> Path:
     text = config.get("text_config", config)
-    architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, architecture)
-    heads, kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
-    writer.add_block_count(text["num_hidden_layers"])
-    writer.add_context_length(text["max_position_embeddings"])
-    writer.add_embedding_length(text["hidden_size"])
-    writer.add_feed_forward_length(text["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
-    if "head_dim" in text:
-        writer.add_key_length(text["head_dim"])
-        writer.add_value_length(text["head_dim"])
-    rope = text["rope_parameters"]
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if "mrope_section" in rope:
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    add_tokenizer(writer, model_dir, text["vocab_size"])
+    writer = text_writer(path, config, model_dir)
     for name, tensor in tensors.items():
-        new = _renamed(name.removeprefix("language_model."), [(r"lm_head\.weight", "output.weight")])
-        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
-        if new is None and prefix is not None:
-            new = _renamed(name.removeprefix(prefix), _TEXT)
+        new = text_name(name)
         if new is None:
             continue
-        if architecture == "llama" and ".attn_q." in new:
-            tensor = rotated(tensor, heads)
-        if architecture == "llama" and ".attn_k." in new:
-            tensor = rotated(tensor, kv_heads)
+        for part, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
+            if writer.arch == "llama" and part in new:
+                tensor = rotated(tensor, text[heads])
         add_tensor(writer, new, tensor, kind)
     finish(writer)
     return path
@@ -205,7 +137,7 @@ def _feature_layer(config: dict[str, Any]) -> int:
 
 def _clip_tensors(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
-        new = _renamed(name, _CLIP_TOWER)
+        new = renamed(name, _CLIP_TOWER)
         layer = re.match(r"v\.blk\.(\d+)", new or "")
         if new is not None and (layer is None or int(layer[1]) < _feature_layer(config)):
             yield new, tensor
@@ -232,7 +164,7 @@ def _qwen_tensors(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterato
     for name, tensor in tensors.items():
         stem = re.sub(r"^(?:model\.)?visual\.", "", name)
         deep = re.fullmatch(r"deepstack_merger_list\.(\d+)\.(norm|linear_fc1|linear_fc2)\.(\w+)", stem)
-        new = _renamed(stem, _QWEN_TOWER) if stem != name else None
+        new = renamed(stem, _QWEN_TOWER) if stem != name else None
         if deep:
             layer = config["vision_config"]["deepstack_visual_indexes"][int(deep[1])]
             yield f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}.{deep[3]}", tensor
@@ -244,20 +176,3 @@ def _qwen_tensors(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterato
             yield f"{new}.1", tensor[:, :, 1]
         elif new is not None:
             yield new, tensor
-
-
-def _renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
-    found = (re.sub(pattern, new, name) for pattern, new in rules if re.fullmatch(pattern, name))
-    return next(found, None)
-
-
-def random_blocks(kind: Kind, rows: int, width: int, seed: int = 0) -> np.ndarray:
-    """Bytes of `kind`, uint8 [rows, bytes of a row], with finite scales; for types that nothing here quantises to."""
-    number = gguf.GGMLQuantizationType[kind]
-    num_values, num_bytes = gguf.GGML_QUANT_SIZES[number]
-    rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows * width // num_values, num_bytes), dtype=np.uint8)
-    for at in {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}.get(kind, (0,)):
-        steps = rng.normal(0, 0.01, len(raw)).astype(np.float16)
-        raw[:, at : at + 2] = steps.view(np.uint8).reshape(-1, 2)
-    return raw.reshape(rows, -1)

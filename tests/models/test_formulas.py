@@ -11,10 +11,12 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.select import create_backend
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.build import build_model
 from hydra_engine.models.llava.spec import LlavaVisionSpec
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.model_files import find_model_files
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.families.llava import VARIANTS
@@ -107,3 +109,19 @@ def test_tiny_checkpoints_come_with_a_processor_that_transformers_finds(checkpoi
     ids = processor.tokenizer.encode(text, add_special_tokens=False)
     assert ids[:3] == [BOS_ID, 3, IMAGE_ID] and ids[-2:] == [EOS_ID, 4]
     assert processor.tokenizer.decode(ids[3:6]) == "Hi?"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [tiny.GPTQ, tiny.Q4_K])
+def test_the_benchmark_recipe_writes_quantised_forms_that_load(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small: dict[str, Any] = {**tiny._BENCH_TEXT, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    small |= {"vocab_size": 400, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(tiny._BENCH_SIZES, "50m", (small, tiny.VISION))
+    tiny.make_bench_checkpoint(tmp_path / form, size="50m", form=form)
+    path = find_model_files(EngineConfig(model=str(tmp_path / form))).model_path
+    driver = Driver(path, create_backend("cpu", torch.float32, backend="reference", threads=1))
+    assert driver.spec.quantized_as
+    logits = driver.run(driver.request([1, 7, 300, 399, 20]), [])
+    assert logits.isfinite().all() and logits.std() > 0.01

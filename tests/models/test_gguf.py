@@ -26,11 +26,12 @@ from hydra_engine.models.specs.gguf_config import llama3_factors
 from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.model_files import find_model_files
-from tests.gguf_files import add_tensor, finish, gguf, random_blocks, write_gguf
+from tests.gguf_files import add_tensor, finish, gguf, write_gguf
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.families.base import Pair, conversations, words
 from tests.models.families.cases import CASES
+from tools.miniatures.gguf_text import random_blocks
 
 TOLERANCE = 1e-5
 # The files of Qwen2.5-VL do not say how wide windows are; all published ones have this width.

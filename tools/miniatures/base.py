@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 from hydra_engine.models.loading.random_weights import randomise
 
@@ -19,6 +20,8 @@ IMAGE_TOKEN = "<image>"
 SPECIAL_TOKENS = ("<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", IMAGE_TOKEN)
 PAD_ID, BOS_ID, EOS_ID, _, _, IMAGE_ID = range(len(SPECIAL_TOKENS))
 NUM_BYTES = 256
+GPTQ_GROUP = 128
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}
 TINY_VOCABULARY = len(SPECIAL_TOKENS) + NUM_BYTES
 TEXT: dict[str, Any] = {
     "vocab_size": TINY_VOCABULARY,
@@ -95,23 +98,51 @@ def _is_centred(text: Any, name: str) -> bool:
     return bool(text.model_type == "qwen3_5_text") and norm and "vision" not in name and "merger" not in name
 
 
-def write_random(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-    """A safetensors file in bfloat16, tensor by tensor."""
+def write_random(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, gptq: Collection[str] = ()) -> None:
+    """A safetensors file, tensor by tensor: in bfloat16, but the matrices `gptq` in 4 bits as GPTQ stores them."""
+    parts = [part for item in shapes.items() for part in (_gptq_parts(*item) if item[0] in gptq else [(*item, "BF16")])]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, shape in shapes.items():
-        end = position + 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+    for name, shape, dtype in parts:
+        end = position + _DTYPES[dtype].itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with torch.random.fork_rng(devices=[]), open(path, "wb") as file:
         torch.manual_seed(seed)
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            tensor = torch.empty(shape)
-            randomise(name, tensor)
-            file.write(tensor.to(torch.bfloat16).view(torch.int16).numpy().data)
+        for name, shape, dtype in parts:
+            tensor = _words(name, shape) if dtype == "I32" else _floats(name, shape)
+            file.write(tensor.to(_DTYPES[dtype]).flatten().view(torch.uint8).numpy().data)
+
+
+def _gptq_parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], str]]:
+    """A symmetric matrix [N, K] with neighbours in a group."""
+    module, (num_out, num_in) = name.removesuffix("weight"), shape
+    groups = num_in // GPTQ_GROUP
+    return [
+        (f"{module}qweight", (num_in // 8, num_out), "I32"),
+        (f"{module}qzeros", (groups, num_out // 8), "I32"),
+        (f"{module}scales", (groups, num_out), "F16"),
+        (f"{module}g_idx", (num_in,), "I32"),
+    ]
+
+
+def _words(name: str, shape: tuple[int, ...]) -> Tensor:
+    if name.endswith("g_idx"):
+        return torch.arange(shape[0]) // GPTQ_GROUP
+    if name.endswith("qzeros"):
+        return torch.full(shape, 0x77777777)  # 8 less 1, as its first format has it
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+
+def _floats(name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = torch.empty(shape)
+    if name.endswith("scales"):  # numbers from -8 to 7 times these are as large as a matrix in bfloat16
+        return tensor.uniform_(0.3, 0.5).div_((shape[0] * GPTQ_GROUP) ** 0.5)
+    randomise(name, tensor)
+    return tensor
 
 
 def save_processor(directory: Path, config: Any, family: TinyFamily) -> None:

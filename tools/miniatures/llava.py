@@ -1,7 +1,9 @@
-"""Random LLaVA-1.5 checkpoints: a miniature, and two for benchmarks."""
+"""Random LLaVA-1.5 checkpoints: a miniature, and three for benchmarks."""
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from tools.miniatures.base import (
     BOS_ID,
     EOS_ID,
+    GPTQ_GROUP,
     IMAGE_ID,
     IMAGE_TOKEN,
     PAD_ID,
@@ -68,8 +71,23 @@ _SMALL_VISION = {
     "image_size": 224,
     "projection_dim": 384,
 }
-_BENCH_SIZES = {"0.5b": (_BENCH_TEXT, _BENCH_VISION), "50m": (_SMALL_TEXT, _SMALL_VISION)}
+_LARGE_TEXT = {
+    **_BENCH_TEXT,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+}
+_BENCH_SIZES = {
+    "0.5b": (_BENCH_TEXT, _BENCH_VISION),
+    "50m": (_SMALL_TEXT, _SMALL_VISION),
+    "7b": (_LARGE_TEXT, _BENCH_VISION),
+}
 BENCH_SIZES = tuple(_BENCH_SIZES)
+BF16, GPTQ, Q4_K = FORMS = ("bf16", "gptq", "gguf-q4_k")
+_QUANTIZED = re.compile(r"language_model\..*_proj\.weight")
 _SAVED_NAMES = (  # in memory -> on disk
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
@@ -111,9 +129,10 @@ def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
 LLAVA = TinyFamily(_build_config, _save_processor)
 
 
-def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b") -> int:
-    """LLaVA in bfloat16; returns the number of parameters. Of about 0.5 billion: a CLIP-L/336 tower over a decoder of
-    0.2. Of about 50 million: a CLIP-S/224 tower over one of 27, for loads of many requests on a few cores.
+def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b", form: str = BF16) -> int:
+    """LLaVA; returns the number of parameters. Of about 0.5 billion: a CLIP-L/336 tower over a decoder of 0.2. Of about
+    7 billion: the same tower over one of 6.7. Of about 50 million: a CLIP-S/224 tower over one of 27, for loads of many
+    requests on a few cores. `form`: all in bfloat16, or the decoder's layers in GPTQ, or the decoder alone in GGUF.
 
     Written tensor by tensor: the model is described on the meta device and never exists in memory.
     """
@@ -121,14 +140,31 @@ def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b")
     with torch.device("meta"):
         described = transformers.LlavaForConditionalGeneration(config)
     shapes = {_saved_name(name): tuple(tensor.shape) for name, tensor in described.named_parameters()}
+    num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     directory.mkdir(parents=True, exist_ok=True)
+    if form == Q4_K:
+        from tools.miniatures.gguf_text import write_random_text  # `gguf` is needed for this alone
+
+        with tempfile.TemporaryDirectory() as described_in:
+            _describe(Path(described_in), config)
+            write_random_text(directory / "model.gguf", Path(described_in), shapes, seed)
+        return num_parameters
+    if form == GPTQ:
+        settings = {"bits": 4, "group_size": GPTQ_GROUP, "desc_act": False, "sym": True}
+        config.quantization_config = {"quant_method": "gptq", **settings}
+    _describe(directory, config)
+    in_4_bits = [name for name in shapes if form == GPTQ and _QUANTIZED.match(name)]
+    write_random(directory / "model.safetensors", shapes, seed, in_4_bits)
+    return num_parameters
+
+
+def _describe(directory: Path, config: Any) -> None:
+    """All files but the weights."""
     config.architectures = ["LlavaForConditionalGeneration"]
     config.dtype = "bfloat16"
     config.save_pretrained(directory)
     transformers.GenerationConfig.from_model_config(config).save_pretrained(directory)
     save_processor(directory, config, LLAVA)
-    write_random(directory / "model.safetensors", shapes, seed)
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _saved_name(name: str) -> str:
