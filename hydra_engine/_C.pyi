@@ -26,6 +26,10 @@ class Recording:
     def replay_one(self, index: int) -> None: ...
     def size(self) -> int: ...
 
+def copy_columns(
+    source: int, source_stride: int, target: int, target_stride: int, width: int, rows: int
+) -> None: ...  # strides and width in bytes
+
 # ---- matrix products
 def packed_bytes(num_out: int, num_in: int, dtype: int) -> int: ...
 

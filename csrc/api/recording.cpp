@@ -1,6 +1,7 @@
 // Entry points of recordings: begun and ended by one thread, replayed by any.
 #include "api/recording.h"
 
+#include <cstring>
 #include <memory>
 
 #include "api/api.h"
@@ -35,6 +36,16 @@ void replay(const Recording& recording) {
   for (const auto& call : *recording.calls) call();
 }
 
+// Strides and widths in bytes.
+void copy_columns(Address source, int64_t source_stride, Address target, int64_t target_stride, int64_t width,
+                  int64_t rows) {
+  const char* from = pointer<char>(source);
+  char* to = pointer<char>(target);
+  perform([=] {
+    for (int64_t row = 0; row < rows; ++row) std::memcpy(to + row * target_stride, from + row * source_stride, width);
+  });
+}
+
 }  // namespace
 
 Calls*& recorded_calls() {
@@ -50,6 +61,8 @@ void register_recording(py::module_& m) {
       .def("replay", &replay, ReleaseGil())
       .def("replay_one", &replay_one, py::arg("index"), ReleaseGil())
       .def("size", [](const Recording& recording) { return recording.calls->size(); });
+  m.def("copy_columns", &copy_columns, py::arg("source"), py::arg("source_stride"), py::arg("target"),
+        py::arg("target_stride"), py::arg("width"), py::arg("rows"), ReleaseGil());
 }
 
 }  // namespace hydra

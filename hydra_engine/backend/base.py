@@ -176,6 +176,13 @@ class StateRows:
         return self.cu_q.tolist(), self.starts.tolist(), self.reads.tolist(), self.writes.tolist()
 
 
+class States(NamedTuple):
+    """What recurrent layers keep of requests, and which rows of the step it belongs to."""
+
+    cache: StateCache
+    rows: StateRows
+
+
 class SamplingTensors(NamedTuple):
     """How `Ops.sample` draws each row's token, [B] each, on their device. Filters as in worker/language/sampler.py."""
 
@@ -210,8 +217,8 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-# (hidden [T, C], rotary, cache, slots [T], plan) -> [T, C]: the layers of a decoder for rows of one token each.
-LayersOf = Callable[[Tensor, Rotary, PagedCache, Tensor, AttentionPlan], Tensor]
+# (hidden [T, C], rotary, cache, slots [T], plan, states) -> [T, C]: the layers of a decoder for rows of one token each.
+LayersOf = Callable[[Tensor, Rotary, PagedCache, Tensor, AttentionPlan, States | None], Tensor]
 
 
 class PackedLinear(Protocol):

@@ -11,15 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, StateCache, StateRows
+from hydra_engine.backend.base import AttentionPlan, States
 from hydra_engine.backend.device import Send
-
-
-class States(NamedTuple):
-    """What recurrent layers keep of requests, and which rows of the step it belongs to."""
-
-    cache: StateCache
-    rows: StateRows
 
 
 class Places(NamedTuple):

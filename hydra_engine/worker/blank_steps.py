@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows
-from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
+from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows, States
+from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
 from hydra_engine.worker.language.sampler import best_tokens
 from hydra_engine.worker.ports import ServedModel

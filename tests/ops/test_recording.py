@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, PagedCache, Rotary
+from hydra_engine.backend.base import AttentionPlan, DeltaInputs, PagedCache, Rotary, StateCache, StateRows, States
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.cpu.recording import MOST_ROWS, RecordedLayers
+from hydra_engine.backend.quantized import quantized
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
 SIZE, INNER = HEADS * DIM, 96
-Given = tuple[Tensor, Rotary, PagedCache, Tensor, AttentionPlan]
+PLACES, TAPS = 2 * (MOST_ROWS + 1), 4
+Given = tuple[Tensor, Rotary, PagedCache, Tensor, AttentionPlan, States | None]
 
 
 class Layers:
@@ -45,14 +47,22 @@ class Layers:
         angles = torch.randn(rows, DIM, generator=self._random)
         cos, sin = angles.chunk(2, dim=1)
         plan = self.ops.plan_attention(torch.arange(rows + 1, dtype=torch.int32), contexts, tables.contiguous())
-        return self.normal(rows, SIZE), (cos, sin), cache, slots, plan
+        return self.normal(rows, SIZE), (cos, sin), cache, slots, plan, None
 
-    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        cache: PagedCache,
+        slots: Tensor,
+        plan: AttentionPlan,
+        states: States | None,
+    ) -> Tensor:
         self.calls += 1
         ops, weights = self.ops, self._weights
         residual, hidden = hidden, ops.rms_norm(hidden, self._norm, 1e-5)
         for layer in range(LAYERS):
-            qkv = ops.linear(hidden, weights["qkv"]).unflatten(1, (-1, DIM))
+            qkv = self.qkv(hidden, layer, states).unflatten(1, (-1, DIM))
             q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
             q = ops.rope_and_write(q, k, v, rotary, cache, layer, slots)
             mixed = ops.attention_paged(q, cache, layer, plan, DIM**-0.5).flatten(1)
@@ -61,26 +71,84 @@ class Layers:
             hidden, residual = ops.add_rms_norm(ops.linear(inner, weights["down"]), residual, self._norm, 1e-5)
         return hidden
 
+    def qkv(self, hidden: Tensor, layer: int, states: States | None) -> Tensor:
+        return self.ops.linear(hidden, self._weights["qkv"])
 
-def expected_of(layers: Layers, given: Given) -> tuple[Tensor, Tensor]:
-    """What the layers themselves give, and leave in the cache; the inputs are as before."""
-    hidden, rotary, cache, slots, plan = given
+
+class SeveralForms(Layers):
+    """Queries and keys are of another form than values, as in GGUF's Q4_K_M."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        first, second = ((HEADS + KV_HEADS) * DIM, 4), (KV_HEADS * DIM, 8)
+        self._parts = [
+            self.ops.pack_linear(quantized(self.normal(rows, SIZE), bits, 32, torch.float16))
+            for rows, bits in (first, second)
+        ]
+
+    def qkv(self, hidden: Tensor, layer: int, states: States | None) -> Tensor:
+        return torch.cat([self.ops.linear(hidden, part) for part in self._parts], dim=1)
+
+
+class Recurrent(Layers):
+    """With a state for each row, which every step reads in one place and leaves in another."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._taps = self.normal((HEADS + 2 * KV_HEADS) * DIM, TAPS)
+        self._rates, self._shift = self.normal(HEADS).float(), self.normal(HEADS).float()
+        self.states = StateCache(
+            self.normal(PLACES, LAYERS, TAPS - 1, (HEADS + 2 * KV_HEADS) * DIM),
+            self.normal(PLACES, LAYERS, HEADS, DIM, DIM).float(),
+        )
+
+    def given(self, rows: int, cache: PagedCache) -> Given:
+        places = torch.randperm(PLACES, generator=self._random)
+        starts = torch.randint(0, 3, (rows,), generator=self._random)
+        state_rows = StateRows(torch.arange(rows + 1), starts, places[:rows], places[-rows:])
+        return *super().given(rows, cache)[:5], States(self.states, state_rows)
+
+    def qkv(self, hidden: Tensor, layer: int, states: States | None) -> Tensor:
+        assert states is not None
+        mixed = self.ops.causal_conv(super().qkv(hidden, layer, states), self._taps, states.cache, layer, states.rows)
+        k, q, v = mixed.unflatten(1, (-1, DIM)).split((KV_HEADS, KV_HEADS, HEADS), dim=1)
+        a, b = mixed[:, :HEADS], mixed[:, HEADS : 2 * HEADS]
+        out = self.ops.delta_rule(
+            DeltaInputs(q, k, v, a, b, self._rates, self._shift), states.cache, layer, states.rows
+        )
+        return torch.cat((out.flatten(1), mixed[:, HEADS * DIM :]), dim=1)
+
+
+def expected_of(layers: Layers, given: Given) -> tuple[Tensor, ...]:
+    """What the layers themselves give, and leave in the caches; the inputs are as before."""
+    hidden, rotary, cache, slots, plan, states = given
     copy = PagedCache(cache.data.clone())
-    return layers(hidden.clone(), rotary, copy, slots, plan), copy.data
+    if states is None:
+        return layers(hidden.clone(), rotary, copy, slots, plan, None), copy.data
+    state_copy = StateCache(states.cache.conv.clone(), states.cache.recurrent.clone())
+    found = layers(hidden.clone(), rotary, copy, slots, plan, States(state_copy, states.rows))
+    return found, copy.data, state_copy.conv, state_copy.recurrent
+
+
+def left_in(given: Given) -> tuple[Tensor, ...]:
+    """What is in the caches."""
+    states = given[5]
+    return given[2].data, *(() if states is None else (states.cache.conv, states.cache.recurrent))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Layers, SeveralForms, Recurrent])
 @torch.inference_mode()
-def test_replays_are_the_calls(isa: str, threads: int, dtype: torch.dtype) -> None:
-    layers = Layers(dtype)
+def test_replays_are_the_calls(isa: str, threads: int, kind: type[Layers], dtype: torch.dtype) -> None:
+    layers = kind(dtype)
     recorded, cache = RecordedLayers(layers), layers.cache()
     recordings: set[int] = set()
     for rows in (1, 3, 1, MOST_ROWS, 3, 2, 1, MOST_ROWS + 1, 3):
         given = layers.given(rows, cache)
-        expected, written = expected_of(layers, given)
+        expected = expected_of(layers, given)
         before = layers.calls
         found = recorded(*given)
-        assert torch.equal(found, expected) and torch.equal(cache.data, written), rows
+        assert all(torch.equal(*pair) for pair in zip((found, *left_in(given)), expected, strict=True)), rows
         assert layers.calls - before == (rows not in recordings)
         recordings |= {rows} if rows <= MOST_ROWS else set()
 
@@ -100,9 +168,15 @@ def test_another_cache_is_recorded_anew() -> None:
 def test_what_torch_computes_is_not_left_out() -> None:
     class Doubling(Layers):
         def __call__(
-            self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan
+            self,
+            hidden: Tensor,
+            rotary: Rotary,
+            cache: PagedCache,
+            slots: Tensor,
+            plan: AttentionPlan,
+            states: States | None,
         ) -> Tensor:
-            return super().__call__(hidden, rotary, cache, slots, plan) * 2
+            return super().__call__(hidden, rotary, cache, slots, plan, states) * 2
 
     layers = Doubling(torch.float32)
     recorded, cache = RecordedLayers(layers), layers.cache()
@@ -117,17 +191,17 @@ def test_contents_are_checked_in_every_replay() -> None:
     layers = Layers(torch.float32)
     recorded, cache = RecordedLayers(layers), layers.cache()
     recorded(*layers.given(2, cache))
-    hidden, rotary, _, slots, plan = layers.given(2, cache)
+    hidden, rotary, _, slots, plan, _ = layers.given(2, cache)
     before = cache.data.clone()
     with pytest.raises(ValueError, match="slots: expected -1 to"):
-        recorded(hidden, rotary, cache, slots + BLOCK * BLOCKS, plan)
+        recorded(hidden, rotary, cache, slots + BLOCK * BLOCKS, plan, None)
     tables = torch.full((2, 3), BLOCKS, dtype=torch.int32)
     wrong = layers.ops.plan_attention(plan.cu_q, plan.num_context, tables)
     with pytest.raises(ValueError, match="block_tables: expected 0 to"):
-        recorded(hidden, rotary, cache, slots - slots - 1, wrong)
+        recorded(hidden, rotary, cache, slots - slots - 1, wrong, None)
     assert torch.equal(cache.data, before)
-    expected, _ = expected_of(layers, (hidden, rotary, cache, slots, plan))
-    assert torch.equal(recorded(hidden, rotary, cache, slots, plan), expected)
+    expected, _ = expected_of(layers, (hidden, rotary, cache, slots, plan, None))
+    assert torch.equal(recorded(hidden, rotary, cache, slots, plan, None), expected)
 
 
 def test_recording_does_not_import_torch_s_compiler() -> None:

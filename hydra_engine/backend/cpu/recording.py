@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import _C
-from hydra_engine.backend.base import AttentionPlan, LayersOf, PagedCache, Rotary
+from hydra_engine.backend.base import AttentionPlan, LayersOf, PagedCache, Rotary, StateCache, StateRows, States
 from hydra_engine.backend.cpu.linear import aligned
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ class _Kept(NamedTuple):
 
     calls: _C.Recording
     cache: PagedCache
+    state_cache: StateCache | None
     plan: AttentionPlan
-    inputs: tuple[Tensor, ...]  # hidden, cosines, sines, slots
+    inputs: tuple[Tensor, ...]  # as `_inputs` gives them
     result: Tensor
 
 
@@ -48,38 +49,65 @@ class RecordedLayers:
         self._kept: dict[int, _Kept] = {}  # by the number of rows
         self._recordable = True
 
-    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        cache: PagedCache,
+        slots: Tensor,
+        plan: AttentionPlan,
+        states: States | None,
+    ) -> Tensor:
         rows = hidden.shape[0]
         if not self._recordable or not 0 < rows <= MOST_ROWS:
-            return self._layers(hidden, rotary, cache, slots, plan)
+            return self._layers(hidden, rotary, cache, slots, plan, states)
         kept = self._kept.get(rows)
-        given = hidden, *rotary, slots
-        if kept is None or kept.cache is not cache:
-            return self._record(given, cache, plan)
-        for place, tensor in zip(kept.inputs, given, strict=True):
+        state_cache = None if states is None else states.cache
+        if kept is None or kept.cache is not cache or kept.state_cache is not state_cache:
+            return self._record(hidden, rotary, cache, slots, plan, states)
+        for place, tensor in zip(kept.inputs, _inputs(hidden, rotary, slots, states), strict=True):
             place.copy_(tensor)
         kept.plan.native.become(plan.native)
         kept.calls.replay()
         return kept.result
 
-    def _record(self, given: tuple[Tensor, ...], cache: PagedCache, plan: AttentionPlan) -> Tensor:
-        hidden, cos, sin, slots = inputs = tuple(tensor.clone() for tensor in given)
+    def _record(
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        cache: PagedCache,
+        slots: Tensor,
+        plan: AttentionPlan,
+        states: States | None,
+    ) -> Tensor:
+        inputs = tuple(tensor.clone() for tensor in _inputs(hidden, rotary, slots, states))
+        kept_hidden, cos, sin, kept_slots, *rows = inputs
+        kept_states = None if states is None else States(states.cache, StateRows(*rows))
         own = _C.AttentionPlan(0, 0, 0, 0, 0)
         own.become(plan.native)
         kept_plan, calls = replace(plan, native=own), _C.Recording()
         calls.begin()
         try:
             with _Recorder(self._memory):
-                result = self._layers(hidden, (cos, sin), cache, slots, kept_plan)
+                result = self._layers(kept_hidden, (cos, sin), cache, kept_slots, kept_plan, kept_states)
         except _NotRecordableError as error:
             self._recordable = False
             logger.info("decodes run op by op: %s is none of the extension's ops", error)
         finally:
             calls.end()
         if not self._recordable:
-            return self._layers(given[0], (given[1], given[2]), cache, given[3], plan)
-        self._kept[hidden.shape[0]] = _Kept(calls, cache, kept_plan, inputs, result)
+            return self._layers(hidden, rotary, cache, slots, plan, states)
+        state_cache = None if states is None else states.cache
+        self._kept[hidden.shape[0]] = _Kept(calls, cache, state_cache, kept_plan, inputs, result)
         return result
+
+
+def _inputs(hidden: Tensor, rotary: Rotary, slots: Tensor, states: States | None) -> tuple[Tensor, ...]:
+    """What differs from step to step, but for the plan."""
+    if states is None:
+        return hidden, *rotary, slots
+    rows = states.rows
+    return hidden, *rotary, slots, rows.cu_q, rows.starts, rows.reads, rows.writes
 
 
 class _NotRecordableError(Exception):
@@ -87,7 +115,8 @@ class _NotRecordableError(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Gives new tensors their memory; lets views pass and nothing else."""
+    """Gives new tensors their memory; lets views pass, joins columns (a weight of several forms gives its parts one by
+    one), and refuses what else torch would compute."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -103,9 +132,23 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         if func in _NEW:
             return self._memory.like(func(*args, **(kwargs or {})))
+        if func is torch.ops.aten.cat.default:
+            return self._joined(*args)
         if not func.is_view:
             raise _NotRecordableError(str(func))
         return func(*args, **(kwargs or {}))
+
+    def _joined(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """torch.cat of matrices [T, C] of one dtype along their columns."""
+        first = parts[0]
+        if dim != 1 or any(part.dim() != 2 or part.stride(1) != 1 or part.dtype is not first.dtype for part in parts):
+            raise _NotRecordableError("a joint of other than columns")
+        joined = self._memory.like(first.new_empty((first.shape[0], sum(part.shape[1] for part in parts))))
+        for place, part in zip(joined.split([part.shape[1] for part in parts], dim=1), parts, strict=True):
+            size = part.itemsize
+            strides = part.data_ptr(), part.stride(0) * size, place.data_ptr(), place.stride(0) * size
+            _C.copy_columns(*strides, part.shape[1] * size, part.shape[0])
+        return joined
 
 
 class _Memory:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, PagedCache, Rotary
+from hydra_engine.backend.base import AttentionPlan, PagedCache, Rotary, States
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, Places
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
@@ -49,9 +49,9 @@ class Decoder:
         rotary = self._rotary(batch.positions, batch.position_end)
         hidden = self._embed_rows(batch, images)
         wanted, num_deep = batch.logit_rows, _num_deep(batch, images)
-        plain = batch.states is None and batch.scored is None and not num_deep
+        plain = batch.scored is None and not num_deep
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
-            return self._head(self._decodes(hidden, rotary, cache, batch.slots, batch.attention))
+            return self._head(self._decodes(hidden, rotary, cache, batch.slots, batch.attention, batch.states))
         if batch.scored is not None:
             wanted = torch.cat((batch.scored.rows, wanted))
         places = Places(batch.slots, batch.attention, batch.states)
@@ -92,9 +92,15 @@ class Decoder:
         return hidden
 
     def _run_decodes(
-        self, hidden: Tensor, rotary: Rotary, cache: PagedCache, slots: Tensor, plan: AttentionPlan
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        cache: PagedCache,
+        slots: Tensor,
+        plan: AttentionPlan,
+        states: States | None,
     ) -> Tensor:
-        return self._run(hidden, rotary, cache, Places(slots, plan))
+        return self._run(hidden, rotary, cache, Places(slots, plan, states))
 
     def reserve_positions(self, end: int) -> None:
         """As `RotaryTable.reserve`."""

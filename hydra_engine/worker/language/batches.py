@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Ops
+from hydra_engine.backend.base import Ops, States
 from hydra_engine.backend.device import Device
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
-from hydra_engine.models.inputs import LanguageInput, Scored, States, VisionInput
+from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
 from hydra_engine.worker.ports import PromptPositions
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Refresh, SamplingTensors, StateRows
+from hydra_engine.backend.base import Refresh, SamplingTensors, StateRows, States
 from hydra_engine.backend.device import Graph
 from hydra_engine.core.plans import BlockIds, Ints
-from hydra_engine.models.inputs import LanguageInput, States
+from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
 from hydra_engine.worker.language.step import StepParts
