@@ -1,9 +1,10 @@
-// Entry points of attention. A plan is made once per step and used by every layer; what depends on the cache (that the
-// block ids exist) is checked at the plan's first use with it.
+// Entry points of attention. A plan is made, and its contents are checked, once per step, and used by every layer; what
+// depends on the cache (that the block ids exist) is checked at the plan's first use with it.
 #include "cpu/attention/attention.h"
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "api/api.h"
@@ -25,6 +26,19 @@ struct Plan {
   int64_t max_blocks;
   int64_t checked_blocks = -1;  // the numbers of blocks and slots that block_tables was checked against
   int64_t checked_block_size = -1;
+  int32_t max_q = 0;  // longest query
+  int32_t max_context = 0;
+
+  void read() {
+    HYDRA_CHECK(cu_q[0] == 0, "cu_q: expected to start with 0, got ", cu_q[0]);
+    for (int64_t row = 0; row < batch; ++row) {
+      const int32_t num_q = cu_q[row + 1] - cu_q[row];
+      HYDRA_CHECK(num_q >= 0 && num_q <= num_context[row], "num_context: row ", row, " has ", num_q,
+                  " queries, expected 0 to num_context of them, got ", num_context[row]);
+      max_q = std::max(max_q, num_q);
+      max_context = std::max(max_context, num_context[row]);
+    }
+  }
 
   void check(const CacheView& cache) {
     if (checked_blocks == cache.num_blocks && checked_block_size == cache.block_size) return;
@@ -43,8 +57,11 @@ struct Plan {
   }
 };
 
+// Without addresses: a plan of nothing, which becomes another.
 Plan make_plan(Address cu_q, Address num_context, Address block_tables, int64_t batch, int64_t max_blocks) {
-  return {pointer<int32_t>(cu_q), pointer<int32_t>(num_context), pointer<int32_t>(block_tables), batch, max_blocks};
+  Plan plan{pointer<int32_t>(cu_q), pointer<int32_t>(num_context), pointer<int32_t>(block_tables), batch, max_blocks};
+  if (cu_q) plan.read();
+  return plan;
 }
 
 void check_heads(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float scale) {
@@ -137,6 +154,8 @@ void register_attention(py::module_& m) {
   py::class_<Plan>(m, "AttentionPlan")
       .def(py::init(&make_plan), py::arg("cu_q"), py::arg("num_context"), py::arg("block_tables"), py::arg("batch"),
            py::arg("max_blocks"))
+      .def_readonly("max_q", &Plan::max_q)
+      .def_readonly("max_context", &Plan::max_context)
       .def("become", [](Plan& plan, const Plan& other) { plan = other; }, py::arg("other"));
   m.def("attention_paged", &paged, py::arg("plan"), py::arg("cache"), py::arg("layer"), py::arg("q"),
         py::arg("q_stride"), py::arg("num_heads"), py::arg("tokens"), py::arg("out"), py::arg("scale"), ReleaseGil());

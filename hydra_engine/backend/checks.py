@@ -183,8 +183,8 @@ def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
     return pairs.shape[0]
 
 
-def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
-    """Once per step, contents included; returns (longest query, longest context)."""
+def check_plan_shapes(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> None:
+    """Without contents."""
     for name, tensor in (("cu_q", cu_q), ("num_context", num_context), ("block_tables", block_tables)):
         if tensor.dtype is not torch.int32 or not tensor.is_cpu:
             raise ValueError(f"{name}: expected torch.int32 on the CPU, got {described(tensor)}")
@@ -194,10 +194,15 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
             "cu_q, num_context, block_tables: expected [B + 1], [B] and [B, max_blocks], "
             f"got {list(cu_q.shape)}, {list(num_context.shape)} and {list(block_tables.shape)}"
         )
+
+
+def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
+    """Once per step, contents included; returns (longest query, longest context)."""
+    check_plan_shapes(cu_q, num_context, block_tables)
     bounds, context = cu_q.numpy(), num_context.numpy()
     if bounds[0] != 0:
         raise ValueError(f"cu_q: expected to start with 0, got {bounds[0]}")
-    if not batch:
+    if not len(context):
         return 0, 0
     num_q = bounds[1:] - bounds[:-1]
     if np.count_nonzero(context < num_q) or num_q.min() < 0:

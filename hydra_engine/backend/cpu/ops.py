@@ -49,11 +49,11 @@ class NativeOps(CacheOps):
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)
 
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
+        checks.check_plan_shapes(cu_q, num_context, block_tables)
         cu_q, num_context, block_tables = cu_q.contiguous(), num_context.contiguous(), block_tables.contiguous()
         batch, max_blocks = block_tables.shape
         native = _C.AttentionPlan(cu_q.data_ptr(), num_context.data_ptr(), block_tables.data_ptr(), batch, max_blocks)
-        return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context, native)
+        return AttentionPlan(cu_q, num_context, block_tables, native.max_q, native.max_context, native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
