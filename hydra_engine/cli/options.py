@@ -57,7 +57,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
             "generation_config",
             "override_generation_config",
         ),
-        *("load_format", "model_impl", "trust_remote_code"),
+        *("load_format", "packed_cache", "model_impl", "trust_remote_code"),
     ),
     "where stages run": ("topology", "threads", "lane_priority", "sm_split", "router", "steal_decodes"),
     "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),

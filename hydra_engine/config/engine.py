@@ -240,6 +240,11 @@ class EngineConfig:
         "auto: the directory's safetensors files; random: weights drawn from a seed, for measurements without weights",
         choices=("auto", "random"),
     )
+    packed_cache: str | None = opt(
+        None,
+        "folder where a processor's packed weights are kept: the next start maps them instead of reading and packing; "
+        "as large as the weights for each model and setting. Default: they are packed at every start",
+    )
     quantization: str = opt(
         "auto",
         "auto: weights as they are stored; int8 or int4: the decoder's matrices are quantised while they are loaded; "

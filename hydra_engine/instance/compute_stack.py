@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -176,7 +177,13 @@ def _load_and_size(
     resolved = _resolve(config, spec, plan, role, device)
     with _memory_for("the weights"), all_cores(backend):
         model = load_model(
-            config.model_path, spec, backend, role, progress, random_weights=config.load_format == "random"
+            config.model_path,
+            spec,
+            backend,
+            role,
+            progress,
+            random_weights=config.load_format == "random",
+            packed_cache=None if config.packed_cache is None else Path(config.packed_cache).expanduser(),
         )
     if config.deterministic and not model.deterministic:
         raise ConfigError(

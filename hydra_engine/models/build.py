@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,9 +86,16 @@ def load_model(
     *,
     check_finite: bool = True,
     random_weights: bool = False,
+    packed_cache: Path | None = None,
 ) -> VisionLanguageModel | GenericModel:
     """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit. `random_weights`:
-    reads nothing and draws them."""
+    reads nothing and draws them. `packed_cache`: a folder where packed weights are looked for, and else written to."""
+    if packed_cache is not None and (spec.family == GENERIC or random_weights or backend.ops.name != "native"):
+        raise ConfigError(
+            "packed_cache is for a checkpoint's weights in native models on a processor with the native extension; "
+            "leave it out here",
+            param="packed_cache",
+        )
     if spec.family == GENERIC:
         if random_weights:
             raise ConfigError("load_format random needs a native model", param="load_format")
@@ -112,14 +119,50 @@ def load_model(
             stored = DTYPES.get(spec.dtype, torch.float32)
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
+    if packed_cache is not None:
+        return _cached(model, model_dir, spec, backend, role, advance, check_finite, packed_cache)
+    _fill(model, model_dir, spec, backend, advance, check_finite)
+    return model
+
+
+def _cached(
+    model: VisionLanguageModel,
+    model_dir: Path,
+    spec: ModelSpec,
+    backend: Backend,
+    role: Role,
+    progress: Progress,
+    check_finite: bool,
+    folder: Path,
+) -> VisionLanguageModel:
+    cache: Any = import_module("hydra_engine.models.loading.packed_cache")  # needs the extension
+    path = cache.cache_file(folder, model_dir, repr((spec, backend.dtype, role)))
+    notes = cache.restore(path, model.holders)
+    if notes is None:
+        _fill(model, model_dir, spec, backend, progress, check_finite)
+        cache.write(path, model.holders, model.notes)
+        model.notes = (*model.notes, f"weights: packed, and written to {path}")
+    else:
+        model.notes = (*notes, f"weights: mapped from {path}")
+    return model
+
+
+def _fill(
+    model: VisionLanguageModel,
+    model_dir: Path,
+    spec: ModelSpec,
+    backend: Backend,
+    progress: Progress,
+    check_finite: bool,
+) -> None:
+    device = backend.device.torch_device
     renames = () if spec.vision is None else vision_class(spec).renames
     with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
         num_widened = fill_model(
-            model, checkpoint, dtype=backend.dtype, device=device, progress=advance, check_finite=check_finite
+            model, checkpoint, dtype=backend.dtype, device=device, progress=progress, check_finite=check_finite
         )
     if num_widened:
         model.notes = (
             f"weights: {num_widened} matrices stored in 8-bit floats, or in groups of inputs that are not neighbours, "
             f"became {str(backend.dtype).removeprefix('torch.')}",
         )
-    return model

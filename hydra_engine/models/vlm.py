@@ -56,7 +56,7 @@ class VisionLanguageModel:
     can_be_captured = True  # as far as its ops can
 
     def __init__(self, ops: Ops, demands: Demands, *, vision: Vision | None, decoder: Decoder | None) -> None:
-        self._ops, self._decoder, self._holders = ops, decoder, demands.holders
+        self._ops, self._decoder, self.holders = ops, decoder, demands.holders
         self.slots, self.unneeded = demands.slots, tuple(demands.unneeded)
         self.tower = vision  # what `encode` runs
         self.num_slices = 0 if vision is None else vision.num_slices
@@ -64,7 +64,7 @@ class VisionLanguageModel:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(holder.nbytes for holder in self._holders)
+        return sum(holder.nbytes for holder in self.holders)
 
     def reserve_positions(self, end: int) -> None:
         """Forwards whose `position_end` is no more than this read what they need of positions at one address."""

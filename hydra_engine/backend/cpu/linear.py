@@ -6,6 +6,8 @@ addresses. Does not know instruction sets, threads or layouts; those are in csrc
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,43 +18,58 @@ from hydra_engine.backend.base import Activation, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
 
 _ALIGNMENT = 64  # a cache line
 _MAX_GROUP = 131072
+
+Form = tuple[Any, ...]  # what the extension is told of a packed weight besides its addresses
 
 
 class NativeLinear:
     """`PackedLinear` of backend/base.py: a weight in its dtype and the kernels' layout, about the size of the original,
     of which nothing is kept. `dtype` is that of the rows that it multiplies."""
 
-    __slots__ = ("_bias", "_data", "dtype", "handle", "num_in", "num_out")
+    __slots__ = ("bias", "data", "dtype", "form", "handle", "num_in", "num_out")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: torch.dtype | None = None) -> None:
         checks.check_linear(weight, bias)
         checks.check_device(torch.device("cpu"), (("weight", weight),))
         weight = weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous()
-        self.num_out, self.num_in = weight.shape
-        self.dtype = weight.dtype if rows is None else rows
-        if self.dtype is not torch.float32:
-            weight = weight.to(self.dtype)
-        self._data = aligned(_C.packed_bytes(self.num_out, self.num_in, DTYPE_CODES[weight.dtype]))
-        self._bias = _padded_bias(bias, self.num_out)
-        dtypes = DTYPE_CODES[weight.dtype], DTYPE_CODES[self.dtype]
-        self.handle = _C.PackedWeight(self._data.data_ptr(), _address(self._bias), self.num_out, self.num_in, *dtypes)
+        dtype = weight.dtype if rows is None else rows
+        if dtype is not torch.float32:
+            weight = weight.to(dtype)
+        form = *weight.shape, DTYPE_CODES[weight.dtype], DTYPE_CODES[dtype]
+        self._keep(form, aligned(_C.packed_bytes(*form[:3])), _padded_bias(bias, form[0]))
         if weight.numel():
             self.handle.pack(weight.data_ptr(), weight.stride(0))
 
+    @classmethod
+    def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
+        """Of another one's `form`, and bytes that begin with its `data`. Raises ValueError if they are fewer or not
+        aligned."""
+        result = cls.__new__(cls)
+        result._keep(form, _part(data, _C.packed_bytes(*form[:3])), bias)
+        return result
+
+    def _keep(self, form: Form, data: Tensor, bias: Tensor | None) -> None:
+        self.form, self.data, self.bias = form, data, bias
+        self.num_out, self.num_in, _, rows = form
+        self.dtype = _DTYPES[rows]
+        addresses = data.data_ptr(), _address(bias)
+        self.handle = _C.PackedWeight(*addresses, *form)
+
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class NativeQuantizedLinear:
     """`PackedLinear` of backend/base.py for a weight in 8 or 4 bits, in the kernels' layout; products take x of any
     compute dtype. Groups of more than 131072 inputs, whose sums may need more than 32 bits, raise ValueError."""
 
-    __slots__ = ("_bias", "_data", "handle", "num_in", "num_out")
+    __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         checks.check_bias(bias, weight.num_out)
@@ -61,17 +78,27 @@ class NativeQuantizedLinear:
         offsets = None if weight.offsets is None else weight.offsets.contiguous()
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         checks.check_device(torch.device("cpu"), (("values", values), ("scales", scales)))
-        self.num_out, self.num_in = weight.shape
-        form = self.num_out, self.num_in, scales.shape[1], weight.num_bits, DTYPE_CODES[scales.dtype]
-        self._data = aligned(_C.quantized_bytes(*form, offsets is not None))
-        self._bias = _padded_bias(bias, self.num_out)
-        self.handle = _C.PackedQuantized(self._data.data_ptr(), _address(self._bias), *form, offsets is not None)
-        if self._data.numel():
+        form = *weight.shape, scales.shape[1], weight.num_bits, DTYPE_CODES[scales.dtype], offsets is not None
+        self._keep(form, aligned(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
+        if self.data.numel():
             self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets))
+
+    @classmethod
+    def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:
+        """As that of `NativeLinear`."""
+        result = cls.__new__(cls)
+        result._keep(form, _part(data, _C.quantized_bytes(*form)), bias)
+        return result
+
+    def _keep(self, form: Form, data: Tensor, bias: Tensor | None) -> None:
+        self.form, self.data, self.bias = form, data, bias
+        self.num_out, self.num_in = form[:2]
+        addresses = data.data_ptr(), _address(bias)
+        self.handle = _C.PackedQuantized(*addresses, *form)
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 def pack_linear(
@@ -238,6 +265,12 @@ def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:
     padded = torch.zeros(-(-num_out // 32) * 32, dtype=torch.float32)
     padded[:num_out] = bias
     return padded
+
+
+def _part(data: Tensor, num_bytes: int) -> Tensor:
+    if data.nbytes < num_bytes or data.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"data: expected {num_bytes} bytes aligned to {_ALIGNMENT}, got {data.nbytes}")
+    return data[:num_bytes]
 
 
 def _address(tensor: Tensor | None) -> int:

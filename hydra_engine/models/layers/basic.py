@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby, repeat
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
-from hydra_engine.models.loading.parameters import Scope
+from hydra_engine.models.loading.parameters import Kept, Scope
 from hydra_engine.models.loading.quantize import quantized_matrix
 
 
@@ -69,6 +69,14 @@ class Linear:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.packed)
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return self.packed
+
+    @kept.setter
+    def kept(self, kept: tuple[Any, ...]) -> None:
+        self.packed = kept
 
     def _fill_weight(self, name: str, weight: Tensor | QuantizedWeight) -> None:
         self._weights_arrived[name] = weight
@@ -161,6 +169,14 @@ class Weight:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (self.tensor,)
+
+    @kept.setter
+    def kept(self, kept: tuple[Any, ...]) -> None:
+        (self.tensor,) = kept
+
     def _fill(self, tensor: Tensor) -> None:
         self.tensor = tensor if self._transform is None else self._transform(tensor)
 
@@ -215,6 +231,14 @@ class Head:
     def nbytes(self) -> int:
         return self.packed.nbytes
 
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (self.packed,)
+
+    @kept.setter
+    def kept(self, kept: tuple[Any, ...]) -> None:
+        (self.packed,) = kept
+
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
         self.packed = self._ops.pack_linear(_quantized(weight, self._quantize), rows=self._dtype)
 
@@ -236,6 +260,14 @@ class Embedding:
     @property
     def nbytes(self) -> int:
         return self.table.nbytes
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (self.table,)
+
+    @kept.setter
+    def kept(self, kept: tuple[Any, ...]) -> None:
+        (self.table,) = kept
 
     def _fill(self, weight: Tensor | QuantizedWeight) -> None:
         self.table = weight.dequantized(self._dtype) if isinstance(weight, QuantizedWeight) else weight

@@ -12,14 +12,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Ops
+from hydra_engine.backend.base import Ops, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight
 
 Renames = tuple[tuple[str, str], ...]  # (how a name begins in a file, how the canonical name does); first match counts
 
 
+Kept = PackedLinear | Tensor
+
+
 class Holder(Protocol):
-    """A layer that owns weights."""
+    """A layer that owns weights. `kept`: what it has made of them; setting it takes the place of filling its slots."""
+
+    kept: tuple[Kept, ...]
 
     @property
     def nbytes(self) -> int: ...

@@ -104,7 +104,7 @@ class SafetensorsFile:
             header = None
         if not isinstance(header, dict):
             raise CheckpointError(f"{self.name} is not a safetensors file: its header is not JSON")
-        header.pop("__metadata__", None)
+        self.metadata = header.pop("__metadata__", {})
         start = 8 + header_bytes
         entries = {name: self._entry(name, value, start) for name, value in header.items()}
         self._check_layout(entries, start, num_bytes)

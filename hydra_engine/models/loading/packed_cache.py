@@ -1,0 +1,127 @@
+"""Weights as a processor's kernels have them, kept in a file that the next start maps: nothing is read, checked,
+quantised or packed again, no page is filled anew, and instances of one role share the memory.
+
+A safetensors file of bytes, whose metadata say what each layer keeps. It belongs to one state of the model's files, of
+the settings and of the code (`cache_file`); with another state it is another file. The mapping cannot lose its end: a
+file is written under another name, renamed, and never changed. Does not know layers. Needs the native extension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend.cpu.linear import NativeLinear, NativeQuantizedLinear
+from hydra_engine.errors import CheckpointError, ResourceError
+from hydra_engine.models.loading.parameters import Holder, Kept
+from hydra_engine.models.loading.safetensors_file import SafetensorsFile
+
+_LINE = 64  # bytes; what kernels read begins with such a line
+_CONTENTS = "hydra-engine"
+_PACKAGE = Path(__file__).resolve().parents[2]
+_READ = ("*.safetensors", "*.gguf", "*.json")  # of a model's folder, what weights and their shapes come from
+
+
+def cache_file(folder: Path, model_dir: Path, settings: str) -> Path:
+    """`settings`: all that decides about the weights besides the model's files."""
+    code = [*_PACKAGE.glob("models/**/*.py"), *_PACKAGE.glob("backend/**/*.py"), Path(_C.__file__)]
+    files = sorted(path for pattern in _READ for path in model_dir.glob(pattern))
+    stamps = [(path.name, *_stamp(path)) for path in (*sorted(code), *files)]
+    key = hashlib.blake2b(repr((stamps, settings, _C.isa())).encode(), digest_size=12)
+    return folder / f"{key.hexdigest()}.safetensors"
+
+
+def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...] | None:
+    """Gives layers what they kept; returns the notes that `write` was given. None if there is no such file. Raises
+    CheckpointError for one that is damaged."""
+    if not path.exists():
+        return None
+    with closing(SafetensorsFile(path)) as file, open(path, "rb") as opened:
+        # Private and never written to, so what is mapped is the system's copy of the file.
+        memory = torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        blobs = (memory[entry.begin : entry.end] for entry in file.entries.values())
+        try:
+            contents = json.loads(file.metadata[_CONTENTS])
+            for holder, described in zip(holders, contents["holders"], strict=True):
+                holder.kept = tuple(_restored(item, blobs) for item in described)
+        except (KeyError, ValueError, RuntimeError, StopIteration) as error:
+            raise CheckpointError(f"the packed weights in {path} are damaged; delete that file") from error
+    return tuple(contents["notes"])
+
+
+def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> None:
+    """Raises ResourceError."""
+    described, blobs = [], []
+    for holder in holders:
+        items = [_described(kept) for kept in holder.kept]
+        described.append([item for item, _ in items])
+        blobs += [blob for _, parts in items for blob in parts]
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(partial, "wb") as file:
+                file.write(_header(json.dumps({"holders": described, "notes": list(notes)}), blobs))
+                for blob in blobs:
+                    file.write(blob.numpy().data)
+                    file.write(bytes(-len(blob) % _LINE))
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ResourceError(
+            f"packed weights cannot be written to {path.parent}: {reason}", param="packed_cache"
+        ) from error
+
+
+def _described(kept: Kept) -> tuple[dict[str, Any], list[Tensor]]:
+    """What `_restored` needs to know, and bytes."""
+    if isinstance(kept, Tensor):
+        whole = kept.contiguous()
+        described = {"dtype": str(kept.dtype).removeprefix("torch."), "shape": list(kept.shape)}
+        return described, [whole.view(-1).view(torch.uint8)]
+    assert isinstance(kept, NativeLinear | NativeQuantizedLinear)
+    bias = [] if kept.bias is None else [kept.bias.view(torch.uint8)]
+    return {"quantized": isinstance(kept, NativeQuantizedLinear), "form": kept.form, "bias": bool(bias)}, [
+        kept.data,
+        *bias,
+    ]
+
+
+def _restored(item: dict[str, Any], blobs: Iterator[Tensor]) -> Kept:
+    data = next(blobs)
+    if "dtype" in item:
+        dtype: torch.dtype = getattr(torch, item["dtype"])
+        return data[: math.prod(item["shape"]) * dtype.itemsize].view(dtype).view(item["shape"])
+    kind = NativeQuantizedLinear if item["quantized"] else NativeLinear
+    return kind.restored(tuple(item["form"]), data, next(blobs).view(torch.float32) if item["bias"] else None)
+
+
+def _header(contents: str, blobs: Sequence[Tensor]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {_CONTENTS: contents}}
+    position = 0
+    for index, blob in enumerate(blobs):
+        size = len(blob) + -len(blob) % _LINE
+        header[str(index)] = {"dtype": "U8", "shape": [size], "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _LINE)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
