@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_engine import _C
 from hydra_engine.backend.cpu.linear import NativeLinear, NativeQuantizedLinear
+from hydra_engine.backend.devices import load_extension
 from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.loading.parameters import Holder, Kept
 from hydra_engine.models.loading.safetensors_file import SafetensorsFile
@@ -36,10 +36,11 @@ _READ = ("*.safetensors", "*.gguf", "*.json")  # of a model's folder, what weigh
 
 def cache_file(folder: Path, model_dir: Path, settings: str) -> Path:
     """`settings`: all that decides about the weights besides the model's files."""
-    code = [*_PACKAGE.glob("models/**/*.py"), *_PACKAGE.glob("backend/**/*.py"), Path(_C.__file__)]
+    extension: Any = load_extension()[0]
+    code = [*_PACKAGE.glob("models/**/*.py"), *_PACKAGE.glob("backend/**/*.py"), Path(extension.__file__)]
     files = sorted(path for pattern in _READ for path in model_dir.glob(pattern))
     stamps = [(path.name, *_stamp(path)) for path in (*sorted(code), *files)]
-    key = hashlib.blake2b(repr((stamps, settings, _C.isa())).encode(), digest_size=12)
+    key = hashlib.blake2b(repr((stamps, settings, extension.isa())).encode(), digest_size=12)
     return folder / f"{key.hexdigest()}.safetensors"
 
 
