@@ -32,7 +32,7 @@ MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of the scheduler. With a TPOT limit the budgets of a step follow from measured step times, and those given
-    here are upper bounds; without one they are used as given."""
+    here are upper bounds; without one they are used as given, but prefill beside decodes is cut (see `Budgets`)."""
 
     tpot_slo: float | None = opt(
         None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
+from hydra_engine.scheduler.typical_steps import TypicalSteps
 
 Seconds = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -25,6 +26,10 @@ Counts = npt.NDArray[np.int64]
 # A request keeps its TPOT limit if 90 % of its gaps do; half of the rest may be spent on purpose.
 STRETCHED_SHARE = 0.05
 USED = 0.9  # of the vision seconds that a step may have, from which on they count as used up
+# What prefill may add to a step whose decodes have no limit, in times of what they take alone. A chunk reads the
+# weights once more, which is about one decode step, so cutting a prompt costs at most 1 / 16 of its prefill.
+PREFILL_SHARE = 16.0
+LEAST_CHUNK = 64  # tokens; with fewer rows the products of a prefill cost a processor more per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +75,37 @@ class StepBudget(NamedTuple):
 
 
 class Budgets:
-    """The numbers of the configuration, whatever steps take: highest throughput, no limit kept. Asked before each step
-    and told after it. Calls of `language` and `on_language` may interleave (a step is planned while the one before it
-    runs), but every budget that became a plan comes back, in order."""
+    """The numbers of the configuration, for the highest throughput: no limit is kept. Only beside decodes, whose tokens
+    wait for it, prefill is cut into chunks that add at most `PREFILL_SHARE` times what such decodes took lately, or of
+    `LEAST_CHUNK` tokens if that is more. Asked before each step and told after it. Calls of `language` and
+    `on_language` may interleave (a step is planned while the one before it runs), but every budget that became a plan
+    comes back, in order."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._latest_tokens = config.token_budget
         self._decode_steps = self._full_steps = 0
+        self._typical = TypicalSteps(), TypicalSteps()  # without vision beside them, and with it
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; to be asked once per step."""
-        self._latest_tokens = tokens = max(0, self._config.token_budget - pending.num_decodes)
+        tokens = max(0, self._config.token_budget - pending.num_decodes)
+        if pending.num_decodes and min(tokens, pending.prefill_tokens) > LEAST_CHUNK:
+            tokens = min(tokens, self._beside_decodes(pending.num_decodes))
+        self._latest_tokens = tokens
         return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens)
+
+    def _beside_decodes(self, num_decodes: int) -> int:
+        """Tokens of prefill beside decodes without a limit. Steps beside vision are asked only where no others are
+        known: it slows decodes and chunks about alike."""
+        highest = self._config.token_budget
+        for typical in self._typical:
+            decode_s, token_s = typical.decode_s(num_decodes), typical.per_token_s()
+            if decode_s is not None and token_s is not None:
+                if PREFILL_SHARE * decode_s >= highest * token_s:
+                    return highest
+                return max(1, int(PREFILL_SHARE * decode_s / token_s / LEAST_CHUNK)) * LEAST_CHUNK
+        return highest
 
     def vision(self) -> int:
         """Patches that a vision step may hold; its first image may exceed them."""
@@ -97,6 +120,7 @@ class Budgets:
     ) -> None:
         """A language step has come back. `gap_s`: from the end of the step before it to its own end; read only if the
         step has decodes, whose tokens lie that far apart. `vision_s`: how long the vision lane ran beside it."""
+        self._typical[vision_s > 0].learn(load, duration_s)
         if load.num_decodes:
             self._decode_steps += 1
             self._full_steps += budget.is_used_up(load.prefill_tokens, vision_s)

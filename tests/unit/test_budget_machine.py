@@ -136,7 +136,7 @@ def test_decodes_that_alone_exceed_the_limit_end_neither_vision_nor_prefill() ->
     assert traffic.budgets.report().correction < 1.3  # the surface was right all along
 
 
-def test_without_a_limit_every_step_is_as_large_as_configured() -> None:
+def test_without_a_limit_every_step_is_that_of_an_engine_without_limits() -> None:
     traffic = make_traffic(SimulatedMachine(make_surface()), **BUSY)
     traffic.limit_s = math.inf
     steps = traffic.run(300)

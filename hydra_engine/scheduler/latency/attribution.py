@@ -12,16 +12,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import median
 
 from hydra_engine.core.cost import CostSurface, LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import DelayCause
 from hydra_engine.scheduler.hooks import StepObserver, Work
+from hydra_engine.scheduler.typical_steps import TypicalSteps
 
 MAX_PARTS = 9  # of one answer
 _ALWAYS_WHOLE = 3  # largest parts that keep their request; with six kinds in a gap there are never more than nine
-_RECENT = 32  # steps that a typical duration is taken from
 _ROUNDING_S = 1e-9  # less is no time but a difference of floats
 
 
@@ -107,36 +106,6 @@ class _Gap:
         return sorted(self._seconds, key=lambda key: -self._seconds[key])
 
 
-class _TypicalSteps:
-    """What steps usually take on a machine without a cost surface: medians of the latest ones, so that single slow
-    steps do not matter. To be taught only steps beside which no vision ran."""
-
-    def __init__(self) -> None:
-        self._decodes: dict[int, deque[float]] = {}  # seconds by the bit length of the number of rows
-        self._per_token: deque[float] = deque(maxlen=_RECENT)
-
-    def learn(self, load: LanguageLoad, duration_s: float) -> None:
-        if not load.prefill_tokens:
-            size = load.num_decodes.bit_length()
-            if size not in self._decodes:
-                self._decodes[size] = deque(maxlen=_RECENT)
-            self._decodes[size].append(duration_s)
-            return
-        decode_s = self.decode_s(load.num_decodes) if load.num_decodes else 0.0
-        if decode_s is not None:
-            self._per_token.append(max(0.0, duration_s - decode_s) / load.prefill_tokens)
-
-    def decode_s(self, num_decodes: int) -> float | None:
-        """A step of about so many decodes and nothing else; None if no such step has been seen."""
-        size = num_decodes.bit_length()
-        nearest = min(self._decodes, key=lambda other: abs(other - size), default=None)
-        return None if nearest is None else median(self._decodes[nearest])
-
-    def per_token_s(self) -> float | None:
-        """What a token of a chunk adds to a step."""
-        return median(self._per_token) if self._per_token else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The last one, good for every request of the same gap that had no part in it: a late step is late for all."""
@@ -156,7 +125,7 @@ class StepHistory(StepObserver):
 
     def __init__(self, surface: CostSurface | None = None, *, capacity: int = 512) -> None:
         self._surface = surface
-        self._typical = _TypicalSteps()
+        self._typical = TypicalSteps()
         self._language: deque[_LanguageStep] = deque(maxlen=capacity)
         self._vision: deque[_VisionStep] = deque(maxlen=capacity)
         self._begun: deque[_VisionStep] = deque()

@@ -94,7 +94,7 @@ class LatencyBudgets(Budgets):
 
     With decodes that have a limit, a step is filled until `predicted(tokens, vision seconds) * correction + pause`
     reaches it, where `correction` is what nearly all of the latest steps stay below (`correction.py`) and `pause` lies
-    between two steps. Without such decodes budgets are those of the configuration, which are upper bounds at all times.
+    between two steps. Without such decodes they are those of `Budgets`, which are upper bounds at all times.
 
     While prefill and vision both have work, the slack that decodes leave is split by the seconds of work that wait on
     either side, at least a fifth each, and what one cannot use goes to the other. If the earliest due first token would
@@ -130,7 +130,7 @@ class LatencyBudgets(Budgets):
         limit = pending.decode_limit_s
         highest = max(0, self._config.token_budget - pending.num_decodes)
         if not pending.num_decodes or limit == math.inf:
-            budget = StepBudget(highest, math.inf)
+            budget = super().language(pending)
         else:
             budget = self._filled(pending, highest, limit, _Towards.BOTH)
             if self._is_at_risk(pending, budget):
@@ -257,6 +257,7 @@ class LatencyBudgets(Budgets):
         self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
     ) -> None:
         limit = budget.limit_s
+        self._typical[vision_s > 0].learn(load, duration_s)
         self._kind = _kind(load, vision_s)
         took = duration_s
         if load.num_decodes:
@@ -279,9 +280,9 @@ class LatencyBudgets(Budgets):
     def report(self) -> BudgetReport:
         """`token_budget` is what the latest language step could have held had enough prompts waited."""
         config, latest = self._config, self._latest
-        highest = max(0, config.token_budget - latest.num_decodes)
-        tokens = highest
+        tokens = self._latest_tokens
         if latest.num_decodes and latest.decode_limit_s < math.inf:
+            highest = max(0, config.token_budget - latest.num_decodes)
             waiting = max(highest, latest.prefill_tokens)
             crowd = replace(latest, prefill_tokens=waiting, num_prefills=max(1, latest.num_prefills))
             tokens = self._filled(crowd, highest, latest.decode_limit_s, _Towards.BOTH).tokens
