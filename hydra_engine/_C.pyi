@@ -51,7 +51,13 @@ def linear(
 
 # ---- matrix products with weights of 8 and 4 bits; the sizes are those of hydra_engine.backend.quantized
 def quantized_bytes(
-    num_out: int, num_in: int, groups: int, num_bits: int, scale_dtype: int, has_offsets: bool
+    num_out: int,
+    num_in: int,
+    groups: int,
+    num_bits: int,
+    scale_dtype: int,
+    has_offsets: bool,
+    two_levels: bool = False,
 ) -> int: ...
 
 class PackedQuantized:
@@ -65,8 +71,9 @@ class PackedQuantized:
         num_bits: int,
         scale_dtype: int,
         has_offsets: bool,
+        two_levels: bool = False,
     ) -> None: ...
-    def pack(self, values: int, scales: int, offsets: int) -> None: ...
+    def pack(self, values: int, scales: int, offsets: int, block_scales: int = 0) -> None: ...
 
 def linear_quantized(
     weight: PackedQuantized,
@@ -83,7 +90,9 @@ def linear_quantized(
 def round_matrix(
     weight: int, dtype: int, num_out: int, num_in: int, num_bits: int, values: int, scales: int
 ) -> None: ...
-def decode_blocks(type: int, blocks: int, count: int, values: int, scales: int, offsets: int) -> None: ...
+def decode_blocks(
+    type: int, blocks: int, count: int, values: int, scales: int, offsets: int, block_scales: int = 0
+) -> None: ...
 def transpose_words(source: int, rows: int, columns: int, target: int) -> None: ...
 
 # ---- norms, gated activations, rotation

@@ -1,6 +1,12 @@
-"""Weights in 8 or 4 bits: the one form that checkpoints are read into and kernels pack from, and its arithmetic.
+"""Weights in 8, 6 or 4 bits: the one form that checkpoints are read into and kernels pack from, and its arithmetic.
 
     w[n, k] = scales[n, g] * (values[n, k] - zero) + offsets[n, g]      g = k // group_size; zero: 8 for 4 bits, else 0
+
+Scales in two levels are whole numbers beside a float16 one for each block b of 256 inputs, as GGUF's K types have them.
+They stand for these of float32, where each product and each sum is rounded; kernels make them while they multiply:
+
+    scale[n, g] = block_scales[n, b, 0] * scales[n, g]
+    offset[n, g] = zero * scale[n, g] - block_scales[n, b, 1] * offsets[n, g]
 
 A product with such a weight rounds each group of each row of x to 8 bits and sums integers, whose sum does not depend
 on its order; what is float32 is one fused multiply-add per group, in the order of the groups:
@@ -17,7 +23,7 @@ Does not know checkpoints or memory layouts of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,42 +31,65 @@ from torch import Tensor
 
 SMALLEST = 2.0**-100
 MIN_GROUP = 16  # inputs; a group is a multiple of it, or a whole row of the weight
+BLOCK = 256  # inputs that share a block scale
 _CHUNK = 1 << 20  # numbers that are dequantised at once, so that little memory is taken beside the result
-_ZERO = {8: 0, 4: 8}
+_ZERO = {8: 0, 6: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix [num_out, K] in `num_bits` 8 or 4.
+    """A matrix [num_out, K] in `num_bits` 8, 6 or 4.
 
-    values: 8 bits: int8 [num_out, K]; 4 bits: uint8 [num_out, K / 2], of two numbers 0..15 that of the even k is in the
-    lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels keep. offsets: float32 [num_out, G], or None
-    for zeros. G divides K. Raises ValueError naming the field."""
+    values: 8 bits: int8 [num_out, K]; 6 bits: the same from -32 to 31; 4 bits: uint8 [num_out, K / 2], of two numbers
+    0..15 that of the even k is in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels keep.
+    offsets: float32 [num_out, G], or None for zeros. G divides K.
+    In two levels, for 6 and 4 bits: scales and offsets int8, block_scales float16 [num_out, K / 256, 1, or with offsets
+    2], and each block has whole groups. Raises ValueError naming the field."""
 
     values: Tensor
     scales: Tensor
     offsets: Tensor | None = None
     num_bits: int = 8
+    block_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.num_bits not in _ZERO:
-            raise ValueError(f"num_bits: expected 8 or 4, got {self.num_bits}")
-        dtype = torch.int8 if self.num_bits == 8 else torch.uint8
+        levels = 1 if self.block_scales is None else 2
+        if self.num_bits not in ((8, 4), (6, 4))[levels - 1]:
+            expected = "8 or 4" if levels == 1 else "6 or 4 with block_scales"
+            raise ValueError(f"num_bits: expected {expected}, got {self.num_bits}")
+        dtype = torch.uint8 if self.num_bits == 4 else torch.int8
         if self.values.dim() != 2 or self.values.dtype is not dtype:
             raise ValueError(f"values: expected 2 dimensions of {dtype}, got {_described(self.values)}")
         rows, groups = self.values.shape[0], self.scales.shape[-1]
-        if self.scales.shape != (rows, groups) or self.scales.dtype not in SCALE_DTYPES:
-            raise ValueError(f"scales: expected [{rows}, G] of a float type, got {_described(self.scales)}")
+        kinds, kind = (SCALE_DTYPES, "a float type") if levels == 1 else ((torch.int8,), "int8")
+        if self.scales.shape != (rows, groups) or self.scales.dtype not in kinds:
+            raise ValueError(f"scales: expected [{rows}, G] of {kind}, got {_described(self.scales)}")
+        offset_dtype = torch.float32 if levels == 1 else torch.int8
         if self.offsets is not None and (
-            self.offsets.shape != self.scales.shape or self.offsets.dtype is not torch.float32
+            self.offsets.shape != self.scales.shape or self.offsets.dtype is not offset_dtype
         ):
-            raise ValueError(f"offsets: expected {list(self.scales.shape)} float32, got {_described(self.offsets)}")
+            dtype_name = str(offset_dtype).removeprefix("torch.")
+            raise ValueError(
+                f"offsets: expected {list(self.scales.shape)} {dtype_name}, got {_described(self.offsets)}"
+            )
         if groups < 1 or self.num_in % groups or (groups > 1 and self.group_size % MIN_GROUP):
             raise ValueError(
                 f"scales: expected one per row, or per group of a multiple of {MIN_GROUP} of the {self.num_in} inputs, "
                 f"got {groups} per row"
+            )
+        if self.block_scales is not None:
+            self._check_blocks(self.block_scales)
+
+    def _check_blocks(self, block_scales: Tensor) -> None:
+        shape = self.num_out, self.num_in // BLOCK, 1 if self.offsets is None else 2
+        if block_scales.shape != shape or block_scales.dtype is not torch.float16:
+            raise ValueError(f"block_scales: expected {list(shape)} float16, got {_described(block_scales)}")
+        if self.num_in % BLOCK or BLOCK % self.group_size:
+            raise ValueError(
+                f"block_scales: expected whole groups in blocks of {BLOCK} of the {self.num_in} inputs, "
+                f"got groups of {self.group_size}"
             )
 
     @property
@@ -69,7 +98,7 @@ class QuantizedWeight:
 
     @property
     def num_in(self) -> int:
-        return self.values.shape[1] * 8 // self.num_bits
+        return self.values.shape[1] * (2 if self.num_bits == 4 else 1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,15 +111,17 @@ class QuantizedWeight:
     @property
     def form(self) -> tuple[object, ...]:
         """Weights of one form can be stacked."""
-        return self.num_bits, self.num_in, self.group_size, self.offsets is None, self.scales.dtype
+        return self.num_bits, self.num_in, self.group_size, self.offsets is None, self.scales.dtype  # int8: two levels
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.values, self.scales, self.offsets) if part is not None)
+        """Of the tensors; kernels keep 6 bits in 3/4 of their bytes."""
+        parts = self.values, self.scales, self.offsets, self.block_scales
+        return sum(part.nbytes for part in parts if part is not None)
 
     def numbers(self) -> Tensor:
         """values - zero, int8 [num_out, K]"""
-        if self.num_bits == 8:
+        if self.num_bits != 4:
             return self.values
         return torch.stack((self.values & 15, self.values >> 4), dim=2).flatten(1).to(torch.int8) - _ZERO[4]
 
@@ -99,40 +130,59 @@ class QuantizedWeight:
         result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
         step = max(_CHUNK // self.num_in, 1)
         for begin in range(0, self.num_out, step):
-            some = self.rows(slice(begin, begin + step))
+            some = self.rows(slice(begin, begin + step)).in_one_level()
             wide = some.numbers().float().unflatten(1, (-1, self.group_size)) * some.scales.float()[:, :, None]
             if some.offsets is not None:
                 wide += some.offsets[:, :, None]
             result[begin : begin + step] = wide.flatten(1)
         return result
 
+    def in_one_level(self) -> QuantizedWeight:
+        """With the float32 scales and offsets that two levels stand for; 6 bits as 8."""
+        if self.block_scales is None:
+            return self
+        steps = self.block_scales.float()[:, :, :, None]
+        scales = (steps[:, :, 0] * self.scales.unflatten(1, (steps.shape[1], -1))).flatten(1)
+        offsets = None
+        if self.offsets is not None:
+            offsets = -(steps[:, :, 1] * self.offsets.unflatten(1, (steps.shape[1], -1))).flatten(1)
+            if zero := _ZERO[self.num_bits]:
+                offsets += zero * scales
+        return QuantizedWeight(self.values, scales, offsets, 4 if self.num_bits == 4 else 8)
+
     def to(self, device: torch.device) -> QuantizedWeight:
-        offsets = None if self.offsets is None else self.offsets.to(device)
-        return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
+        return self._each(lambda part: part.to(device))
 
     def rows(self, order: Tensor | slice) -> QuantizedWeight:
         """The outputs `order`, [M] int64 or from one to another."""
-        offsets = None if self.offsets is None else self.offsets[order]
-        return replace(self, values=self.values[order], scales=self.scales[order], offsets=offsets)
+        return self._each(lambda part: part[order])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        offsets, block_scales = (None if part is None else change(part) for part in (self.offsets, self.block_scales))
+        return QuantizedWeight(change(self.values), change(self.scales), offsets, self.num_bits, block_scales)
 
     def scaled(self, factors: Tensor) -> QuantizedWeight:
         """Every output times its factor, [num_out]; the scales become float32."""
-        wide = factors.float()[:, None]
-        offsets = None if self.offsets is None else self.offsets * wide
-        return replace(self, scales=self.scales.float() * wide, offsets=offsets)
+        plain, wide = self.in_one_level(), factors.float()[:, None]
+        offsets = None if plain.offsets is None else plain.offsets * wide
+        return replace(plain, scales=plain.scales.float() * wide, offsets=offsets)
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The outputs of all parts, which have one form, one after another."""
     if len(parts) == 1:
         return parts[0]
-    offsets = [part.offsets for part in parts if part.offsets is not None]
     return QuantizedWeight(
         torch.cat([part.values for part in parts]),
         torch.cat([part.scales for part in parts]),
-        torch.cat(offsets) if offsets else None,
+        _joined([part.offsets for part in parts if part.offsets is not None]),
         parts[0].num_bits,
+        _joined([part.block_scales for part in parts if part.block_scales is not None]),
     )
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if parts else None
 
 
 def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch.dtype) -> QuantizedWeight:
@@ -148,7 +198,7 @@ def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch
 
 def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
     """numbers int8 [num_out, K], values - zero -> `values` of a QuantizedWeight."""
-    if num_bits == 8:
+    if num_bits != 4:
         return numbers
     pairs = (numbers + _ZERO[4]).to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[:, :, 0] | pairs[:, :, 1] << 4
@@ -169,6 +219,7 @@ def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """y [T, num_out] float32 of the module's formulas, in plain torch. Float64 stands in for fused multiply-adds: it
     holds every product exactly, and the second rounding changes the last bit of a sum now and then."""
+    weight = weight.in_one_level()
     rows, steps = quantized_rows(x, weight.group_size)
     numbers = weight.numbers().unflatten(1, (-1, weight.group_size)).double()
     sums = torch.einsum("tgk,ngk->gtn", rows.double(), numbers).float()

@@ -30,6 +30,15 @@ SIZES = [
     (32, 1280, 640),
 ]
 ODD = [size for size in SIZES if size[1] % 2]
+# The same with scales in two levels, and bits; a last block that is not as long as a piece, groups that are blocks.
+TWO_LEVELS = [
+    (5, 256, 16, 6),
+    (33, 768, 16, 6),
+    (97, 1280, 32, 6),
+    (31, 768, 32, 4),
+    (70, 512, 64, 4),
+    (40, 512, 256, 4),
+]
 
 
 def weight_of(
@@ -46,6 +55,20 @@ def weight_of(
     shape = (num_out, num_in // group)
     scales = ((torch.rand(shape, **form) + 0.5) / num_in**0.5 / 2**num_bits).to(scale_dtype)
     return QuantizedWeight(values, scales, torch.randn(shape, **form) / num_in if offsets else None, num_bits)
+
+
+def in_two_levels(size: tuple[int, int, int, int], *, offsets: bool) -> QuantizedWeight:
+    """Scales and offsets of every sign, zeros too; blocks without a scale."""
+    num_out, num_in, group, num_bits = size
+    generator = torch.Generator().manual_seed(num_out * 101 + num_in)
+    if num_bits == 6:
+        values = torch.randint(-32, 32, (num_out, num_in), dtype=torch.int8, generator=generator)
+    else:
+        values = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8, generator=generator)
+    bytes_ = torch.randint(-128, 128, (2, num_out, num_in // group), dtype=torch.int8, generator=generator)
+    block_scales = torch.randn(num_out, num_in // 256, 2 if offsets else 1, generator=generator) / 4096
+    block_scales[0, 0] = 0
+    return QuantizedWeight(values, bytes_[0], bytes_[1] if offsets else None, num_bits, block_scales.half())
 
 
 def rows_of(count: int, num_in: int, dtype: torch.dtype) -> Tensor:
@@ -75,6 +98,67 @@ def test_products_are_those_of_the_reference(
         rounded = linear(x, pack_linear(weight))
         assert rounded.dtype is dtype and rounded.is_contiguous()
         assert_near(rounded, ops.linear(x, ops.pack_linear(weight)))
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("size", TWO_LEVELS, ids=str)
+def test_scales_in_two_levels_give_the_bits_of_those_that_they_stand_for(
+    isa: str, threads: int, size: tuple[int, int, int, int], *, offsets: bool
+) -> None:
+    weight, ops = in_two_levels(size, offsets=offsets), ReferenceOps()
+    bias = torch.randn(size[0], generator=torch.Generator().manual_seed(1))
+    packed, plain = pack_linear(weight, bias), pack_linear(weight.in_one_level(), bias)
+    for dtype, rows in zip(DTYPES * 3, (1, 2, 3, 5, 8, 12, 17, 40, 70), strict=True):
+        x = rows_of(rows, size[1], dtype)
+        result = linear(x, packed, out_dtype=torch.float32)
+        assert torch.equal(result, linear(x, plain, out_dtype=torch.float32)), rows
+        assert torch.equal(linear(x[-1:], packed, out_dtype=torch.float32), result[-1:]), rows
+    assert_near(result, ops.linear(x, ops.pack_linear(weight, bias), out_dtype=torch.float32))
+
+
+def test_scales_in_two_levels_of_poisoned_neighbours_are_not_read(isa: str) -> None:
+    """What lies around the tensors and around the packed weight changes nothing and is not changed."""
+    weight = in_two_levels((33, 768, 16, 6), offsets=True)
+    x = rows_of(9, 768, torch.bfloat16)
+    expected = linear(x, pack_linear(weight))
+    parts = [weight.values, weight.scales, weight.offsets, weight.block_scales]
+    poisoned = []
+    for part in parts:
+        assert part is not None
+        poison = float("nan") if part.is_floating_point() else 77
+        around = torch.full((part.shape[0] + 2, *part.shape[1:]), poison, dtype=part.dtype)
+        around[1:-1] = part
+        poisoned.append(around[1:-1])
+    packed = NativeQuantizedLinear(QuantizedWeight(*poisoned[:3], 6, poisoned[3]))
+    assert torch.equal(linear(x, packed), expected)
+    memory = torch.full((packed.nbytes + 8192,), 0xFF, dtype=torch.uint8)
+    begin = 4096 - memory.data_ptr() % 64
+    handle = _C.PackedQuantized(memory.data_ptr() + begin, 0, 33, 768, 48, 6, 0, True, True)
+    handle.pack(*(part.data_ptr() for part in poisoned))
+    assert memory[:begin].eq(0xFF).all() and memory[begin + packed.nbytes :].eq(0xFF).all()
+    guarded = torch.full((11, 33), float("nan"), dtype=torch.bfloat16)
+    code = DTYPE_CODES[torch.bfloat16]
+    _C.linear_quantized(handle, x.data_ptr(), x.stride(0), 9, guarded[1:-1].data_ptr(), 0, code, code)
+    assert torch.equal(guarded[1:-1], expected) and guarded[[0, -1]].isnan().all()
+
+
+def test_every_level_gives_the_same_bits_from_scales_in_two_levels() -> None:
+    cases = [
+        (size, offsets, rows) for size in TWO_LEVELS for offsets in (False, True) for rows in (1, 3, 8, 17, 40, 65)
+    ]
+    results: dict[str, list[Tensor]] = {}
+    best = _C.isa()
+    try:
+        for level in AVAILABLE:
+            _C.force_isa(level)
+            results[level] = [
+                linear(rows_of(rows, size[1], torch.float32), pack_linear(in_two_levels(size, offsets=offsets)))
+                for size, offsets, rows in cases
+            ]
+    finally:
+        _C.force_isa(best)
+    for level, got in results.items():
+        assert all(map(torch.equal, got, results["scalar"])), level
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
@@ -201,6 +285,12 @@ def test_a_packed_weight_needs_the_memory_of_its_tensors(num_bits: int, group: i
     assert weight.nbytes <= pack_linear(weight).nbytes <= most * weight.nbytes
 
 
+@pytest.mark.parametrize(("size", "bytes_of_32"), [((64, 1024, 32, 4), 18.5), ((64, 1024, 32, 6), 26.5)])
+def test_scales_in_two_levels_take_two_bytes_a_group(size: tuple[int, int, int, int], bytes_of_32: float) -> None:
+    assert pack_linear(in_two_levels(size, offsets=True)).nbytes == 64 * 1024 // 32 * bytes_of_32
+    assert pack_linear(in_two_levels((64, 1024, 16, 6), offsets=False)).nbytes == 64 * 1024 // 32 * 26.25
+
+
 def test_the_choice_names_the_products_of_bytes(isa: str) -> None:
     reason = next(choice.reason for choice in NativeOps().choices() if choice.op == "linear")
     has_vnni = isa in ("avx512", "avx512bf16", "amx") and "avx512_vnni" in _C.cpu_features()
@@ -220,3 +310,8 @@ def test_wrong_arguments_are_named_with_expected_and_actual() -> None:
         _C.quantized_bytes(8, 64, 3, 8, 0, False)
     with pytest.raises(ValueError, match=r"num_bits: expected 8 or 4, got 5"):
         _C.quantized_bytes(8, 64, 1, 5, 0, False)
+    with pytest.raises(ValueError, match=r"num_bits: expected 6 or 4, got 8"):
+        _C.quantized_bytes(8, 256, 16, 8, 0, False, True)
+    for num_in, groups in ((384, 12), (768, 2), (0, 1)):
+        with pytest.raises(ValueError, match=r"groups: expected a multiple of the blocks of 256"):
+            _C.quantized_bytes(8, num_in, groups, 6, 0, False, True)

@@ -82,6 +82,47 @@ def test_a_wrong_form_is_refused(
         QuantizedWeight(values, scales, offsets, num_bits)
 
 
+@pytest.mark.parametrize(
+    ("groups", "block_shape", "num_bits", "named"),
+    [
+        (16, (2, 1, 1), 8, "num_bits"),
+        (16, (2, 1, 2), 6, "block_scales"),
+        (16, (2, 2, 1), 6, "block_scales"),
+        (1, (2, 1, 1), 5, "num_bits"),
+    ],
+)
+def test_wrong_scales_in_two_levels_are_refused(
+    groups: int, block_shape: tuple[int, ...], num_bits: int, named: str
+) -> None:
+    values, scales = torch.zeros(2, 256, dtype=torch.int8), torch.ones(2, groups, dtype=torch.int8)
+    with pytest.raises(ValueError, match=rf"^{named}: expected"):
+        QuantizedWeight(values, scales, None, num_bits, torch.ones(block_shape, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"^scales: expected .* int8"):
+        QuantizedWeight(values, scales.float(), None, 6, torch.ones(2, 1, 1, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"^block_scales: expected whole groups in blocks of 256 of the 384 inputs"):
+        wide, few = torch.zeros(2, 384, dtype=torch.int8), torch.ones(2, 12, dtype=torch.int8)
+        QuantizedWeight(wide, few, None, 6, torch.ones(2, 1, 1, dtype=torch.float16))
+
+
+def test_outputs_of_scales_in_two_levels_are_chosen_stacked_and_scaled() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values, scales, offsets = (
+        torch.randint(-32, 32, (6, size), dtype=torch.int8, generator=generator) for size in (512, 16, 16)
+    )
+    weight = QuantizedWeight(values, scales, offsets, 6, torch.randn(6, 2, 2, generator=generator).half())
+    dense = weight.dequantized(torch.float32)
+    tops = weight.block_scales.float().repeat_interleave(8, dim=1)  # type: ignore[union-attr]
+    wide = (tops[:, :, 0] * scales)[:, :, None] * values.unflatten(1, (16, 32)) - (tops[:, :, 1] * offsets)[:, :, None]
+    assert torch.equal(dense, wide.flatten(1))
+    assert weight.in_one_level().num_bits == 8 and weight.form != weight.in_one_level().form
+    order = torch.tensor([5, 0, 3])
+    assert torch.equal(
+        stacked([weight.rows(order), weight]).dequantized(torch.float32), torch.cat((dense[order], dense))
+    )
+    factors = torch.tensor([2.0, 1.0, 0.5, 4.0, -1.0, 0.0])
+    assert torch.equal(weight.scaled(factors).dequantized(torch.float32), dense * factors[:, None])
+
+
 def test_a_layer_keeps_parts_of_several_forms_side_by_side() -> None:
     """Two neighbours of one form are one weight; a part that is not quantised stays so."""
     parts = {"a": 8, "b": 16, "c": 24}

@@ -1,5 +1,5 @@
 // Products of bytes on AMX tiles. A tile of x holds up to 16 rows x 64 inputs, a tile of weights 64 inputs x 16 columns;
-// groups that 64 inputs do not divide take tiles of 32 or 16. Weights of 4 bits become bytes once for all rows.
+// groups that 64 inputs do not divide take tiles of 32 or 16. Weights of 4 and 6 bits become bytes once for all rows.
 #include "cpu/isa.h"
 
 #if HYDRA_X86
@@ -76,12 +76,14 @@ HYDRA_INLINE void multiply_words(const int8_t* x, int64_t x_stride, const uint8_
   }
 }
 
-// Steps of 4 bits as words of bytes, two of each.
-HYDRA_INLINE void unpack(const uint8_t* steps, int64_t count, uint8_t* words) {
-  for (int64_t step = 0; step < count; ++step) {
-    const vu halves = (vu)_mm512_load_si512(steps + step * kStepBytes);
-    _mm512_store_si512(words + 2 * step * kStepBytes, (__m512i)(halves & 0x0f0f0f0fu));
-    _mm512_store_si512(words + (2 * step + 1) * kStepBytes, (__m512i)(halves >> 4 & 0x0f0f0f0fu));
+// Steps as words of bytes.
+template <int kBits>
+HYDRA_INLINE void unpack_steps(const uint8_t* steps, int64_t count, uint8_t* words) {
+  constexpr int kWords = step_inputs(kBits) / 4;
+  for (int64_t step = 0; step < count; ++step, steps += step_bytes(kBits), words += kWords * kStepBytes) {
+    __m512i values[kWords];
+    unpack<kBits>(steps, values);
+    for (int i = 0; i < kWords; ++i) _mm512_store_si512(words + i * kStepBytes, values[i]);
   }
 }
 
@@ -98,14 +100,15 @@ HYDRA_INLINE void add_rows(const Block& all, const Scale* scales, int64_t group,
 template <int kBits, class Scale>
 HYDRA_TARGET void multiply_rows(const Block all, int64_t rows) {
   constexpr int64_t kStride = block_stride(kBits, 1);
-  alignas(64) uint8_t unpacked[kBits == 4 ? 4 * kPieceSteps * kStepBytes : 64];
-  const int64_t count = all.steps * 8 / kBits;
+  constexpr int64_t kWords = step_inputs(kBits) / 4;
+  alignas(64) uint8_t unpacked[kBits == 8 ? 64 : 2 * kWords * piece_steps(kBits) * kStepBytes];
+  const int64_t count = all.steps * kWords;
   const int depth = count % 16 == 0 ? 16 : count % 8 == 0 ? 8 : 4;
   const uint8_t* weights = all.weights;
   for (int64_t group = 0; group < all.groups; ++group, weights += all.group_bytes) {
-    const Scale* scales = reinterpret_cast<const Scale*>(weights + 2 * all.steps * kStepBytes);
-    if constexpr (kBits == 4) unpack(weights, 2 * all.steps, unpacked);
-    const uint8_t* words = kBits == 4 ? unpacked : weights;
+    const Scale* scales = reinterpret_cast<const Scale*>(all.scales + group * all.scales_bytes);
+    if constexpr (kBits != 8) unpack_steps<kBits>(weights, 2 * all.steps, unpacked);
+    const uint8_t* words = kBits == 8 ? weights : unpacked;
     __asm__ volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
     for (int64_t row = 0; row < rows; row += kRowBlock) {
       const int some = static_cast<int>(std::min<int64_t>(kRowBlock, rows - row));

@@ -18,7 +18,7 @@ namespace {
 constexpr int kMostRows = 8;
 constexpr int vectors_of(int rows) { return rows <= 4 ? 2 : 1; }
 constexpr int number_bytes(int num_bits) { return num_bits == 8 ? 2 : 1; }
-constexpr int64_t kStride = block_stride(8, 2);
+constexpr int64_t kStride = block_stride(8, 2), kStride6 = block_stride(6, 1);
 static_assert(kStride == block_stride(4, 1));
 
 HYDRA_INLINE __m256i load_bytes(const uint8_t* source) {
@@ -55,7 +55,7 @@ HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const __m256i bytes = load_bytes(weights + 32 * v);
-      if (v == 0) prefetch_piece(weights);
+      if (v == 0) prefetch_ahead(weights);
       even[v] = _mm256_and_si256(bytes, low_bytes);
       odd[v] = _mm256_srli_epi16(bytes, 8);
     }
@@ -82,7 +82,7 @@ template <int kRows, int kVectors>
 HYDRA_INLINE void step4(__m256i (&acc)[kRows][kVectors], const int8_t* x, const uint8_t* weights) {
   const __m256i low_halves = _mm256_set1_epi8(15);
   __m256i low[kVectors], high[kVectors];
-  prefetch_piece(weights);
+  prefetch_ahead(weights);
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; ++v) {
     const __m256i bytes = load_bytes(weights + 32 * v);
@@ -130,10 +130,57 @@ HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
   }
 }
 
+// Four pairs of products sum to at most 2 * 2 * 63 * 127 = 32004, which fits into 16 bits; a step has two such sums.
+template <int kRows, int kVectors>
+HYDRA_INLINE void dot6(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+  const __m256i low_halves = _mm256_set1_epi8(15), upper_bits = _mm256_set1_epi8(48), ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{};
+  }
+  for (int64_t step = 0; step < steps; ++step, weights += step_bytes(6), x += 16) {
+    __m256i values[kVectors][4];
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; ++i) prefetch_ahead(weights + i * kStepBytes);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const uint8_t* here = weights + 32 * v;
+      const __m256i first = load_bytes(here), second = load_bytes(here + kStepBytes);
+      const __m256i upper = load_bytes(here + 2 * kStepBytes);
+      const __m256i lower[4] = {first, _mm256_srli_epi16(first, 4), second, _mm256_srli_epi16(second, 4)};
+      const __m256i shifted[4] = {_mm256_slli_epi16(upper, 4), _mm256_slli_epi16(upper, 2), upper,
+                                  _mm256_srli_epi16(upper, 2)};
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m256i low = _mm256_and_si256(lower[i], low_halves);
+        values[v][i] = _mm256_or_si256(low, _mm256_and_si256(shifted[i], upper_bits));
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 4; half += 2) {
+        const int8_t* numbers = x + r * kStride6 + 4 * half;
+        const __m256i first = splat_word(numbers), second = splat_word(numbers + 4);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(values[v][half], first),
+                                                 _mm256_maddubs_epi16(values[v][half + 1], second));
+          sums[r][v] += (vi)_mm256_madd_epi16(pairs, ones);
+          __asm__("" : "+x"(sums[r][v]));
+        }
+      }
+    }
+  }
+}
+
 template <int kBits, int kRows, int kVectors>
 HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
   if constexpr (kBits == 8) {
     dot8(sums, x, weights, steps);
+  } else if constexpr (kBits == 6) {
+    dot6(sums, x, weights, steps);
   } else {
     dot4(sums, x, weights, steps);
   }

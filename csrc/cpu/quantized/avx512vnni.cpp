@@ -7,8 +7,7 @@
 #define HYDRA_TARGET HYDRA_TARGET_AVX512VNNI
 #include <algorithm>
 
-#include "cpu/quantized/quantized.h"
-#include "cpu/simd.h"
+#include "cpu/quantized/block.h"
 
 namespace hydra::avx512vnni {
 namespace {
@@ -27,27 +26,25 @@ HYDRA_INLINE __m512i splat_word(const int8_t* source) {
   return _mm512_set1_epi32(word);
 }
 
-// Two steps of 8 bits, or one of 4. Few rows have two sums each: one would wait for itself.
+// Few rows have two sums each: one would wait for itself.
 template <int kBits, int kRows, int kVectors>
 HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
   constexpr int64_t kStride = block_stride(kBits, 1), kSteps = kBits == 8 ? 2 : 1;
-  constexpr int kSums = kRows <= 4 ? 2 : 1;
+  constexpr int kSums = kRows <= 4 ? 2 : 1, kWords = kSteps * step_inputs(kBits) / 4;
   __m512i acc[kRows][kSums] = {};
 #pragma GCC unroll 1
-  for (int64_t step = 0; step < steps; step += kSteps, weights += kSteps * kStepBytes, x += 8) {
-    __m512i first = _mm512_load_si512(weights), second;
-    prefetch_piece(weights);
-    if constexpr (kBits == 8) {
-      prefetch_piece(weights + kStepBytes);
-      second = _mm512_load_si512(weights + kStepBytes);
-    } else {
-      second = (__m512i)((vu)first >> 4 & 0x0f0f0f0fu);
-      first = (__m512i)((vu)first & 0x0f0f0f0fu);
-    }
+  for (int64_t step = 0; step < steps; step += kSteps, weights += kSteps * step_bytes(kBits), x += 4 * kWords) {
+    __m512i values[kWords];
+#pragma GCC unroll 2
+    for (int i = 0; i < kSteps; ++i) unpack<kBits>(weights + i * step_bytes(kBits), values + i);
+    for (int at = 0; at < kSteps * step_bytes(kBits); at += kStepBytes) prefetch_ahead(weights + at);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], first, splat_word(x + r * kStride));
-      acc[r][kSums - 1] = _mm512_dpbusd_epi32(acc[r][kSums - 1], second, splat_word(x + r * kStride + 4));
+#pragma GCC unroll 4
+      for (int i = 0; i < kWords; ++i) {
+        __m512i& sum = acc[r][i % kSums];
+        sum = _mm512_dpbusd_epi32(sum, values[i], splat_word(x + r * kStride + 4 * i));
+      }
     }
   }
 #pragma GCC unroll 8

@@ -19,6 +19,27 @@ HYDRA_INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
+#if HYDRA_LANES == 16
+// A step of a tile as vectors of bytes, of four inputs each.
+template <int kBits>
+HYDRA_INLINE void unpack(const uint8_t* step, __m512i* values) {
+  const vu first = (vu)_mm512_load_si512(step);
+  if constexpr (kBits == 8) {
+    values[0] = (__m512i)first;
+    return;
+  }
+  values[0] = (__m512i)(first & 0x0f0f0f0fu);
+  values[1] = (__m512i)(first >> 4 & 0x0f0f0f0fu);
+  if constexpr (kBits == 6) {
+    const vu second = (vu)_mm512_load_si512(step + kStepBytes), upper = (vu)_mm512_load_si512(step + 2 * kStepBytes);
+    values[0] = (__m512i)((vu)values[0] | (upper << 4 & 0x30303030u));
+    values[1] = (__m512i)((vu)values[1] | (upper << 2 & 0x30303030u));
+    values[2] = (__m512i)((second & 0x0f0f0f0fu) | (upper & 0x30303030u));
+    values[3] = (__m512i)((second >> 4 & 0x0f0f0f0fu) | (upper >> 2 & 0x30303030u));
+  }
+}
+#endif
+
 // A block of weights: whole groups, or one piece of a group; and what belongs to it of some rows, from the first on.
 struct Block {
   const uint8_t* weights;
@@ -26,7 +47,9 @@ struct Block {
   int64_t groups;       // 1 for a piece
   int64_t group_bytes;  // from one group to the next
   bool first, last;     // of the pieces of its group
-  int64_t offsets_at;   // from a group's scales; 0: there are none
+  const uint8_t* scales;
+  int64_t scales_bytes;  // from those of one group to the next
+  int64_t offsets_at;    // from a group's scales; 0: there are none
   const int8_t* x;
   const float* x_steps;  // [groups][all rows] from the first group and row on, as the next two
   const int32_t* zeros;

@@ -8,6 +8,7 @@
 
 #include "cpu/linear/epilogue.h"
 #include "cpu/quantized/block.h"
+#include "cpu/quantized/two_levels.h"
 
 namespace hydra::HYDRA_LEVEL {
 
@@ -17,27 +18,37 @@ constexpr int kRowChunk = 64;  // rows whose sums stay in the first-level cache
 template <int kBits, class Scale>
 void multiply_panel(const QuantizedCall& call, int64_t row, int64_t rows, int64_t panel, float* sums,
                     int32_t* partial) {
-  constexpr int64_t kStride = block_stride(kBits, number_bytes(kBits));
+  constexpr int64_t kStride = block_stride(kBits, number_bytes(kBits)), kPieceBytes = 2 * step_bytes(kBits);
   const PackedQuantized& weight = call.weight;
   const int64_t steps = weight.steps(), per_block = groups_per_block(weight);
+  const int64_t values_bytes = weight.values_bytes(), group_bytes = weight.group_bytes();
+  const int64_t block_scales_bytes = weight.two_levels ? weight.block_scales_bytes() : 0;
+  WideScales wide;
   Block block{static_cast<const uint8_t*>(weight.data) + panel * weight.panel_bytes(),
-              steps, per_block, weight.group_bytes(), true, true,
-              weight.offsets_bytes() ? weight.scales_bytes() : 0,
+              steps, per_block, group_bytes, true, true,
+              reinterpret_cast<const uint8_t*>(wide.scales), weight.two_levels ? WideScales::kGroupBytes : group_bytes,
+              weight.has_offsets ? weight.scales_bytes() : 0,
               call.rows.numbers + row * kStride,
               call.rows.steps + row, call.rows.zeros + row, call.rows.row_sums + row, call.rows.rows, sums, partial};
   for (int64_t group = 0; group < weight.groups; group += per_block) {
     block.groups = std::min(per_block, weight.groups - group);
+    if (weight.two_levels) {
+      (weight.has_offsets ? widen<kBits, true> : widen<kBits, false>)(block.weights, per_block, wide);
+      block.weights += block_scales_bytes;
+    } else {
+      block.scales = block.weights + values_bytes;
+    }
     int64_t begin = 0;
     do {
-      block.steps = std::min(kPieceSteps, steps - begin);
+      block.steps = std::min(piece_steps(kBits), steps - begin);
       block.first = begin == 0;
       block.last = begin + block.steps == steps;
       multiply_rows<kBits, Scale>(block, rows);
       block.x += call.rows.rows * kStride;
-      if (!block.last) block.weights += 2 * block.steps * kStepBytes;
+      if (!block.last) block.weights += block.steps * kPieceBytes;
       begin += block.steps;
     } while (begin < steps);
-    block.weights += block.groups * weight.group_bytes() - 2 * (begin - block.steps) * kStepBytes;
+    block.weights += block.groups * group_bytes - (begin - block.steps) * kPieceBytes;
     const int64_t passed = block.groups * block.all_rows;
     block.x_steps += passed;
     block.zeros += passed;
@@ -60,6 +71,7 @@ void multiply_panels(const QuantizedCall& call, const LinearPart& part) {
 }
 
 void quantized_part(const QuantizedCall& call, const LinearPart& part) {
+  if (call.weight.num_bits == 6) return multiply_panels<6, float>(call, part);
   dispatch(call.weight.scale_dtype, [&](auto scale) {
     using Scale = decltype(scale);
     call.weight.num_bits == 8 ? multiply_panels<8, Scale>(call, part) : multiply_panels<4, Scale>(call, part);

@@ -1,4 +1,4 @@
-// Packing of weights of 8 and 4 bits, the cut of a product into one rectangle per thread, and the choice of the level.
+// Packing of weights of 8, 6 and 4 bits, the cut of a product into one rectangle per thread, and the choice of the level.
 #include "cpu/quantized/quantized.h"
 
 #include <algorithm>
@@ -23,50 +23,103 @@ uint32_t spread(uint32_t word) {
   return to_bytes(word & 0xffffu) | to_bytes(word >> 16) << 4;
 }
 
+// Words of four bytes of each of 16 columns.
+using Words = uint32_t[kTile];
+
+// Of `columns` rows at `values`, `row_bytes` apart, the first `bytes` of each exist.
+void gather(const uint8_t* values, int64_t row_bytes, int64_t bytes, int64_t columns, Words& words) {
+  if (bytes >= 4) {
+    for (int64_t column = 0; column < columns; ++column) std::memcpy(&words[column], values + column * row_bytes, 4);
+  } else if (bytes > 0) {
+    for (int64_t column = 0; column < columns; ++column) {
+      std::memcpy(&words[column], values + column * row_bytes, static_cast<size_t>(bytes));
+    }
+  }
+}
+
+// A step of 6 bits of four words of values with a sign.
+void pack_six(const Words (&values)[4], uint8_t* target) {
+  Words packed[3];
+  for (int column = 0; column < kTile; ++column) {
+    uint32_t numbers[4];  // value + 32
+    for (int i = 0; i < 4; ++i) numbers[i] = (values[i][column] ^ 0x20202020u) & 0x3f3f3f3fu;
+    packed[2][column] = 0;
+    for (int i = 0; i < 4; ++i) packed[2][column] |= (numbers[i] >> 4 & 0x03030303u) << 2 * i;
+    for (int i = 0; i < 2; ++i) {
+      packed[i][column] = (numbers[2 * i] & 0x0f0f0f0fu) | (numbers[2 * i + 1] & 0x0f0f0f0fu) << 4;
+    }
+  }
+  std::memcpy(target, packed, sizeof(packed));
+}
+
 // `steps` steps of a tile: of `columns` rows at `values`, `row_bytes` apart, the first `bytes` of each exist.
 void pack_tile(int num_bits, const uint8_t* values, int64_t row_bytes, int64_t bytes, int64_t columns, int64_t steps,
                uint8_t* target) {
-  for (int64_t step = 0; step < steps; ++step, values += 4, bytes -= 4, target += kStepBytes) {
-    uint32_t words[kTile] = {};
-    if (bytes >= 4) {
-      for (int64_t column = 0; column < columns; ++column) std::memcpy(&words[column], values + column * row_bytes, 4);
-    } else if (bytes > 0) {
-      for (int64_t column = 0; column < columns; ++column) {
-        std::memcpy(&words[column], values + column * row_bytes, static_cast<size_t>(bytes));
-      }
+  const int num_words = num_bits == 6 ? 4 : 1;
+  for (int64_t step = 0; step < steps; ++step, target += step_bytes(num_bits)) {
+    Words words[4] = {};
+    for (int i = 0; i < num_words; ++i, values += 4, bytes -= 4) gather(values, row_bytes, bytes, columns, words[i]);
+    if (num_bits == 6) {
+      pack_six(words, target);
+      continue;
     }
-    for (uint32_t& word : words) word = num_bits == 8 ? word ^ 0x80808080u : spread(word);  // signed to value + 128
-    std::memcpy(target, words, kStepBytes);
+    for (uint32_t& word : words[0]) word = num_bits == 8 ? word ^ 0x80808080u : spread(word);  // signed to value + 128
+    std::memcpy(target, words[0], kStepBytes);
   }
 }
 
 template <class T>
-void pack_numbers(const T* source, int64_t groups, int64_t columns, uint8_t* target) {
+uint8_t* pack_numbers(const T* source, int64_t stride, int64_t columns, uint8_t* target) {
   T numbers[kPanel] = {};
-  for (int64_t column = 0; column < columns; ++column) numbers[column] = source[column * groups];
+  for (int64_t column = 0; column < columns; ++column) numbers[column] = source[column * stride];
   std::memcpy(target, numbers, sizeof(numbers));
+  return target + sizeof(numbers);
+}
+
+// The scales of a block of 256 inputs of columns [first, first + columns), in two levels.
+void pack_scales(const PackedQuantized& packed, const QuantizedTensors& weight, int64_t first, int64_t columns,
+                 int64_t block, uint8_t* target) {
+  const int64_t planes = packed.has_offsets ? 2 : 1, blocks = packed.num_in / kBlockInputs;
+  const f16_t* tops = weight.block_scales + (first * blocks + block) * planes;
+  for (int64_t plane = 0; plane < planes; ++plane) {
+    target = pack_numbers(tops + plane, blocks * planes, columns, target);
+  }
+  for (int64_t group = 0; group < packed.block_groups(); ++group) {
+    for (const void* numbers : {weight.scales, weight.offsets}) {
+      if (!numbers) continue;
+      const int64_t at = first * packed.groups + block * packed.block_groups() + group;
+      target = pack_numbers(static_cast<const int8_t*>(numbers) + at, packed.groups, columns, target);
+    }
+  }
 }
 
 void pack_panel(const PackedQuantized& packed, const QuantizedTensors& weight, int64_t panel) {
-  const int64_t first = panel * kPanel, row_bytes = packed.num_in * packed.num_bits / 8, steps = packed.steps();
+  const int64_t first = panel * kPanel, row_bytes = packed.num_bits == 4 ? packed.num_in / 2 : packed.num_in;
   const int64_t columns = std::min<int64_t>(kPanel, packed.num_out - first), bytes = row_bytes / packed.groups;
+  const int64_t steps = packed.steps(), most = piece_steps(packed.num_bits);
+  const int64_t bytes_of_step = packed.num_bits == 6 ? 16 : 4;
   uint8_t* target = static_cast<uint8_t*>(const_cast<void*>(packed.data)) + panel * packed.panel_bytes();
   for (int64_t group = 0; group < packed.groups; ++group) {
-    for (int64_t step = 0; step < steps; step += kPieceSteps) {
-      const int64_t count = std::min(kPieceSteps, steps - step);
-      for (int64_t column = 0; column < kPanel; column += kTile, target += count * kStepBytes) {
-        const uint8_t* values = weight.values + (first + column) * row_bytes + group * bytes + step * 4;
+    if (packed.two_levels && group % packed.block_groups() == 0) {
+      pack_scales(packed, weight, first, columns, group / packed.block_groups(), target);
+      target += packed.block_scales_bytes();
+    }
+    for (int64_t step = 0; step < steps; step += most) {
+      const int64_t count = std::min(most, steps - step), at = step * bytes_of_step;
+      for (int64_t column = 0; column < kPanel; column += kTile, target += count * step_bytes(packed.num_bits)) {
+        const uint8_t* values = weight.values + (first + column) * row_bytes + group * bytes + at;
         const int64_t some = std::clamp<int64_t>(columns - column, 0, kTile);
-        pack_tile(packed.num_bits, values, row_bytes, bytes - step * 4, some, count, target);
+        pack_tile(packed.num_bits, values, row_bytes, bytes - at, some, count, target);
       }
     }
+    if (packed.two_levels) continue;
     const int64_t at = first * packed.groups + group;
     dispatch(packed.scale_dtype, [&](auto scale) {
-      pack_numbers(static_cast<const decltype(scale)*>(weight.scales) + at, packed.groups, columns, target);
+      target = pack_numbers(static_cast<const decltype(scale)*>(weight.scales) + at, packed.groups, columns, target);
     });
-    target += packed.scales_bytes();
-    if (packed.has_offsets) pack_numbers(weight.offsets + at, packed.groups, columns, target);
-    target += packed.offsets_bytes();
+    if (packed.has_offsets) {
+      target = pack_numbers(static_cast<const float*>(weight.offsets) + at, packed.groups, columns, target);
+    }
   }
 }
 

@@ -3,11 +3,17 @@
 // each group adds to the float32 result by one fused multiply-add, in order. So the bits of a row are the same at every
 // instruction-set level, in every batch and with any number of threads.
 //
-// One layout for all levels, read in the order of its addresses. A step of a tile is 64 bytes, four for each of its 16
-// columns (outputs): 8 bits: value + 128 of inputs k..k+3; 4 bits: in the lower halves the values of inputs k..k+3, in
-// the upper ones those of k+4..k+7. A piece is up to 64 steps of two tiles, which stay in the first-level cache while
-// rows pass by. Columns are padded to 32, the inputs of an only group to 64:
+// One layout for all levels, read in the order of its addresses. A step of a tile has for each of its 16 columns
+// (outputs) four bytes in one or, in 6 bits, three vectors of 64 bytes:
+//   8 bits: value + 128 of inputs k..k+3
+//   4 bits: in the lower halves the values of inputs k..k+3, in the upper ones those of k+4..k+7
+//   6 bits: twice the same with the lower four bits of value + 32; the upper two bits of k+i, k+4+i, k+8+i and k+12+i,
+//           from the lowest up, in byte i
+// A piece is up to 64 steps (6 bits: 16) of two tiles, which stay in the first-level cache while rows pass by. Columns
+// are padded to 32, the inputs of an only group to 64:
 //   [N/32 panels][groups]{pieces{[2 tiles][steps][16 columns][4 bytes]}, scales [32], offsets float32 [32] if any}
+// Scales in two levels stand before the groups of every 256 inputs, padded to 64 bytes:
+//   block scales f16 [1, with offsets 2][32], then for each group scales int8 [32] and, if any, offsets int8 [32]
 #pragma once
 
 #include <algorithm>
@@ -17,8 +23,13 @@
 
 namespace hydra {
 
-constexpr int kStepBytes = 64;
-constexpr int64_t kPieceSteps = 64;
+constexpr int kStepBytes = 64;         // of a vector of a step
+constexpr int64_t kBlockInputs = 256;  // that share a block scale
+
+constexpr int64_t step_inputs(int num_bits) { return num_bits == 8 ? 4 : num_bits == 4 ? 8 : 16; }
+constexpr int64_t step_bytes(int num_bits) { return num_bits == 6 ? 3 * kStepBytes : kStepBytes; }
+constexpr int64_t piece_steps(int num_bits) { return num_bits == 6 ? 16 : 64; }
+constexpr int packed_zero(int num_bits) { return 1 << (num_bits - 1); }
 
 struct PackedQuantized {
   const void* data = nullptr;   // 64-byte aligned, owned by Python
@@ -26,32 +37,40 @@ struct PackedQuantized {
   int64_t num_out = 0;
   int64_t num_in = 0;
   int64_t groups = 1;  // of equal size; several: of a multiple of 16 inputs
-  int num_bits = 8;    // or 4
-  DType scale_dtype = DType::f32;
+  int num_bits = 8;    // or 4; 6 with scales in two levels
+  DType scale_dtype = DType::f32;  // of the kernels' sums where scales have two levels: f32
   bool has_offsets = false;
+  bool two_levels = false;  // in 4 and 6 bits, with groups that divide 256 inputs
 
   int64_t num_panels() const { return ceil_div(num_out, kPanel); }
   int64_t group_inputs() const { return groups == 1 ? ceil_div(num_in, 64) * 64 : num_in / groups; }
-  int64_t step_inputs() const { return 32 / num_bits; }
-  int64_t steps() const { return group_inputs() / step_inputs(); }
-  int64_t pieces() const { return ceil_div(steps(), kPieceSteps); }
+  int64_t steps() const { return group_inputs() / step_inputs(num_bits); }
+  int64_t pieces() const { return ceil_div(steps(), piece_steps(num_bits)); }
   int64_t scales_bytes() const { return kPanel * element_size(scale_dtype); }
   int64_t offsets_bytes() const { return has_offsets ? kPanel * 4 : 0; }
-  int64_t group_bytes() const { return 2 * steps() * kStepBytes + scales_bytes() + offsets_bytes(); }
-  int64_t panel_bytes() const { return groups * group_bytes(); }
+  int64_t values_bytes() const { return 2 * steps() * step_bytes(num_bits); }  // of a group
+  int64_t group_bytes() const { return values_bytes() + (two_levels ? 0 : scales_bytes() + offsets_bytes()); }
+  int64_t block_groups() const { return kBlockInputs / group_inputs(); }
+  int64_t block_scales_bytes() const {
+    return ceil_div((2 + block_groups()) * (has_offsets ? 2 : 1) * kPanel, kStepBytes) * kStepBytes;
+  }
+  int64_t panel_bytes() const {
+    return groups * group_bytes() + (two_levels ? num_in / kBlockInputs * block_scales_bytes() : 0);
+  }
   int64_t num_bytes() const { return num_panels() * panel_bytes(); }
 };
 
 // The tensors of a QuantizedWeight, contiguous.
 struct QuantizedTensors {
-  const uint8_t* values;  // [num_out, num_in], or 4 bits: [num_out, num_in / 2]
-  const void* scales;     // [num_out, groups]
-  const float* offsets;   // [num_out, groups], or null
+  const uint8_t* values;      // [num_out, num_in], or 4 bits: [num_out, num_in / 2]
+  const void* scales;         // [num_out, groups], in two levels int8
+  const void* offsets;        // [num_out, groups] float32, in two levels int8; or null
+  const f16_t* block_scales;  // in two levels: [num_out, num_in / 256, 1 or, with offsets, 2]; else null
 };
 
 // Rows of x as bytes, and what every group of them adds: working memory that the threads of a call share. A block is a
-// piece of a group or as many whole groups as have the steps of a piece; at a distance that is known to the compiler, the
-// rows of a block need no registers for their addresses.
+// piece of a group, or as many whole groups as have the steps of a piece or share a block scale; at a distance that is
+// known to the compiler, the rows of a block need no registers for their addresses.
 struct QuantizedRows {
   int8_t* numbers = nullptr;  // [blocks][rows][block_stride], zero behind num_in
   int number_bytes = 1;       // 2 where a level wants 16 bits, in an order of its own
@@ -63,16 +82,17 @@ struct QuantizedRows {
 
 // Bytes between rows of a block: the cache line more spreads them over the sets of the first-level cache.
 constexpr int64_t block_stride(int num_bits, int number_bytes) {
-  return kPieceSteps * (32 / num_bits) * number_bytes + 64;
+  return piece_steps(num_bits) * step_inputs(num_bits) * number_bytes + 64;
 }
 
-// The step one piece behind this one: with several rows the processor's own prefetches come too late. Past the end of the
+// The line 8 KiB behind this one: with several rows the processor's own prefetches come too late. Past the end of the
 // weights it has no effect. Weights are read once a step and must not push out what others have in the caches: what runs
 // between two steps is faster by a quarter for it.
-inline void prefetch_piece(const uint8_t* step) { __builtin_prefetch(step + 2 * kPieceSteps * kStepBytes, 0, 0); }
+inline void prefetch_ahead(const uint8_t* line) { __builtin_prefetch(line + 8192, 0, 0); }
 
 inline int64_t groups_per_block(const PackedQuantized& weight) {
-  return weight.steps() == 0 ? weight.groups : std::max<int64_t>(1, kPieceSteps / weight.steps());
+  if (weight.two_levels) return weight.block_groups();
+  return weight.steps() == 0 ? weight.groups : std::max<int64_t>(1, piece_steps(weight.num_bits) / weight.steps());
 }
 inline int64_t num_blocks(const PackedQuantized& weight) {
   return ceil_div(weight.groups, groups_per_block(weight)) * std::max<int64_t>(1, weight.pieces());

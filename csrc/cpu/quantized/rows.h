@@ -93,12 +93,12 @@ HYDRA_TARGET void quantize_rows_of(const QuantizedCall& call, int64_t begin, int
   const PackedQuantized& weight = call.weight;
   const QuantizedRows& rows = call.rows;
   const int64_t count = weight.num_in / weight.groups, padded = weight.group_inputs(), pieces = weight.pieces();
-  const int64_t per_block = groups_per_block(weight), zero = weight.num_bits == 8 ? 128 : 8;
+  const int64_t per_block = groups_per_block(weight), zero = packed_zero(weight.num_bits);
   const int64_t stride = block_stride(weight.num_bits, rows.number_bytes), block_bytes = rows.rows * stride;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(call.result.x) + row * call.result.x_stride;
-    static_assert(kPieceSteps * 4 == 1 << 8);
-    GroupTarget target{rows.numbers + row * stride, weight.num_bits == 8 ? 8 : 9, block_bytes, rows.number_bytes};
+    static_assert(piece_steps(8) * step_inputs(8) == 1 << 8 && piece_steps(6) * step_inputs(6) == 1 << 8);
+    GroupTarget target{rows.numbers + row * stride, weight.num_bits == 4 ? 9 : 8, block_bytes, rows.number_bytes};
     for (int64_t group = 0, place = 0; group < weight.groups; ++group, x += count) {
       const auto [step, sum] = quantize_group(x, count, padded, target);
       const int64_t at = group * rows.rows + row;

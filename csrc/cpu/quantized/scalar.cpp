@@ -18,17 +18,31 @@ void store_numbers(int8_t* target, vi numbers, int) {
   for (int lane = 0; lane < kLanes; ++lane) target[lane] = static_cast<int8_t>(numbers[lane]);
 }
 
+// Of input k of a step, columns of vector v.
+template <int kBits>
+vi values_of(const uint8_t* step, int v, int k) {
+  const auto halves = [&](int vector) {
+    return *reinterpret_cast<const vu_memory*>(step + vector * kStepBytes + v * 16);
+  };
+  const int byte = k % 4 * 8, in_half = k % 8 / 4 * 4;
+  if constexpr (kBits == 8) {
+    return (vi)(halves(0) >> byte) & 255;
+  } else if constexpr (kBits == 4) {
+    return (vi)(halves(0) >> (byte + in_half)) & 15;
+  } else {
+    return ((vi)(halves(k / 8) >> (byte + in_half)) & 15) | ((vi)(halves(2) >> (byte + k / 4 * 2)) & 3) << 4;
+  }
+}
+
 template <int kBits, int kRows, int kVectors>
 void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
-  constexpr int kMask = kBits == 8 ? 255 : 15;
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{};
   }
-  for (int64_t step = 0; step < steps; ++step, weights += kStepBytes, x += 32 / kBits) {
+  for (int64_t step = 0; step < steps; ++step, weights += step_bytes(kBits), x += step_inputs(kBits)) {
     for (int v = 0; v < kVectors; ++v) {
-      const vu bytes = *reinterpret_cast<const vu_memory*>(weights + v * 16);
-      for (int k = 0; k < 32 / kBits; ++k) {
-        const vi w = (vi)(bytes >> (k % 4 * 8 + k / 4 * 4)) & kMask;
+      for (int k = 0; k < step_inputs(kBits); ++k) {
+        const vi w = values_of<kBits>(weights, v, k);
         for (int r = 0; r < kRows; ++r) sums[r][v] += w * static_cast<int32_t>(x[r * block_stride(kBits, 1) + k]);
       }
     }

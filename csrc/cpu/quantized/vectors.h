@@ -37,10 +37,11 @@ HYDRA_TARGET void multiply_block(const Block& given) {
   constexpr int kVectors = vectors_of(kRows);
   const int8_t* x = block.x;
   const uint8_t* weights = block.weights;
+  const uint8_t* scales_at = block.scales;
   for (int64_t group = 0; group < block.groups; ++group, weights += block.group_bytes) {
-    const Scale* scales = reinterpret_cast<const Scale*>(weights + 2 * block.steps * kStepBytes);
+    const Scale* scales = reinterpret_cast<const Scale*>(scales_at);
     for (int column = 0; column < kPanel; column += kVectors * kLanes) {
-      const uint8_t* tile = weights + column / kTile * block.steps * kStepBytes + column % kTile * 4;
+      const uint8_t* tile = weights + column / kTile * block.steps * step_bytes(kBits) + column % kTile * 4;
       vi dots[kRows][kVectors];
       dot<kBits>(dots, x, tile, block.steps);
       if (!block.first || !block.last) {
@@ -61,7 +62,8 @@ HYDRA_TARGET void multiply_block(const Block& given) {
         add_groups<false>(block, scales, group, column, dots);
       }
     }
-    x += block.steps * (32 / kBits) * number_bytes(kBits);
+    x += block.steps * step_inputs(kBits) * number_bytes(kBits);
+    scales_at += block.scales_bytes;
   }
 }
 
@@ -73,12 +75,13 @@ MultiplyBlock block_product(int rows, std::integer_sequence<int, kRow...>) {
   return kProducts[rows - 1];
 }
 
-// Groups of 32 inputs in 4 bits, of which most files are, have products of their own.
+// Groups of 32 inputs in 4 bits and of 16 in 6, of which most files are, have products of their own.
 template <int kBits, class Scale>
 MultiplyBlock block_product(const Block& block, int rows) {
   constexpr auto kRows = std::make_integer_sequence<int, kMostRows>();
-  if constexpr (kBits == 4) {
-    if (block.steps == 4 && block.first && block.last) return block_product<kBits, Scale, 4>(rows, kRows);
+  if constexpr (kBits != 8) {
+    constexpr int kSteps = kBits == 4 ? 4 : 1;
+    if (block.steps == kSteps && block.first && block.last) return block_product<kBits, Scale, kSteps>(rows, kRows);
   }
   return block_product<kBits, Scale, 0>(rows, kRows);
 }

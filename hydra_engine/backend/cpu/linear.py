@@ -66,7 +66,7 @@ class NativeLinear:
 
 
 class NativeQuantizedLinear:
-    """`PackedLinear` of backend/base.py for a weight in 8 or 4 bits, in the kernels' layout; products take x of any
+    """`PackedLinear` of backend/base.py for a weight in 8, 6 or 4 bits, in the kernels' layout; products take x of any
     compute dtype. Groups of more than 131072 inputs, whose sums may need more than 32 bits, raise ValueError."""
 
     __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
@@ -75,13 +75,15 @@ class NativeQuantizedLinear:
         checks.check_bias(bias, weight.num_out)
         if weight.group_size > _MAX_GROUP:
             raise ValueError(f"weight: expected groups of at most {_MAX_GROUP} inputs, got {weight.group_size}")
-        offsets = None if weight.offsets is None else weight.offsets.contiguous()
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
+        offsets, tops = (None if x is None else x.contiguous() for x in (weight.offsets, weight.block_scales))
         checks.check_device(torch.device("cpu"), (("values", values), ("scales", scales)))
-        form = *weight.shape, scales.shape[1], weight.num_bits, DTYPE_CODES[scales.dtype], offsets is not None
+        scale_dtype = torch.float32 if tops is not None else scales.dtype
+        form: Form = (*weight.shape, scales.shape[1], weight.num_bits, DTYPE_CODES[scale_dtype])
+        form += offsets is not None, tops is not None
         self._keep(form, aligned(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
         if self.data.numel():
-            self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets))
+            self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets), _address(tops))
 
     @classmethod
     def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:

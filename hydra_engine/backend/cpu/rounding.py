@@ -26,16 +26,15 @@ class _Blocks(NamedTuple):
     num_values: int
     num_groups: int
     num_bits: int
-    scale_dtype: torch.dtype = torch.float32
-    has_offsets: bool = False
+    block_scales: int = 0  # in two levels: of a block
 
 
 GGML_TYPES = {
-    "Q4_0": _Blocks(0, 18, 32, 1, 4, torch.float16),
-    "Q8_0": _Blocks(1, 34, 32, 1, 8, torch.float16),
-    "Q4_K": _Blocks(2, 144, 256, 8, 4, has_offsets=True),
-    "Q5_K": _Blocks(3, 176, 256, 8, 8, has_offsets=True),
-    "Q6_K": _Blocks(4, 210, 256, 16, 8),
+    "Q4_0": _Blocks(0, 18, 32, 1, 4),
+    "Q8_0": _Blocks(1, 34, 32, 1, 8),
+    "Q4_K": _Blocks(2, 144, 256, 8, 4, block_scales=2),
+    "Q5_K": _Blocks(3, 176, 256, 8, 6, block_scales=2),
+    "Q6_K": _Blocks(4, 210, 256, 16, 6, block_scales=1),
 }
 
 
@@ -59,12 +58,16 @@ def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
     if data.numel() % (rows * form.num_bytes):
         raise ValueError(f"data: expected whole blocks of {form.num_bytes} bytes in {rows} rows, got {data.numel()}")
     count = data.numel() // form.num_bytes
-    values = torch.empty(rows, count * form.num_values * form.num_bits // 8 // rows, dtype=torch.uint8)
-    scales = torch.empty(rows, count * form.num_groups // rows, dtype=form.scale_dtype)
-    offsets = torch.empty_like(scales) if form.has_offsets else None
-    address = 0 if offsets is None else offsets.data_ptr()
-    _C.decode_blocks(form.code, data.data_ptr(), count, values.data_ptr(), scales.data_ptr(), address)
-    return QuantizedWeight(values if form.num_bits == 4 else values.view(torch.int8), scales, offsets, form.num_bits)
+    values = torch.empty(rows, count * form.num_values // rows // (2 if form.num_bits == 4 else 1), dtype=torch.uint8)
+    groups, blocks = (rows, count * form.num_groups // rows), (rows, count // rows, form.block_scales)
+    scales = torch.empty(groups, dtype=torch.int8 if form.block_scales else torch.float16)
+    offsets = torch.empty(groups, dtype=torch.int8) if form.block_scales == 2 else None
+    block_scales = torch.empty(blocks, dtype=torch.float16) if form.block_scales else None
+    addresses = (0 if part is None else part.data_ptr() for part in (values, scales, offsets, block_scales))
+    _C.decode_blocks(form.code, data.data_ptr(), count, *addresses)
+    if form.num_bits != 4:
+        values = values.view(torch.int8)
+    return QuantizedWeight(values, scales, offsets, form.num_bits, block_scales)
 
 
 def transposed_words(words: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class QuantizedCudaLinear:
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
         self.num_out, self.num_in = weight.shape
+        weight = weight.in_one_level()
         self.weight = pack(weight.values, weight.scales, weight.offsets, weight.num_bits)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.has_been_used = False

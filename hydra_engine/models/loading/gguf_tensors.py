@@ -2,7 +2,7 @@
 
 A block is a run of numbers of one row with its own scale; its layout is that of ggml-common.h. All have an even number
 of bytes and are handled as words of 16 bits, two bytes at a time; the native extension takes the common types apart, to
-the same bits. Nothing is rounded but products and sums of two float32 numbers. Does not know files or names.
+the same bits. Nothing is rounded but sums of two float32 numbers. Does not know files or names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class _Blocks(NamedTuple):
-    """values as in `QuantizedWeight`, [B, bytes]; scales and offsets [B, groups of a block]."""
+    """As in `QuantizedWeight`: values [B, bytes], scales and offsets [B, groups], block_scales [B, 1 or 2]."""
 
     values: Tensor
     scales: Tensor
     offsets: Tensor | None = None
     num_bits: int = 8
+    block_scales: Tensor | None = None
 
 
 def decoded(data: Tensor, kind: TensorType, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
@@ -47,9 +48,13 @@ def decoded(data: Tensor, kind: TensorType, shape: tuple[int, ...]) -> Tensor | 
 def by_formula(data: Tensor, kind: TensorType, rows: int) -> QuantizedWeight:
     """The same in plain torch, of a type that is quantised."""
     blocks = _READERS[kind.name](data.view(torch.int16).view(-1, kind.num_bytes // 2))
-    offsets = None if blocks.offsets is None else blocks.offsets.reshape(rows, -1)
+    offsets, tops = blocks.offsets, blocks.block_scales
     return QuantizedWeight(
-        blocks.values.reshape(rows, -1), blocks.scales.reshape(rows, -1), offsets, num_bits=blocks.num_bits
+        blocks.values.reshape(rows, -1),
+        blocks.scales.reshape(rows, -1),
+        None if offsets is None else offsets.reshape(rows, -1),
+        blocks.num_bits,
+        None if tops is None else tops.reshape(rows, -1, tops.shape[1]),
     )
 
 
@@ -112,29 +117,28 @@ def _q5_1(blocks: Tensor) -> _Blocks:
     return _Blocks(_signed(numbers, 0), scales, least)
 
 
-def _eight_groups(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: scales d sc and offsets -dmin m, float32 [B, 8]. sc and m have 6 bits each, in 12 bytes."""
-    whole = _halves(blocks[:, :2]).float()
+def _eight_groups(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of Q4_K and Q5_K: sc and m int8 [B, 8], which have 6 bits each, in 12 bytes, and d and dmin [B, 2]."""
     first, second, rest = _bytes(blocks[:, 2:8]).split(4, dim=1)
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=1)
     least = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=1)
-    return whole[:, :1] * scales, -(whole[:, 1:] * least)
+    return scales.view(torch.int8), least.view(torch.int8), _halves(blocks[:, :2])
 
 
 def _q4_k(blocks: Tensor) -> _Blocks:
     """d sc q - dmin m = d sc (q - 8) + (8 d sc - dmin m). Of every 32 bytes all lower halves, then all upper ones."""
-    scales, offsets = _eight_groups(blocks)
+    scales, offsets, block_scales = _eight_groups(blocks)
     numbers = torch.stack(_pairs(blocks[:, 8:].unflatten(1, (4, 16))), dim=2)
-    return _Blocks(numbers.flatten(1), scales, 8 * scales + offsets, num_bits=4)
+    return _Blocks(numbers.flatten(1), scales, offsets, 4, block_scales)
 
 
 def _q5_k(blocks: Tensor) -> _Blocks:
     """Like Q4_K; bit g of byte i of the 32 bytes before is the fifth of number i of group g."""
-    scales, offsets = _eight_groups(blocks)
+    scales, offsets, block_scales = _eight_groups(blocks)
     numbers = torch.stack(_nibbles(blocks[:, 24:].unflatten(1, (4, 16))), dim=2).flatten(1, 2)  # [B, 8, 16]
     for group in range(8):
         numbers[:, group] |= (blocks[:, 8:24] >> group & 0x0101) << 4
-    return _Blocks(_signed(numbers.flatten(1), 0), scales, offsets)
+    return _Blocks(_signed(numbers.flatten(1), 0), scales, offsets, 6, block_scales)
 
 
 def _q6_k(blocks: Tensor) -> _Blocks:
@@ -143,8 +147,8 @@ def _q6_k(blocks: Tensor) -> _Blocks:
     high = blocks[:, 64:96].unflatten(1, (2, 16))
     for quarter in range(4):  # [B, 2, 4, 16]
         numbers[:, :, quarter] |= (high >> 2 * quarter & 0x0303) << 4
-    scales = _halves(blocks[:, 104:]).float() * _bytes(blocks[:, 96:104]).view(torch.int8)
-    return _Blocks(_signed(numbers.flatten(1), 32), scales)
+    scales = _bytes(blocks[:, 96:104]).view(torch.int8)
+    return _Blocks(_signed(numbers.flatten(1), 32), scales, None, 6, _halves(blocks[:, 104:]))
 
 
 _READERS: dict[str, Callable[[Tensor], _Blocks]] = {

@@ -69,16 +69,24 @@ def _fill_quantized(
     name: str, slot: Slot, stored: QuantizedWeight, target: torch.dtype, device: torch.device, *, check_finite: bool
 ) -> None:
     """As it is, or dequantised for a slot that takes tensors only."""
-    parts = [stored.scales] if stored.offsets is None else [stored.scales, stored.offsets]
+    parts = [part for part in (stored.scales, stored.offsets, stored.block_scales) if part is not None]
     if check_finite and not all(map(all_finite, parts)):
         raise CheckpointError(f"tensor {name} has scales or zero points that are not finite (NaN or infinity)")
     # A matrix of zeros has one number all over, whatever its format.
-    if check_finite and not any(part.any() for part in parts) and stored.values.min() != stored.values.max():
+    if check_finite and not _scaled(stored) and stored.values.min() != stored.values.max():
         raise CheckpointError(f"tensor {name} has numbers, but its scales are all zero")
     if slot.fill_quantized is None:
         slot.fill(stored.dequantized(target).to(device))
     else:
         slot.fill_quantized(stored.to(device))
+
+
+def _scaled(stored: QuantizedWeight) -> bool:
+    """Whether there is a scale or an offset that is not zero, in two levels on both of them."""
+    parts = [part for part in (stored.scales, stored.offsets) if part is not None]
+    if stored.block_scales is None:
+        return any(bool(part.any()) for part in parts)
+    return any(bool(part.any() and stored.block_scales[:, :, i].any()) for i, part in enumerate(parts))
 
 
 def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor]) -> None:

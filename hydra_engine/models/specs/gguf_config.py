@@ -54,15 +54,16 @@ _VIDEO_TOKENS = ("<|video_pad|>",)
 _ENDS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
 CONTROL = 3  # of tokenizer.ggml.token_type
 _PROJECTOR = "clip.projector_type"
-# Types of tensors that stay quantised: bits, inputs of a group, bytes of its scale and offset as they are kept.
+# Types of tensors that stay quantised: bits, inputs of a group, bytes of its scale and offset as they are kept, with
+# its share of the scales of its block.
 _QUANTIZED = {
     "Q4_0": (4, 32, 2),
     "Q4_1": (4, 32, 8),
-    "Q4_K": (4, 32, 8),
+    "Q4_K": (4, 32, 2.5),
     "Q5_0": (8, 32, 2),
     "Q5_1": (8, 32, 8),
-    "Q5_K": (8, 32, 8),
-    "Q6_K": (8, 16, 4),
+    "Q5_K": (6, 32, 2.5),
+    "Q6_K": (6, 16, 1.125),
     "Q8_0": (8, 32, 2),
 }
 

@@ -170,8 +170,8 @@ def _fp8(section: Fields) -> Quantization:
 def _gguf(section: Fields) -> Quantization:
     """Written by `gguf_config.describe`; the files themselves say how each tensor is quantised."""
     bits = section.get("bits")
-    if not isinstance(bits, list) or not bits or not set(bits) <= {4, 8}:
-        raise section.wrong("bits", "a list of 4 and 8")
+    if not isinstance(bits, list) or not bits or not set(bits) <= {4, 6, 8}:
+        raise section.wrong("bits", "a list of 4, 6 and 8")
     return Quantization(GGUF, tuple(bits), mean_bytes=section.number("bytes_per_weight"))
 
 
