@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
+    import asyncio
+
     from hydra_engine.cli.summary import screen_lines
     from hydra_engine.engine import Engine
     from hydra_engine.server.runner import serve
