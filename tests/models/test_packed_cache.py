@@ -14,14 +14,17 @@ from torch import Tensor
 from hydra_engine import Engine
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models import build
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
+from hydra_engine.preprocess.model_files import find_model_files
 from tests.models.conftest import CheckpointFactory
 from tests.models.quantized.written import METHODS, write_checkpoint
+from tools.miniatures import llava as tiny
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -105,6 +108,24 @@ def test_quantised_checkpoints_are_kept_with_their_notes(
     again = load(tmp_path / name, backend, tmp_path / "cache")
     assert_same(first, again)
     assert again.notes[:-1] == first.notes[:-1] and (name == "fp8") == bool(first.notes[:-1])
+
+
+def test_a_gguf_files_weights_are_kept_in_their_own_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="writes the file")
+    small = {
+        **tiny._BENCH_TEXT,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "vocab_size": 400,
+    }
+    monkeypatch.setitem(tiny._BENCH_SIZES, "50m", (small, tiny.VISION))
+    tiny.make_bench_checkpoint(tmp_path / "model", size="50m", form=tiny.Q4_K)
+    directory = find_model_files(EngineConfig(model=str(tmp_path / "model"))).model_path
+    backend = create_backend("cpu", torch.float32, threads=1)
+    first = load(directory, backend, tmp_path / "cache")
+    unread(monkeypatch)
+    assert_same(first, load(directory, backend, tmp_path / "cache"))
 
 
 def test_another_state_is_another_file(plain: Path, tmp_path: Path) -> None:
