@@ -3,7 +3,7 @@
 Decodes rotate through the layers of a cache larger than the processor's caches; the bound is the read bandwidth or, of
 many query heads per KV head, the multiply-adds: `ceiling` is the share of read that torch's rate of float32 products
 allows. Torch has to gather the blocks before it can compute. Prompts and vision towers are bound by arithmetic. Every
-result is checked before it is timed.
+result is checked before it is timed. `--decodes` ends with a table of shares of the plain read.
 
 With several threads set OMP_WAIT_POLICY=PASSIVE, as the engine does for its instances: torch's idle threads otherwise
 spin for a while after each of its turns, on the core that the next candidate needs.
@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,29 +129,33 @@ def report(name: str, times: dict[str, Times], gflop: float) -> dict[str, Any]:
     return row
 
 
-def measure_decode(ops: NativeOps, case: tuple[int, ...], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+def measure_decode(
+    ops: NativeOps, case: tuple[int, ...], dtype: torch.dtype, repeats: int, torch_too: bool = True
+) -> dict[str, Any]:
     requests, context, num_heads, num_kv_heads, dim = case
     step = Paged(requests, 1, context, (num_heads, num_kv_heads, dim), dtype)
     plan = step.plan(ops)
-    contiguous = [tuple(x.contiguous() for x in step.gathered(layer)) for layer in range(step.layers)]
+    layers = range(step.layers if torch_too else 1)
+    contiguous = [tuple(x.contiguous() for x in step.gathered(layer)) for layer in layers]
     result = ops.attention_paged(step.q, step.cache, 0, plan, step.scale)
     check(f"decode {case}", result, step.sdpa(*contiguous[0]), step.sdpa(*contiguous[0], dtype=torch.float64))
-    words, square = torch.ones(step.bytes_read * step.layers // 4), torch.ones(PRODUCT, PRODUCT)
-    times = interleaved(
-        {
-            "native": in_turn(lambda i: ops.attention_paged(step.q, step.cache, i, plan, step.scale), step.layers),
-            "sdpa": in_turn(lambda i: step.sdpa(*contiguous[i]), step.layers),
-            "gather_sdpa": in_turn(lambda i: step.sdpa(*step.gathered(i)), step.layers),
-            "read": in_turn(lambda i: words.view(step.layers, -1)[i].sum(), step.layers),
-            "products": lambda: square @ square,
-        },
-        repeats,
-        clock=clock(),
-    )
+    # The plain read has large pages as the cache has them; of small ones it is a third slower.
+    words = torch.from_numpy(np.ones(step.bytes_read * step.layers // 4, dtype=np.float32))
+    square = torch.ones(PRODUCT, PRODUCT)
+    candidates = {
+        "native": in_turn(lambda i: ops.attention_paged(step.q, step.cache, i, plan, step.scale), step.layers),
+        "read": in_turn(lambda i: words.view(step.layers, -1)[i].sum(), step.layers),
+        "products": lambda: square @ square,
+    }
+    if torch_too:
+        candidates["sdpa"] = in_turn(lambda i: step.sdpa(*contiguous[i]), step.layers)
+        candidates["gather_sdpa"] = in_turn(lambda i: step.sdpa(*step.gathered(i)), step.layers)
+    times = interleaved(candidates, repeats, clock=clock())
     name = f"decode {requests} x {context}, {num_heads}:{num_kv_heads} heads of {dim}"
     gflop = 4e-9 * requests * context * num_heads * dim
     row = report(name, times, gflop)
     floor = gflop / 2e-9 / PRODUCT**3 * times["products"].median
+    row["context"], row["group"] = context, num_heads // num_kv_heads
     row["ceiling"] = min(1.0, times["read"].median / floor)
     row["gbytes_per_s"] = step.bytes_read / times["native"].best / 1e9
     row["read_gbytes_per_s"] = step.bytes_read / times["read"].best / 1e9
@@ -215,12 +221,23 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def show_shares(results: list[dict[str, Any]]) -> None:
+    """Shares of the plain read: a line for a type and number of query heads per KV head, a column for a context."""
+    contexts = sorted({row["context"] for row in results})
+    print(f"\nshare of a plain read, medians\n{'':24}" + "".join(f"{context:>8}" for context in contexts) + "  ceiling")
+    for (dtype, group), of_group in itertools.groupby(results, key=lambda row: (row["dtype"], row["group"])):
+        rows = sorted(of_group, key=lambda row: int(row["context"]))
+        shares = "".join(f"{row['read_ratio']:8.2f}" for row in rows)
+        ceiling = statistics.median(row["ceiling"] for row in rows)
+        print(f"{dtype}, {group} per KV head".ljust(24) + f"{shares}{ceiling:9.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="four cases, a few seconds")
-    parser.add_argument("--decodes", action="store_true", help="decodes of one to seven query heads per KV head only")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="int8: decodes only")
+    parser.add_argument("--decodes", action="store_true", help="only decodes of one to seven query heads per KV head")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, of --decodes all; int8: --decodes only")
     parser.add_argument("--isa", help="force a lower instruction-set level")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -230,32 +247,37 @@ def main() -> None:
         _C.force_isa(arguments.isa)
     if arguments.dtype == "int8" and not arguments.decodes:
         parser.error("--dtype int8 is of caches: add --decodes")
-    quick, dtype, ops = arguments.quick, DTYPES[arguments.dtype], NativeOps()
+    quick, ops = arguments.quick, NativeOps()
+    dtypes = [arguments.dtype] if arguments.dtype else list(DTYPES) if arguments.decodes else ["bfloat16"]
     repeats = 7 if quick else 11
     print(
-        f"{arguments.dtype}, {arguments.threads} thread(s), {_C.isa()}; ratios: other / native, best of many [median]"
+        f"{', '.join(dtypes)}, {arguments.threads} thread(s), {_C.isa()}; ratios: other / native, best of many [median]"
     )
     titles = (
         f"{'us':>9} {'GFLOP/s':>8} {'GB/s':>6}  {'to sdpa':>13}  {'gather + sdpa':>13}  {'plain read':>13}  ceiling"
     )
     print(f"{'':42} {titles}")
-    results = []
-    groups: list[tuple[Callable[..., dict[str, Any]], list[tuple[int, ...]]]] = [(measure_decode, CONTEXTS)]
+    results: list[dict[str, Any]] = []
+    groups: list[tuple[Callable[..., dict[str, Any]], list[tuple[int, ...]]]] = [
+        (partial(measure_decode, torch_too=False), CONTEXTS)
+    ]
     if not arguments.decodes:
         groups = [
             (measure_decode, QUICK_DECODES if quick else DECODES),
             (measure_prefill, QUICK_PREFILLS if quick else PREFILLS),
             (measure_tower, QUICK_TOWERS if quick else TOWERS),
         ]
-    for measure, cases in groups:
-        for case in cases:
-            results.append(measure(ops, case, dtype, repeats))
-            show(results[-1])
+    for dtype in dtypes:
+        for measure, cases in groups:
+            for case in cases:
+                results.append({"dtype": dtype} | measure(ops, case, DTYPES[dtype], repeats))
+                show(results[-1])
+    if arguments.decodes:
+        show_shares(results)
     emit(
         {
             "bench": "ops.attention",
             "threads": arguments.threads,
-            "dtype": arguments.dtype,
             "results": results,
             "card": card(),
         }

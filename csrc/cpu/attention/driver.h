@@ -249,7 +249,7 @@ struct Driver : TaskColumns<Math> {
     for (int first = 0; first < count; first += kRowGroup) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
         const int64_t index = head - task.head_begin, offset = head * head_bytes;
-        ask_for(k_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), offset, head_bytes);
+        ask_for(k_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), head, head_bytes);
         Math::multiply_keys(heads[index].q, static_cast<int>(columns), k_rows[slot] + first, offset, dim,
                             scores[0] + index * tile + first);
       }
@@ -263,17 +263,23 @@ struct Driver : TaskColumns<Math> {
     for (int first = 0; first < count; first += kRowGroup) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
         const int64_t index = head - task.head_begin, offset = head * head_bytes;
-        ask_for(v_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), offset, head_bytes);
+        ask_for(v_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), head, head_bytes);
         Math::multiply_values(weights + index * tile + first, static_cast<int>(columns), v_rows[slot] + first, offset,
                               std::min(kRowGroup, count - first), dim, state_of(heads[index], begin).sums);
       }
     }
   }
 
-  // Asks for bytes [offset, offset + bytes) of a group of rows that are to be read later.
-  HYDRA_INLINE void ask_for(const char* const* rows, int64_t offset, int64_t bytes) const {
-    for (int j = 0; j < kRowGroup; ++j) {
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[j] + offset + at, 0, 2);
+  // Asks for this head's share of a group of rows that are to be read later. The heads share the rows one behind
+  // another, each row as a whole, which memory answers faster than a piece of every row for every head.
+  HYDRA_INLINE void ask_for(const char* const* rows, int64_t head, int64_t head_bytes) const {
+    const int64_t begin = task.head_begin * head_bytes, row_bytes = task.head_end * head_bytes - begin;
+    int64_t at = (head - task.head_begin) * kRowGroup * head_bytes;
+    for (; at >= row_bytes; at -= row_bytes) ++rows;
+    for (int64_t left = kRowGroup * head_bytes; left > 0; ++rows, at = 0) {
+      const int64_t bytes = std::min(left, row_bytes - at);
+      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(*rows + begin + at + line, 0, 2);
+      left -= bytes;
     }
   }
 

@@ -9,7 +9,8 @@ namespace hydra::HYDRA_LEVEL {
 // rows of all heads after another. Packing would cost more than reading them. Packed queries: [columns][steps][kLanes].
 //
 // A block of R columns takes a few keys at once, and a vector of a key is widened once for all of them. Sizes of blocks
-// are those whose sums stay in registers and are enough chains to hide the latency of an addition.
+// are those whose sums stay in registers and are enough chains to hide the latency of an addition. Loops over arrays of
+// sums are unrolled by order: one that is not would keep its array in memory.
 template <class T, class C>
 struct FewFloatColumns : FloatMath<T, C> {
   using typename FloatMath<T, C>::Steps;
@@ -18,11 +19,13 @@ struct FewFloatColumns : FloatMath<T, C> {
   static constexpr int64_t kChunk = kVectors * kLanes;   // dimensions
   static constexpr bool kManyRegisters = kLanes == 16;
 
-  static constexpr int block_keys(int columns) {
-    const int keys = kManyRegisters || columns == 1 ? 8 : 4;
-    return keys < kLanes ? keys : kLanes;
+  static constexpr int block_size(int columns) {
+    return kManyRegisters || columns == 1 ? 8 : columns == 4 ? 2 : 4;
   }
-  static constexpr int block_vectors(int columns) { return kManyRegisters || columns == 1 ? 8 : 4; }
+  static constexpr int block_keys(int columns) { return block_size(columns) < kLanes ? block_size(columns) : kLanes; }
+  static constexpr int block_vectors(int columns) { return block_size(columns); }
+  // Of 16 registers four columns use fewer loads and conversions than two and two.
+  static constexpr bool takes_four(int columns) { return !kManyRegisters && columns >= 4 && columns != 6; }
 
   HYDRA_INLINE static void pack_query(const T* row, int64_t dim, int64_t column, float* packed) {
     const int64_t width = Steps::width(dim);
@@ -37,10 +40,13 @@ struct FewFloatColumns : FloatMath<T, C> {
   HYDRA_INLINE static void multiply_vector(const float* q, int64_t width, const C* const* keys, int64_t d, int64_t dim,
                                            vf (&total)[R][K]) {
     vf query[R];
-    for (int r = 0; r < R; ++r) query[r] = in_register(load(q + r * width + d + kPart * kLanes));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) query[r] = load_once(q + r * width + d + kPart * kLanes);
+#pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
       const vf key = Steps::template load_vector<kWhole, kPart, R>(keys[k], d, dim);
-      for (int r = 0; r < R; ++r) total[r][k] = fused_multiply_add(query[r], key, total[r][k]);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) accumulate(total[r][k], query[r], key);
     }
   }
 
@@ -58,20 +64,27 @@ struct FewFloatColumns : FloatMath<T, C> {
     constexpr int K = block_keys(R);
     const int64_t width = Steps::width(dim), whole = dim / kChunk * kChunk;
     vf parts[R][kLanes];  // every K-th: the sums of K keys, not added up to the end
+#pragma GCC unroll 16
     for (int first = 0; first < kLanes; first += K) {
       const C* keys[K];
-      for (int k = 0; k < K; ++k) keys[k] = reinterpret_cast<const C*>(rows[first + k] + offset);
+#pragma GCC unroll 16
+      for (int k = 0; k < K; ++k) keys[k] = in_register(reinterpret_cast<const C*>(rows[first + k] + offset));
       vf total[R][K];
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
         for (int k = 0; k < K; ++k) total[r][k] = splat(0.0f);
       }
+#pragma GCC unroll 8
       for (int64_t d = 0; d < whole; d += kChunk) multiply_chunk<R, K, true>(q, width, keys, d, dim, total);
       if (whole < dim) multiply_chunk<R, K, false>(q, width, keys, whole, dim, total);
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         merge_rounds<true, 1, K>(total[r]);
         parts[r][first] = total[r][0];
       }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       merge_rounds<true, K, kLanes>(parts[r]);
       store(scores + r * kKeyTile, parts[r][0]);
@@ -100,6 +113,9 @@ struct FewFloatColumns : FloatMath<T, C> {
                                          int64_t dim, float* scores) {
     const int64_t width = Steps::width(dim);
     if (columns == 1) return score_rows<1>(q, rows, offset, dim, scores);
+    for (; takes_four(columns); columns -= 4, q += 4 * width, scores += 4 * kKeyTile) {
+      score_rows<4>(q, rows, offset, dim, scores);
+    }
     for (; columns == 3 || columns > 4; columns -= 3, q += 3 * width, scores += 3 * kKeyTile) {
       score_rows<3>(q, rows, offset, dim, scores);
     }
@@ -115,15 +131,19 @@ struct FewFloatColumns : FloatMath<T, C> {
     const int64_t width = Steps::width(dim);
     vf total[R][N * kVectors];
     FloatMath<T, C>::load_sums(sums + d, width, total);
+#pragma GCC unroll 2
     for (int j = 0; j < count; ++j) {
       const C* row = reinterpret_cast<const C*>(rows[j] + offset);
       vf weight[R];
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) weight[r] = in_register(splat(weights[r * kKeyTile + j]));
+#pragma GCC unroll 16
       for (int v = 0; v < N * kVectors; ++v) {
         const int64_t at = d + v / kVectors * kChunk;
         const vf value = v % kVectors ? Steps::template load_vector<kWhole, kVectors - 1, R>(row, at, dim)
                                       : Steps::template load_vector<kWhole, 0, R>(row, at, dim);
-        for (int r = 0; r < R; ++r) total[r][v] = fused_multiply_add(weight[r], value, total[r][v]);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) accumulate(total[r][v], weight[r], value);
       }
     }
     FloatMath<T, C>::store_sums(total, width, sums + d);
@@ -153,6 +173,9 @@ struct FewFloatColumns : FloatMath<T, C> {
                                            int count, int64_t dim, float* sums) {
     const int64_t width = Steps::width(dim);
     if (columns == 1) return sum_rows<1>(weights, rows, offset, count, dim, sums);
+    for (; takes_four(columns); columns -= 4, weights += 4 * kKeyTile, sums += 4 * width) {
+      sum_rows<4>(weights, rows, offset, count, dim, sums);
+    }
     for (; columns == 3 || columns > 4; columns -= 3, weights += 3 * kKeyTile, sums += 3 * width) {
       sum_rows<3>(weights, rows, offset, count, dim, sums);
     }

@@ -36,14 +36,18 @@ struct FloatMath {
 
   template <int R, int V>
   HYDRA_INLINE static void load_sums(const float* sums, int64_t width, vf (&total)[R][V]) {
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) total[r][v] = load(sums + r * width + v * kLanes);
     }
   }
 
   template <int R, int V>
   HYDRA_INLINE static void store_sums(const vf (&total)[R][V], int64_t width, float* sums) {
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) store(sums + r * width + v * kLanes, total[r][v]);
     }
   }

@@ -33,9 +33,56 @@ HYDRA_INLINE vf load_part(const int8_t* source, int count) {
 // The value, in a register from here on: the compiler would rather load it again with every use, and loads are scarce.
 HYDRA_INLINE vf in_register(vf value) {
 #if HYDRA_X86 && !defined(HYDRA_EMULATED)
-  __asm__("" : "+v"(value));
+  __asm__ volatile("" : "+v"(value));
 #endif
   return value;
+}
+
+template <class T>
+HYDRA_INLINE const T* in_register(const T* address) {
+#if HYDRA_X86 && !defined(HYDRA_EMULATED)
+  __asm__ volatile("" : "+r"(address));
+#endif
+  return address;
+}
+
+// Loads that stay where they are written: the compiler would rather move or repeat them, and then lacks registers.
+#if HYDRA_LANES == 8 && HYDRA_X86 && !defined(HYDRA_EMULATED)
+HYDRA_INLINE vf load_once(const float* source) {
+  vf value;
+  __asm__ volatile("vmovups %1, %0" : "=x"(value) : "m"(*reinterpret_cast<const vf_memory*>(source)));
+  return value;
+}
+
+HYDRA_INLINE vf load_once(const f16_t* source) {
+  vf value;
+  __asm__ volatile("vcvtph2ps %1, %0" : "=x"(value) : "m"(*reinterpret_cast<const vh_memory*>(source)));
+  return value;
+}
+
+HYDRA_INLINE vf load_once(const int8_t* source) {
+  typedef int8_t lanes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  vf value;
+  __asm__ volatile("vpmovsxbd %1, %0\n\tvcvtdq2ps %0, %0"
+                   : "=x"(value)
+                   : "m"(*reinterpret_cast<const lanes*>(source)));
+  return value;
+}
+#else
+template <class T>
+HYDRA_INLINE vf load_once(const T* source) {
+  return in_register(load(source));
+}
+#endif
+
+// total += a * b. The compiler would rather use the form of the instruction that overwrites a factor: sums then change
+// registers and, where they fill all of them, leave for memory.
+HYDRA_INLINE void accumulate(vf& total, vf a, vf b) {
+#if HYDRA_LANES == 8 && HYDRA_X86 && !defined(HYDRA_EMULATED)
+  __asm__ volatile("vfmadd231ps %2, %1, %0" : "+x"(total) : "x"(a), "x"(b));
+#else
+  total = fused_multiply_add(a, b, total);
+#endif
 }
 
 // For rows of T; queries and results, of any type, follow their order.
@@ -54,6 +101,7 @@ struct FloatSteps {
   // Vector kPart of the chunk that begins with dimension d, for kUses products; the row has all of the chunk if kWhole.
   template <bool kWhole, int kPart, int kUses>
   HYDRA_INLINE static vf load_vector(const T* row, int64_t d, int64_t dim) {
+    if constexpr (kWhole && kUses > 1) return load_once(row + d);
     const vf value = kWhole ? load(row + d) : load_part(row + d, static_cast<int>(dim - d));
     return kUses > 1 ? in_register(value) : value;
   }
@@ -100,15 +148,18 @@ struct FloatSteps<bf16_t> {
 
   template <bool kWhole, int kPart, int kUses>
   HYDRA_INLINE static vf load_vector(const bf16_t* row, int64_t d, int64_t dim) {
-#if HYDRA_LANES == 8
+#if HYDRA_LANES == 8 && HYDRA_X86 && !defined(HYDRA_EMULATED)
     // 12 sums and what they are multiplied by leave one of 16 registers: neither words nor mask may stay in another.
-    if constexpr (kWhole && kPart && kUses > 2) {
-      alignas(32) static constexpr uint32_t kOdd[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
-                                                      ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+    if constexpr (kWhole && kUses > 2) {
+      const auto& words = *reinterpret_cast<const vu_memory*>(row + d);
       vf result;
-      __asm__("vmovdqu %1, %0\n\tvpand %2, %0, %0"
-              : "=&x"(result)
-              : "m"(*reinterpret_cast<const vu_memory*>(row + d)), "m"(kOdd));
+      if constexpr (kPart) {
+        alignas(32) static constexpr uint32_t kOdd[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
+                                                        ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+        __asm__ volatile("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=&x"(result) : "m"(words), "m"(kOdd));
+      } else {
+        __asm__ volatile("vmovdqu %1, %0\n\tvpslld $16, %0, %0" : "=x"(result) : "m"(words));
+      }
       return result;
     }
 #endif
