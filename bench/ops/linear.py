@@ -24,6 +24,9 @@ from hydra_engine import _C
 from hydra_engine.backend.base import PackedLinear
 from hydra_engine.backend.cpu.linear import NativeLinear, linear, pack_linear
 from hydra_engine.backend.quantized import QuantizedWeight, quantized
+from hydra_engine.models.loading.gguf_tensors import by_formula
+from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
+from tools.miniatures.gguf_text import random_blocks
 
 FEW_ROWS = 16
 CASES = [
@@ -39,7 +42,15 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
     "int8": lambda weight: quantized(weight, 8, weight.shape[1], torch.bfloat16),
     "int4, groups of 128": lambda weight: quantized(weight, 4, 128, torch.float16),
     "int4, groups of 32": lambda weight: quantized(weight, 4, 32, torch.float16),
+    "GGUF Q4_K": lambda weight: random_weight("Q4_K", weight),
+    "GGUF Q6_K": lambda weight: random_weight("Q6_K", weight),
 }
+
+
+def random_weight(kind: str, weight: Tensor) -> QuantizedWeight:
+    """Of the shape of `weight`: nothing here quantises to this type."""
+    blocks = torch.from_numpy(random_blocks(kind, *weight.shape)).flatten()
+    return by_formula(blocks, next(known for known in TENSOR_TYPES.values() if known.name == kind), weight.shape[0])
 
 
 def in_turn(run: Callable[[int], object], copies: int) -> Callable[[], object]:

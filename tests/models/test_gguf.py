@@ -31,7 +31,7 @@ from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.families.base import Pair, conversations, words
 from tests.models.families.cases import CASES
-from tools.miniatures.gguf_text import random_blocks
+from tools.miniatures.gguf_text import random_blocks, write_random_text
 
 TOLERANCE = 1e-5
 # The files of Qwen2.5-VL do not say how wide windows are; all published ones have this width.
@@ -176,6 +176,28 @@ def test_quantised_models_compute_what_their_dequantised_weights_do(
     monkeypatch.setattr(reference_ops, "reference_product", dequantised_product)
     assert_near(pair.driver.run(pair.request(prompt), []), found, kind, 1e-3)
     assert products > 0
+
+
+def test_scales_in_two_levels_compute_what_they_stand_for_and_some_are_not_zero(
+    checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    """Layers in Q4_K, the head in Q6_K, on the kernels and by the formulas; the folder says what they take."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    directory = checkpoint("gguf-k", "llama", text={**sizes, "tie_word_embeddings": False})
+    with open_checkpoint(directory) as files:
+        shapes = {name: entry.shape for name, entry in files.entries.items()}
+    write_random_text(tmp_path / "k.gguf", directory, shapes, seed=1)
+    folder = folder_of(tmp_path / "k.gguf")
+    expected = logits(folder, reference)
+    assert_near(logits(folder, create_backend("cpu", torch.float32)), expected, "k", 1e-4 * float(expected.abs().max()))
+    kept = load_spec(folder).quantization
+    assert kept is not None and kept.num_bits == (4,) and kept.bytes_per_weight == 18.5 / 32
+    block = np.frombuffer(bytes(4) + bytes(range(140)), np.uint8)  # d and dmin are 0
+    named = next(t for t in gguf.GGUFReader(tmp_path / "k.gguf").tensors if t.name == "blk.0.attn_q.weight")
+    zeros = named._replace(data=np.tile(block, (named.data.shape[0], 1)))
+    copied(tmp_path / "k.gguf", tmp_path / "zero.gguf", replaced={named.name: zeros})
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight has numbers, but its scales are all zero"):
+        Driver(folder_of(tmp_path / "zero.gguf"), reference)
 
 
 def test_parts_of_one_matrix_may_have_different_types(
