@@ -57,7 +57,7 @@ def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...] | None:
             contents = json.loads(file.metadata[_CONTENTS])
             for holder, described in zip(holders, contents["holders"], strict=True):
                 holder.kept = tuple(_restored(item, blobs) for item in described)
-        except (KeyError, ValueError, RuntimeError, StopIteration) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, StopIteration) as error:
             raise CheckpointError(f"the packed weights in {path} are damaged; delete that file") from error
     return tuple(contents["notes"])
 
