@@ -270,17 +270,24 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // Asks for this head's share of a group of rows that are to be read later. The heads share the rows one behind
-  // another, each row as a whole, which memory answers faster than a piece of every row for every head.
+  // Asks for this head's share of a group of rows that are to be read later. Many heads share the rows one behind
+  // another, which memory answers faster than a piece of every row for every head; few heads take such pieces.
   HYDRA_INLINE void ask_for(const char* const* rows, int64_t head, int64_t head_bytes) const {
     const int64_t begin = task.head_begin * head_bytes, row_bytes = task.head_end * head_bytes - begin;
-    int64_t at = (head - task.head_begin) * kRowGroup * head_bytes;
-    for (; at >= row_bytes; at -= row_bytes) ++rows;
-    for (int64_t left = kRowGroup * head_bytes; left > 0; ++rows, at = 0) {
-      const int64_t bytes = std::min(left, row_bytes - at);
-      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(*rows + begin + at + line, 0, 2);
-      left -= bytes;
+    const int64_t share = kRowGroup * head_bytes;
+    if (share > row_bytes) {
+      for (int j = 0; j < kRowGroup; ++j) ask_for(rows[j] + head * head_bytes, head_bytes);
+      return;
     }
+    int64_t at = (head - task.head_begin) * share;
+    for (; at >= row_bytes; at -= row_bytes) ++rows;
+    const int64_t first = std::min(share, row_bytes - at);
+    ask_for(rows[0] + begin + at, first);
+    if (first < share) ask_for(rows[1] + begin, share - first);
+  }
+
+  HYDRA_INLINE static void ask_for(const char* place, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(place + line, 0, 2);
   }
 
   HYDRA_INLINE const ColumnState& state_of(const HeadState<Math>& head, int64_t begin) const {

@@ -131,7 +131,7 @@ struct FewFloatColumns : FloatMath<T, C> {
     const int64_t width = Steps::width(dim);
     vf total[R][N * kVectors];
     FloatMath<T, C>::load_sums(sums + d, width, total);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int j = 0; j < count; ++j) {
       const C* row = reinterpret_cast<const C*>(rows[j] + offset);
       vf weight[R];
