@@ -2,10 +2,11 @@
 torch around them, the lane's work besides the model, and what lies between two steps.
 
 The engine's own instance, scheduler and worker decode `rows` requests in one process; nobody talks to them. A step is
-the time between the ends of two steps, and the sum of its parts: `products`, `attention` and `other ops` are seconds
-inside the extension, `python` is the rest of the model's forward, `lane` what its lane does before and behind the
-forward (rows, sampling), `between` the instance's turn and the hand-over between both threads. `besides` is all but
-products and attention. Native ops are timed one by one in some of the steps, all else in the others, in turns; medians.
+the time between the ends of two steps, and the sum of its parts: `products`, `attention` (or recurrent states) and
+`other ops` are seconds inside the extension, `python` is the rest of the model's forward, `lane` what its lane does
+before and behind the forward (rows, sampling), `between` the instance's turn and the hand-over between both threads.
+`besides` is all but products and attention. Native ops are timed one by one in some of the steps, all else in the
+others, in turns; medians.
 `python -m bench.micro.step_parts --model DIR --threads 1 [--quantization int8]`.
 """
 
@@ -42,9 +43,14 @@ KINDS = {
     "linear": "products",
     "linear_quantized": "products",
     "attention_paged": "attention",
+    "causal_conv": "attention",
+    "delta_rule": "attention",
     "rms_norm": "other ops",
     "add_rms_norm": "other ops",
     "act_and_mul": "other ops",
+    "gated_rms_norm": "other ops",
+    "sigmoid_mul": "other ops",
+    "copy_columns": "other ops",
     "rope_and_write": "other ops",
 }
 NATIVE = ("products", "attention", "other ops")
