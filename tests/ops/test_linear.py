@@ -1,6 +1,7 @@
 """Packed matrix products against float64 torch: every level, dtype, odd sizes, strides, bitwise batch invariance."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -207,6 +208,20 @@ def test_narrow_weights_of_any_value_are_widened_without_loss(isa: str) -> None:
         weight = weight[weight.isfinite()][:, None]
         result = linear(torch.ones(3, 1), NativeLinear(weight, rows=torch.float32))
         assert torch.equal(result, weight.float().T.expand(3, -1))
+
+
+def test_small_weights_lie_behind_one_another() -> None:
+    weights = [torch.randn(size, 96) for size in (1, 33, 64)]
+    packed = [NativeLinear(weight) for weight in weights]
+    places = sorted((part.data.data_ptr(), part.data.nbytes) for part in packed)
+    assert all(begin % 64 == 0 for begin, _ in places)
+    assert all(begin + size <= following for (begin, size), (following, _) in pairwise(places))
+    x = torch.randn(2, 96)
+    for weight, part in zip(weights, packed, strict=True):
+        torch.testing.assert_close(linear(x, part), x @ weight.T)
+    large = torch.randn(1100, 1024)  # over 4 MiB: memory of its own
+    alone = NativeLinear(large).data.untyped_storage().nbytes()
+    assert alone < 2 * large.nbytes < packed[0].data.untyped_storage().nbytes()
 
 
 def test_packed_weight_needs_about_the_original_memory() -> None:

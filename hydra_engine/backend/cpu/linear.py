@@ -6,6 +6,7 @@ addresses. Does not know instruction sets, threads or layouts; those are in csrc
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class NativeLinear:
         if dtype is not torch.float32:
             weight = weight.to(dtype)
         form = *weight.shape, DTYPE_CODES[weight.dtype], DTYPE_CODES[dtype]
-        self._keep(form, aligned(_C.packed_bytes(*form[:3])), _padded_bias(bias, form[0]))
+        self._keep(form, _MEMORY.take(_C.packed_bytes(*form[:3])), _padded_bias(bias, form[0]))
         if weight.numel():
             self.handle.pack(weight.data_ptr(), weight.stride(0))
 
@@ -81,7 +82,7 @@ class NativeQuantizedLinear:
         scale_dtype = torch.float32 if tops is not None else scales.dtype
         form: Form = (*weight.shape, scales.shape[1], weight.num_bits, DTYPE_CODES[scale_dtype])
         form += offsets is not None, tops is not None
-        self._keep(form, aligned(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
+        self._keep(form, _MEMORY.take(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
         if self.data.numel():
             self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets), _address(tops))
 
@@ -254,10 +255,35 @@ def _activation_code(act: str) -> int:
 
 
 def aligned(num_bytes: int) -> Tensor:
-    # numpy asks for large pages, of which memory is read faster; torch does not.
+    # numpy asks for large pages, from 4 MiB on, of which memory is read faster; torch does not.
     memory = torch.from_numpy(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
     offset = -memory.data_ptr() % _ALIGNMENT
     return memory[offset : offset + num_bytes]
+
+
+class _Memory:
+    """Of packed weights. Small ones lie behind one another in pieces that get large pages: read once a step, they are
+    read a quarter faster from those. A piece is given back when the last of its weights is gone."""
+
+    _PIECE = 32 << 20
+    _LARGE = 4 << 20
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        if num_bytes >= self._LARGE:
+            return aligned(num_bytes)
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            if size > len(self._left):
+                self._left = aligned(self._PIECE)
+            taken, self._left = self._left[:num_bytes], self._left[size:]
+        return taken
+
+
+_MEMORY = _Memory()
 
 
 def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:
