@@ -183,6 +183,14 @@ class States(NamedTuple):
     rows: StateRows
 
 
+class Places(NamedTuple):
+    """Where the layers of a step find and leave what they keep of its rows."""
+
+    slots: Tensor  # [T] int64, KV-cache slot of each token
+    attention: AttentionPlan
+    states: States | None = None  # for models whose layers keep some
+
+
 class SamplingTensors(NamedTuple):
     """How `Ops.sample` draws each row's token, [B] each, on their device. Filters as in worker/language/sampler.py."""
 
@@ -217,8 +225,8 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-# (hidden [T, C], rotary, cache, slots [T], plan, states) -> [T, C]: the layers of a decoder for rows of one token each.
-LayersOf = Callable[[Tensor, Rotary, PagedCache, Tensor, AttentionPlan, States | None], Tensor]
+# (hidden [T, C], rotary, cache, places) -> [T, C]: the layers of a decoder for rows of one token each.
+LayersOf = Callable[[Tensor, Rotary, PagedCache, Places], Tensor]
 
 
 class PackedLinear(Protocol):

@@ -14,15 +14,6 @@ from torch import Tensor
 from hydra_engine.backend.base import AttentionPlan, States
 from hydra_engine.backend.device import Send
 
-
-class Places(NamedTuple):
-    """Where the layers of a step find and leave what they keep of its rows."""
-
-    slots: Tensor  # [T] int64, KV-cache slot of each token
-    attention: AttentionPlan
-    states: States | None = None  # for models whose layers keep some
-
-
 # A language head computes the logits of so many scored rows at a time: of a long chunk they would not fit.
 SCORED_ROWS = 256
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, DeltaInputs, PagedCache, Rotary, StateCache, StateRows, States
+from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, Rotary, StateCache, StateRows, States
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.cpu.recording import MOST_ROWS, RecordedLayers
 from hydra_engine.backend.quantized import quantized
@@ -15,7 +15,7 @@ from hydra_engine.backend.quantized import quantized
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
 SIZE, INNER = HEADS * DIM, 96
 PLACES, TAPS = 2 * (MOST_ROWS + 1), 4
-Given = tuple[Tensor, Rotary, PagedCache, Tensor, AttentionPlan, States | None]
+Given = tuple[Tensor, Rotary, PagedCache, Places]
 
 
 class Layers:
@@ -47,25 +47,17 @@ class Layers:
         angles = torch.randn(rows, DIM, generator=self._random)
         cos, sin = angles.chunk(2, dim=1)
         plan = self.ops.plan_attention(torch.arange(rows + 1, dtype=torch.int32), contexts, tables.contiguous())
-        return self.normal(rows, SIZE), (cos, sin), cache, slots, plan, None
+        return self.normal(rows, SIZE), (cos, sin), cache, Places(slots, plan)
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        slots: Tensor,
-        plan: AttentionPlan,
-        states: States | None,
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
         self.calls += 1
         ops, weights = self.ops, self._weights
         residual, hidden = hidden, ops.rms_norm(hidden, self._norm, 1e-5)
         for layer in range(LAYERS):
-            qkv = self.qkv(hidden, layer, states).unflatten(1, (-1, DIM))
+            qkv = self.qkv(hidden, layer, places.states).unflatten(1, (-1, DIM))
             q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-            q = ops.rope_and_write(q, k, v, rotary, cache, layer, slots)
-            mixed = ops.attention_paged(q, cache, layer, plan, DIM**-0.5).flatten(1)
+            q = ops.rope_and_write(q, k, v, rotary, cache, layer, places.slots)
+            mixed = ops.attention_paged(q, cache, layer, places.attention, DIM**-0.5).flatten(1)
             hidden, residual = ops.add_rms_norm(ops.linear(mixed, weights["out"]), residual, self._norm, 1e-5)
             inner = ops.act_and_mul(ops.linear(hidden, weights["up"]), "silu")
             hidden, residual = ops.add_rms_norm(ops.linear(inner, weights["down"]), residual, self._norm, 1e-5)
@@ -103,10 +95,11 @@ class Recurrent(Layers):
         )
 
     def given(self, rows: int, cache: PagedCache) -> Given:
-        places = torch.randperm(PLACES, generator=self._random)
+        numbers = torch.randperm(PLACES, generator=self._random)
         starts = torch.randint(0, 3, (rows,), generator=self._random)
-        state_rows = StateRows(torch.arange(rows + 1), starts, places[:rows], places[-rows:])
-        return *super().given(rows, cache)[:5], States(self.states, state_rows)
+        state_rows = StateRows(torch.arange(rows + 1), starts, numbers[:rows], numbers[-rows:])
+        *others, places = super().given(rows, cache)
+        return *others, places._replace(states=States(self.states, state_rows))
 
     def qkv(self, hidden: Tensor, layer: int, states: States | None) -> Tensor:
         assert states is not None
@@ -121,19 +114,19 @@ class Recurrent(Layers):
 
 def expected_of(layers: Layers, given: Given) -> tuple[Tensor, ...]:
     """What the layers themselves give, and leave in the caches; the inputs are as before."""
-    hidden, rotary, cache, slots, plan, states = given
-    copy = PagedCache(cache.data.clone())
+    hidden, rotary, cache, places = given
+    copy, states = PagedCache(cache.data.clone()), places.states
     if states is None:
-        return layers(hidden.clone(), rotary, copy, slots, plan, None), copy.data
+        return layers(hidden.clone(), rotary, copy, places), copy.data
     state_copy = StateCache(states.cache.conv.clone(), states.cache.recurrent.clone())
-    found = layers(hidden.clone(), rotary, copy, slots, plan, States(state_copy, states.rows))
+    found = layers(hidden.clone(), rotary, copy, places._replace(states=States(state_copy, states.rows)))
     return found, copy.data, state_copy.conv, state_copy.recurrent
 
 
 def left_in(given: Given) -> tuple[Tensor, ...]:
     """What is in the caches."""
-    states = given[5]
-    return given[2].data, *(() if states is None else (states.cache.conv, states.cache.recurrent))
+    _, _, cache, (_, _, states) = given
+    return cache.data, *(() if states is None else (states.cache.conv, states.cache.recurrent))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,16 +160,8 @@ def test_another_cache_is_recorded_anew() -> None:
 @torch.inference_mode()
 def test_what_torch_computes_is_not_left_out() -> None:
     class Doubling(Layers):
-        def __call__(
-            self,
-            hidden: Tensor,
-            rotary: Rotary,
-            cache: PagedCache,
-            slots: Tensor,
-            plan: AttentionPlan,
-            states: States | None,
-        ) -> Tensor:
-            return super().__call__(hidden, rotary, cache, slots, plan, states) * 2
+        def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
+            return super().__call__(hidden, rotary, cache, places) * 2
 
     layers = Doubling(torch.float32)
     recorded, cache = RecordedLayers(layers), layers.cache()
@@ -191,17 +176,17 @@ def test_contents_are_checked_in_every_replay() -> None:
     layers = Layers(torch.float32)
     recorded, cache = RecordedLayers(layers), layers.cache()
     recorded(*layers.given(2, cache))
-    hidden, rotary, _, slots, plan, _ = layers.given(2, cache)
+    *others, places = layers.given(2, cache)
     before = cache.data.clone()
     with pytest.raises(ValueError, match="slots: expected -1 to"):
-        recorded(hidden, rotary, cache, slots + BLOCK * BLOCKS, plan, None)
+        recorded(*others, places._replace(slots=places.slots + BLOCK * BLOCKS))
     tables = torch.full((2, 3), BLOCKS, dtype=torch.int32)
-    wrong = layers.ops.plan_attention(plan.cu_q, plan.num_context, tables)
+    wrong = layers.ops.plan_attention(places.attention.cu_q, places.attention.num_context, tables)
     with pytest.raises(ValueError, match="block_tables: expected 0 to"):
-        recorded(hidden, rotary, cache, slots - slots - 1, wrong, None)
+        recorded(*others, Places(places.slots - places.slots - 1, wrong))
     assert torch.equal(cache.data, before)
-    expected, _ = expected_of(layers, (hidden, rotary, cache, slots, plan, None))
-    assert torch.equal(recorded(hidden, rotary, cache, slots, plan, None), expected)
+    expected, _ = expected_of(layers, (*others, places))
+    assert torch.equal(recorded(*others, places), expected)
 
 
 def test_recording_does_not_import_torch_s_compiler() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import _C
-from hydra_engine.backend.base import AttentionPlan, LayersOf, PagedCache, Rotary, StateCache, StateRows, States
+from hydra_engine.backend.base import LayersOf, PagedCache, Places, Rotary, StateCache, StateRows, States
 from hydra_engine.backend.cpu.linear import aligned
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,12 @@ class _Kept(NamedTuple):
 
     calls: _C.Recording
     cache: PagedCache
-    state_cache: StateCache | None
-    plan: AttentionPlan
+    places: Places
     inputs: tuple[Tensor, ...]  # as `_inputs` gives them
     result: Tensor
+
+    def is_of(self, cache: PagedCache, places: Places) -> bool:
+        return self.cache is cache and _state_cache(self.places) is _state_cache(places)
 
 
 class RecordedLayers:
@@ -49,65 +51,51 @@ class RecordedLayers:
         self._kept: dict[int, _Kept] = {}  # by the number of rows
         self._recordable = True
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        slots: Tensor,
-        plan: AttentionPlan,
-        states: States | None,
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
         rows = hidden.shape[0]
         if not self._recordable or not 0 < rows <= MOST_ROWS:
-            return self._layers(hidden, rotary, cache, slots, plan, states)
+            return self._layers(hidden, rotary, cache, places)
         kept = self._kept.get(rows)
-        state_cache = None if states is None else states.cache
-        if kept is None or kept.cache is not cache or kept.state_cache is not state_cache:
-            return self._record(hidden, rotary, cache, slots, plan, states)
-        for place, tensor in zip(kept.inputs, _inputs(hidden, rotary, slots, states), strict=True):
-            place.copy_(tensor)
-        kept.plan.native.become(plan.native)
+        if kept is None or not kept.is_of(cache, places):
+            return self._record(hidden, rotary, cache, places)
+        for own, tensor in zip(kept.inputs, _inputs(hidden, rotary, places), strict=True):
+            own.copy_(tensor)
+        kept.places.attention.native.become(places.attention.native)
         kept.calls.replay()
         return kept.result
 
-    def _record(
-        self,
-        hidden: Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        slots: Tensor,
-        plan: AttentionPlan,
-        states: States | None,
-    ) -> Tensor:
-        inputs = tuple(tensor.clone() for tensor in _inputs(hidden, rotary, slots, states))
-        kept_hidden, cos, sin, kept_slots, *rows = inputs
-        kept_states = None if states is None else States(states.cache, StateRows(*rows))
-        own = _C.AttentionPlan(0, 0, 0, 0, 0)
-        own.become(plan.native)
-        kept_plan, calls = replace(plan, native=own), _C.Recording()
+    def _record(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
+        inputs = tuple(tensor.clone() for tensor in _inputs(hidden, rotary, places))
+        own_hidden, cos, sin, slots, *rows = inputs
+        states = None if places.states is None else States(places.states.cache, StateRows(*rows))
+        plan = _C.AttentionPlan(0, 0, 0, 0, 0)
+        plan.become(places.attention.native)
+        own, calls = Places(slots, replace(places.attention, native=plan), states), _C.Recording()
         calls.begin()
         try:
             with _Recorder(self._memory):
-                result = self._layers(kept_hidden, (cos, sin), cache, kept_slots, kept_plan, kept_states)
+                result = self._layers(own_hidden, (cos, sin), cache, own)
         except _NotRecordableError as error:
             self._recordable = False
             logger.info("decodes run op by op: %s is none of the extension's ops", error)
         finally:
             calls.end()
         if not self._recordable:
-            return self._layers(hidden, rotary, cache, slots, plan, states)
-        state_cache = None if states is None else states.cache
-        self._kept[hidden.shape[0]] = _Kept(calls, cache, state_cache, kept_plan, inputs, result)
+            return self._layers(hidden, rotary, cache, places)
+        self._kept[hidden.shape[0]] = _Kept(calls, cache, own, inputs, result)
         return result
 
 
-def _inputs(hidden: Tensor, rotary: Rotary, slots: Tensor, states: States | None) -> tuple[Tensor, ...]:
+def _inputs(hidden: Tensor, rotary: Rotary, places: Places) -> tuple[Tensor, ...]:
     """What differs from step to step, but for the plan."""
-    if states is None:
-        return hidden, *rotary, slots
-    rows = states.rows
-    return hidden, *rotary, slots, rows.cu_q, rows.starts, rows.reads, rows.writes
+    if places.states is None:
+        return hidden, *rotary, places.slots
+    rows = places.states.rows
+    return hidden, *rotary, places.slots, rows.cu_q, rows.starts, rows.reads, rows.writes
+
+
+def _state_cache(places: Places) -> StateCache | None:
+    return None if places.states is None else places.states.cache
 
 
 class _NotRecordableError(Exception):

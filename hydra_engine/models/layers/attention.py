@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary, Segments
-from hydra_engine.models.inputs import Places
+from hydra_engine.backend.base import HeadNorms, PagedCache, Places, Rotary, Segments
 from hydra_engine.models.layers.basic import Linear, RmsNorm, Weight
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, PagedCache, Rotary, States
-from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, Places
+from hydra_engine.backend.base import PagedCache, Places, Rotary
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.layers.hybrid import DeltaNet, GatedAttention
@@ -41,7 +41,7 @@ class Decoder:
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
-        self._decodes = scope.ops.layers_of_decodes(self._run_decodes)
+        self._decodes = scope.ops.layers_of_decodes(self._run)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
@@ -49,12 +49,12 @@ class Decoder:
         rotary = self._rotary(batch.positions, batch.position_end)
         hidden = self._embed_rows(batch, images)
         wanted, num_deep = batch.logit_rows, _num_deep(batch, images)
+        places = Places(batch.slots, batch.attention, batch.states)
         plain = batch.scored is None and not num_deep
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
-            return self._head(self._decodes(hidden, rotary, cache, batch.slots, batch.attention, batch.states))
+            return self._head(self._decodes(hidden, rotary, cache, places))
         if batch.scored is not None:
             wanted = torch.cat((batch.scored.rows, wanted))
-        places = Places(batch.slots, batch.attention, batch.states)
 
         def merge(layer: int, residual: Tensor) -> None:
             if layer < num_deep:
@@ -90,17 +90,6 @@ class Decoder:
                 merge(index, residual)
             hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
         return hidden
-
-    def _run_decodes(
-        self,
-        hidden: Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        slots: Tensor,
-        plan: AttentionPlan,
-        states: States | None,
-    ) -> Tensor:
-        return self._run(hidden, rotary, cache, Places(slots, plan, states))
 
     def reserve_positions(self, end: int) -> None:
         """As `RotaryTable.reserve`."""

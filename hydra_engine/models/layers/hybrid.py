@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import DeltaInputs, PagedCache, Rotary
-from hydra_engine.models.inputs import Places
+from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, Rotary
 from hydra_engine.models.layers.basic import Linear, Weight
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec
