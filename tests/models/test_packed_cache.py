@@ -147,6 +147,18 @@ def test_another_state_is_another_file(plain: Path, tmp_path: Path) -> None:
     assert num_files() == 5 and not any(path.name.startswith(".") for path in cache.iterdir())
 
 
+def test_other_weights_of_the_same_size_and_time_of_writing_are_another_file(plain: Path, tmp_path: Path) -> None:
+    backend, weights = create_backend("cpu", torch.float32, threads=1), plain / "model.safetensors"
+    first = load(plain, backend, tmp_path / "cache")
+    status, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-4000:] = bytes(4000)
+    weights.write_bytes(content)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = load(plain, backend, tmp_path / "cache")
+    assert_same(second, load(plain, backend, None))
+    assert any(not torch.equal(one[1], other[1]) for one, other in zip(kept(first), kept(second), strict=True))
+
+
 def test_a_damaged_file_is_named(plain: Path, tmp_path: Path) -> None:
     cache, backend = tmp_path / "cache", create_backend("cpu", torch.float32, threads=1)
     load(plain, backend, cache)
