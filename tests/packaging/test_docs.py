@@ -15,7 +15,6 @@ FOLDERS = (ROOT, ROOT / "docs", ROOT / "examples", ROOT / "kernels")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 # Flags of other programs that the documents name.
 FOREIGN = {
-    "docs/benchmarks.md": {"task", "weight-format"},  # optimum-cli
     "docs/cli.md": {"tensor-parallel-size"},  # vLLM's, refused here
     "docs/models.md": {"write"},  # of the module that writes its table
     "docs/quickstart.md": {"index-url"},  # pip

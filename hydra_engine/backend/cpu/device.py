@@ -26,7 +26,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
 
-# Which lane steps back when both have work and cores are few. Measured in docs/benchmarks.md.
+# Which lane steps back when both have work and cores are few. Measured in docs/benchmarks-serving.md.
 NICENESS: dict[str, dict[str, int]] = {
     "throughput": {"language": 5},
     "balanced": {},
