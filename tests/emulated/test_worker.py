@@ -77,7 +77,7 @@ def expected(model_dir: Path, *, on_host: bool) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.quick("llava")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_tokens_are_those_of_a_processor(
     on_device: Rigs, models: Models, replays: list[CUDAGraph], family: str

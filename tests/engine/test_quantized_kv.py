@@ -28,14 +28,14 @@ def golden(tiny_model: Path) -> list[Outcome]:
         return alone(engine, REQUESTS)
 
 
-@pytest.mark.quick("E+P+D-{'token_budget': 24")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "options"),
     [
         ("EPD", {"token_budget": 24}),
-        pytest.param("EP+D", {"token_budget": 24}, marks=pytest.mark.slow),
+        ("EP+D", {"token_budget": 24}),
         ("E+P+D", {"token_budget": 24, "check_transfers": True}),
-        pytest.param("E+P+D", {"token_budget": 512, "prefix_caching": False}, marks=pytest.mark.slow),
+        ("E+P+D", {"token_budget": 512, "prefix_caching": False}),
     ],
     ids=str,
 )

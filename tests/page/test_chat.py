@@ -49,6 +49,7 @@ def asked(served: Scripted) -> list[str]:
     return [content if isinstance(content, str) else content[-1].get("text", "") for content in contents]
 
 
+@pytest.mark.slow
 def test_pictures_come_by_button_by_drop_and_by_paste(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
     tab.get("image-input").set_input_files([STAR, PICTURES / "shapes.png"])
@@ -350,6 +351,7 @@ def test_the_key_is_asked_for_kept_in_the_tab_and_never_copied(scripted: Serve, 
         assert "HYDRA_API_KEY" in copied and "sesame" not in copied and "hello" in copied
 
 
+@pytest.mark.slow
 def test_by_keyboard_alone(served: Scripted, new_tab: OpenTab) -> None:
     served.engine.token_s = 0.02
     tab = new_tab(served.url).open()

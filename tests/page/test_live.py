@@ -60,6 +60,7 @@ def summary(name: str, limits: LimitSummary) -> InstanceSummary:
     )
 
 
+@pytest.mark.slow
 def test_lanes_queues_caches_and_limits(served: Scripted, new_tab: OpenTab) -> None:
     budget = BudgetReport(
         tpot_limit_s=0.04, token_budget=96, image_budget=1024, vision_s=0.012, decode_steps=200, late_steps=4
@@ -434,7 +435,8 @@ def test_contrast_and_the_choice_of_a_theme(served: Scripted, new_tab: OpenTab, 
     assert tab.page.evaluate(ground) == seen["Theme: dark"]
 
 
-@pytest.mark.parametrize("width", [360, pytest.param(820, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [360, 820])
 def test_narrow_pages_have_tabs_and_room_for_fingers(served: Scripted, new_tab: OpenTab, width: int) -> None:
     show(served, budget=BudgetReport(tpot_limit_s=0.04, decode_steps=1))
     served.engine.ring.add("chatcmpl-abc", time.monotonic() - 1.2, SPANS)

@@ -88,6 +88,7 @@ def test_more_of_the_best_than_groups_of_columns() -> None:
     assert tokens == [on_host(x, r._replace(top_k=max(0, r.top_k))) for x, r in zip(logits.numpy(), rows, strict=True)]
 
 
+@pytest.mark.slow
 def test_ties_with_the_kth_best_stay_and_of_those_at_the_end_of_a_nucleus_the_lowest_ids() -> None:
     logits = torch.full((20,), -2.0)
     logits[[3, 7, 11, 16]] = 1.0
@@ -147,6 +148,7 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     assert [sampled(logits[i : i + 1], [row])[0][0] for i, row in enumerate(rows)] == together[:2]
 
 
+@pytest.mark.slow
 def test_every_token_of_the_distribution_is_drawn_as_often_as_it_weighs() -> None:
     weights = torch.tensor([1.0, 4.0, 0.5, 2.5])
     rows = [Row(number=(i + 0.5) / 16) for i in range(16)]
