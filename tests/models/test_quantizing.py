@@ -88,7 +88,7 @@ def test_a_model_s_decoder_is_quantised_and_nothing_else(
     spec = less.spec
     vision = 0 if spec.vision is None else 4 * spec.vision.num_parameters()
     # Scales of float32 weights are float32 too, and not of two bytes.
-    assert less.model.weights_bytes == pytest.approx(vision + spec.language_bytes(4), rel=0.12)
+    assert less.model.weights_bytes == pytest.approx(vision + spec.language_bytes(4, 4), rel=0.12)
     assert less.model.weights_bytes < 0.6 * plain.model.weights_bytes or family == "llava"
 
 

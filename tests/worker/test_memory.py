@@ -15,6 +15,7 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ResourceError
 from hydra_engine.models.specs.base import DeltaShape
+from hydra_engine.models.specs.quantization import Quantization
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import CachePlan, plan_memory
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
@@ -120,6 +121,11 @@ def test_a_role_reckons_with_the_weights_of_its_own_part() -> None:
         assert (made.vision_weights_bytes, made.language_weights_bytes) == expected
     narrow = plan_memory(fake_spec(), Role.P, EngineConfig(model=""), 4, 10**9, weight_bytes=2)
     assert narrow.language_weights_bytes == language // 2
+    # 8-bit floats become the compute dtype, where other weights keep their 16 bits.
+    floats = replace(fake_spec(), quantization=Quantization("fp8", (8,), floats=True))
+    wide = plan_memory(floats, Role.P, EngineConfig(model=""), 4, 10**9, weight_bytes=2)
+    matrices = fake_spec().language.num_matrix_parameters()
+    assert matrices > 0 and wide.language_weights_bytes == language // 2 + 2 * matrices
     # What the tower does not take is there for the cache.
     least = language + 100_000
     assert plan(least, role=Role.P).num_kv_blocks == 40_000 // (16 * TOKEN_BYTES)

@@ -325,15 +325,15 @@ class ModelSpec:
             return ""
         return f"{kept.method}, {' and '.join(map(str, kept.num_bits))} bits"
 
-    def language_bytes(self, dtype_bytes: int) -> int:
-        """Of the decoder's weights where they are held in a compute dtype of so many bytes. Of checkpoints that are
-        quantised, all matrices of layers are taken to be so, and the head not."""
-        language, kept = self.language, self.at_load
-        if kept is None and self.quantization is not None and self.quantization.stays:
-            kept = self.quantization
+    def language_bytes(self, dtype_bytes: int, compute_bytes: int) -> int:
+        """Of the decoder's weights where they are held in a dtype of `dtype_bytes`, and those that become the compute
+        dtype in one of `compute_bytes`. Of checkpoints that are quantised, all matrices of layers are taken to be so,
+        and the head not."""
+        language, kept = self.language, self.at_load or self.quantization
         total = language.num_parameters() * dtype_bytes
         if kept is not None:
-            total += int(language.num_matrix_parameters() * (kept.bytes_per_weight - dtype_bytes))
+            of_weight = kept.bytes_per_weight if kept.stays else compute_bytes
+            total += int(language.num_matrix_parameters() * (of_weight - dtype_bytes))
         if self.at_load is not None:
             head = language.vocab_size * language.hidden_size
             total += head if language.tie_embeddings else head * (1 - dtype_bytes)

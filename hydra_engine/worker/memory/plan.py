@@ -48,7 +48,8 @@ class Needs:
         """(vision, language) bytes of the parts that the role loads."""
         vision = self.spec.vision.num_parameters() if self.spec.vision is not None and self.role.needs_vision else 0
         num_bytes = self.weight_bytes or self.dtype_bytes
-        return vision * num_bytes, self.spec.language_bytes(num_bytes) if self.role.needs_language else 0
+        language = self.spec.language_bytes(num_bytes, self.dtype_bytes) if self.role.needs_language else 0
+        return vision * num_bytes, language
 
     @property
     def state_bytes(self) -> int:
