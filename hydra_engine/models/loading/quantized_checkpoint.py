@@ -27,9 +27,9 @@ _FORMATS: dict[str, Callable[[Quantization], Format]] = {
     AWQ: Awq,
     FP8: Float8,
 }
-# Scales of a quantised KV cache, which a checkpoint may bring for its attention modules.
-_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
-_ATTENTION = ("attn", "attention")
+# Scales of a quantised KV cache, which a checkpoint may bring for its attention modules, or beside what makes keys.
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+_ATTENTION = ("attn", "attention", ".q_proj", ".k_proj", ".v_proj")
 
 
 class QuantizedCheckpoint:

@@ -119,6 +119,11 @@ def _no_weights(model_dir: Path) -> CheckpointError:
             "the weights are pickle files, which can run code when opened; convert them to safetensors first, for "
             "example with save_pretrained of transformers"
         )
+    if other := next(iter(sorted(path.name for path in model_dir.glob("*.safetensors"))), None):
+        return CheckpointError(
+            f"the model directory has neither {SINGLE} nor {INDEX}, but {other[:120]}; if that holds all weights, "
+            f"rename it to {SINGLE}"
+        )
     return CheckpointError(
         f"the model directory has neither {SINGLE} nor {INDEX}; --load-format random draws weights from a seed instead"
     )

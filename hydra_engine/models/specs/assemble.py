@@ -76,5 +76,5 @@ def model_spec(
         eos_token_ids=eos,
         dtype=stored_dtype(files.config, text),
         video_token_id=video_token_id,
-        quantization=read_quantization(files.config, text),
+        quantization=read_quantization(files.model_dir, files.config, text),
     )

@@ -7,16 +7,22 @@ at; what is read here are the numbers that tensors do not tell. Does not know te
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hydra_engine.errors import CheckpointError, ConfigError
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import Fields, read_json_if_present
 
 COMPRESSED, GPTQ, AWQ, FP8, GGUF = "compressed-tensors", "gptq", "awq", "fp8", "gguf"
 METHODS = (COMPRESSED, GPTQ, AWQ, FP8, GGUF)
+_AUTO_ROUND, _MODELOPT = "auto-round", "modelopt"  # which store weights like GPTQ or AWQ, and like fp8
+_SAME = {"compressed_tensors": COMPRESSED, "intel/auto-round": _AUTO_ROUND}
+_MODELOPT_FILE = "hf_quant_config.json"
 AT_LOAD: dict[str, Literal[4, 8]] = {"int4": 4, "int8": 8}
 AT_LOAD_GROUP = 32  # inputs that share a scale in 4 bits; in 8 bits a row does
 ROW = -1  # a group size: all inputs
+_MODELOPT_FLOATS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+_ROTATIONS = ("rotation", "rotation_config", "spinquant_config")  # of GPTQModel and auto-round
 _PLACES = ("quantization_config", "compression_config")
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense")
 
@@ -67,23 +73,32 @@ def check_wish(wanted: str, stored: Quantization | None) -> None:
         )
 
 
-def read_quantization(config: Fields, text: Fields | None = None) -> Quantization | None:
-    """None for a checkpoint that is not quantised. Raises CheckpointError, naming what is supported, for others."""
+def read_quantization(model_dir: Path, config: Fields, text: Fields | None = None) -> Quantization | None:
+    """None for a checkpoint that is not quantised. Raises CheckpointError, naming what is supported, for others.
+    `model_dir` is where ModelOpt's first versions have a file of their own."""
     for place in (config, text):
         for name in _PLACES:
             if place is not None and (section := place.section_if_present(name)) is not None and section.values:
                 return _read(section)
-    return None
+    beside = read_json_if_present(model_dir, _MODELOPT_FILE)
+    return None if beside is None else _modelopt(beside.section("quantization"))
 
 
 def _read(section: Fields) -> Quantization | None:
-    # compressed-tensors wrote no method where transformers did not add one
-    method = section.text("quant_method", COMPRESSED if "config_groups" in section else None)
+    # compressed-tensors and ModelOpt wrote no method where transformers did not add one
+    unnamed = _MODELOPT if "quant_algo" in section else COMPRESSED if "config_groups" in section else None
+    method = section.text("quant_method", unnamed).lower()
+    method = _SAME.get(method, method)
     readers = {COMPRESSED: _compressed, GPTQ: _gptq, AWQ: _awq, FP8: _fp8, GGUF: _gguf}
+    readers |= {_AUTO_ROUND: _auto_round, _MODELOPT: _modelopt}
     if method not in readers:
         raise CheckpointError(
-            f"weights quantised by {method[:40]!r} are not supported; supported are {', '.join(METHODS)}; or take the "
+            f"weights quantised by {method[:40]!r} are not supported; supported are {', '.join(readers)}; or take the "
             "model's unquantised weights and --quantization int8 or int4"
+        )
+    if rotation := next((name for name in _ROTATIONS if section.get(name)), None):
+        raise CheckpointError(
+            f"weights for rotated activations ({rotation} in {section.where}) are not supported; take unrotated ones"
         )
     return readers[method](section)
 
@@ -95,18 +110,17 @@ def _compressed(section: Fields) -> Quantization | None:
     sparsity = section.section_if_present("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
         raise CheckpointError(f"sparse weights ({sparsity.text('format')[:40]}) are not supported; only dense ones are")
-    if section.get("transform_config"):
+    if (transforms := section.section_if_present("transform_config")) is not None and any(transforms.values.values()):
         raise CheckpointError("transforms of compressed-tensors (transform_config) are not supported; only weights are")
     groups = section.section("config_groups")
-    bits, sizes, blocks, zeros, floats = set[int](), set[int](), set[tuple[int, int]](), False, set[bool]()
+    kinds, sizes, blocks, zeros = set[tuple[int, str]](), set[int](), set[tuple[int, int]](), False
     for name in groups.values:
         group = groups.section(name)
         layouts |= {group.text("format", layout)} - {"fakequant"}
         weights = group.section_if_present("weights")
         if weights is None:
             continue
-        bits.add(weights.integer("num_bits", 8))
-        floats.add(weights.text("type", "int") == "float")
+        kinds.add((weights.integer("num_bits", 8), weights.text("type", "int")))
         zeros |= not weights.flag("symmetric", True)
         if "block_structure" in weights:
             blocks.add(_pair(weights, "block_structure"))
@@ -115,17 +129,18 @@ def _compressed(section: Fields) -> Quantization | None:
         raise CheckpointError(
             f"compressed-tensors format {min(unknown)[:40]!r} is not supported; supported are {', '.join(_FORMATS)}"
         )
-    if not bits:
+    if not kinds:
         return None
-    if not bits <= {4, 8} or (True in floats and 4 in bits):
+    if unread := kinds - {(4, "int"), (8, "int"), (8, "float")}:
         raise CheckpointError(
-            f"compressed-tensors weights of {', '.join(map(str, sorted(bits)))} bits are not supported; supported are "
-            "integers of 4 and 8 bits and floating-point numbers of 8"
+            f"compressed-tensors weights of {min(unread)[0]} bits are not supported as {min(unread)[1][:40]}; "
+            "supported are int of 4 and 8 bits and float of 8"
         )
     if len(blocks) > 1:
         raise CheckpointError("compressed-tensors weights with blocks of several sizes are not supported; one size is")
+    bits, floats = {number for number, _ in kinds}, all(kind == "float" for _, kind in kinds)
     return Quantization(
-        COMPRESSED, tuple(sorted(bits)), tuple(sorted(sizes)), floats == {True}, next(iter(blocks), None), 0, zeros
+        COMPRESSED, tuple(sorted(bits)), tuple(sorted(sizes)), floats, next(iter(blocks), None), 0, zeros
     )
 
 
@@ -135,20 +150,46 @@ def _gptq(section: Fields) -> Quantization:
         raise CheckpointError(
             f"GPTQ checkpoint_format {layout[:40]!r} is not supported; supported are gptq and gptq_v2"
         )
-    bits, sizes = {section.integer("bits")}, {_group_size(section)}
-    for name, override in (section.get("dynamic") or {}).items() if isinstance(section.get("dynamic"), dict) else ():
-        own = Fields(override if isinstance(override, dict) else {}, f"dynamic {name[:40]} of {section.where}")
-        bits.add(own.integer("bits", min(bits)))
-        sizes.add(_group_size(own, min(sizes)))
-    if not bits <= {4, 8}:
-        raise CheckpointError(f"GPTQ weights of {min(bits - {4, 8})} bits are not supported; supported are 4 and 8")
-    return Quantization(
-        GPTQ,
-        tuple(sorted(bits)),
-        tuple(sorted(sizes)),
-        zero_offset=1 if layout == "gptq" else 0,
-        has_zeros=not section.flag("sym", True),
-    )
+    return _words(section, "dynamic", zero_offset=1 if layout == "gptq" else 0)
+
+
+def _auto_round(section: Fields) -> Quantization:
+    """Its first versions have the layout in `backend`."""
+    layout = section.text("packing_format", section.text("backend", "auto"))
+    if (kind := section.text("data_type", "int")) != "int":
+        raise CheckpointError(f"auto-round weights of data_type {kind[:40]!r} are not supported; supported is int")
+    if "awq" in layout:
+        widths, sizes = _widths(section, "extra_config")
+        if widths != (4,):
+            raise CheckpointError("auto-round weights in AWQ's layout are supported with 4 bits only")
+        return Quantization(AWQ, widths, sizes, has_zeros=True)
+    if "gptq" not in layout and layout != "auto":
+        raise CheckpointError(
+            f"auto-round packing_format {layout[:40]!r} is not supported; supported are auto_round:auto_gptq, "
+            "auto_round:gptqmodel and auto_round:auto_awq"
+        )
+    return _words(section, "extra_config", zero_offset=0 if "gptqmodel" in layout else 1)
+
+
+def _words(section: Fields, overrides: str, *, zero_offset: int) -> Quantization:
+    """GPTQ's layout."""
+    bits, sizes = _widths(section, overrides)
+    if unread := set(bits) - {4, 8}:
+        raise CheckpointError(f"GPTQ weights of {min(unread)} bits are not supported; supported are 4 and 8")
+    return Quantization(GPTQ, bits, sizes, zero_offset=zero_offset, has_zeros=not section.flag("sym", True))
+
+
+def _widths(section: Fields, overrides: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bits and group sizes, with those that single modules have by `overrides`."""
+    common, size = section.integer("bits"), _group_size(section)
+    bits, sizes = {common}, {size}
+    modules = section.get(overrides)
+    for name, values in modules.items() if isinstance(modules, dict) else ():
+        own = Fields(values if isinstance(values, dict) else {}, f"{overrides} {name[:40]} of {section.where}")
+        if (width := own.integer("bits", common)) < 16:  # else the module is not quantised
+            bits.add(width)
+            sizes.add(_group_size(own, size))
+    return tuple(sorted(bits)), tuple(sorted(sizes))
 
 
 def _awq(section: Fields) -> Quantization:
@@ -163,8 +204,21 @@ def _awq(section: Fields) -> Quantization:
 def _fp8(section: Fields) -> Quantization:
     if (layout := section.text("fmt", "e4m3")) != "e4m3":
         raise CheckpointError(f"fp8 weights of fmt {layout[:40]!r} are not supported; supported is e4m3")
+    if section.text("weight_scale_semantics", "") == "inverse":
+        raise CheckpointError(
+            "fp8 weights whose scales divide (weight_scale_semantics inverse) are not supported; scales multiply"
+        )
     block = _pair(section, "weight_block_size") if "weight_block_size" in section else None
     return Quantization(FP8, (8,), floats=True, block=block)
+
+
+def _modelopt(section: Fields) -> Quantization:
+    if (algorithm := section.text("quant_algo")) not in _MODELOPT_FLOATS:
+        raise CheckpointError(
+            f"ModelOpt weights of quant_algo {algorithm[:40]!r} are not supported; supported are "
+            f"{' and '.join(_MODELOPT_FLOATS)}; or take the model's unquantised weights and --quantization int8 or int4"
+        )
+    return Quantization(FP8, (8,), floats=True)
 
 
 def _gguf(section: Fields) -> Quantization:

@@ -23,7 +23,8 @@ _COMMAND = (sys.executable, "-m", "hydra_engine.models.transformers_adapter.desc
 
 def build_generic(files: ModelFiles) -> ModelSpec:
     """Raises CheckpointError for what the adapter cannot run, with the reason."""
-    if read_quantization(files.config, files.config.section_if_present("text_config")) is not None:
+    text = files.config.section_if_present("text_config")
+    if read_quantization(files.model_dir, files.config, text) is not None:
         raise CheckpointError("the weights are quantised; --model-impl transformers runs unquantised ones only")
     return _describe(str(files.model_dir), files.options.trust_remote_code, _stamp(files.model_dir))
 

@@ -1,7 +1,7 @@
 """Matrices as GPTQ and AWQ store them, inputs before outputs.
 
     GPTQ: qweight int32 [K * bits / 32, N], the lowest bits are the first input     AWQ: qweight int32 [K, N / 8]
-    qzeros int32 [G, N * bits / 32]     scales [G, N]     g_idx int32 [K], GPTQ alone: the group of each input
+    qzeros int32 [G, N * bits / 32]     scales [G, N]     g_idx int32 [K], GPTQ alone, optional: the group of each input
 
     w[n, k] = scales[g, n] * (q[k, n] - zero[g, n])
 
@@ -47,34 +47,31 @@ class Gptq:
 
     def describe(self, parts: Parts, read: Callable[[str], Tensor]) -> StoredTensor:
         packed = parts.shape("qweight", ("I32",), 2)
-        inputs = parts.shape("g_idx", ("I32", "I64"), 1) if "g_idx" in parts else None
-        scales = parts.shape("scales", SCALES, 2)
-        if packed is None or scales is None or ("g_idx" in parts and inputs is None):
-            parts.shape("qzeros", ("I32",), 2)
+        scales, zeros = parts.shape("scales", SCALES, 2), parts.shape("qzeros", ("I32",), 2)
+        if packed is None or scales is None or zeros is None:
             return parts.described()
-        bits = self._num_bits(packed[0], inputs[0] if inputs else None)
+        bits = self._num_bits(packed[1], zeros[1])
         if not bits:
             widths = " or ".join(map(str, self._quantization.num_bits))
-            parts.complain("qweight", f"has {packed[0]} rows, which are not the numbers of g_idx in {widths} bits")
+            parts.complain("qzeros", f"is {list(zeros)}, which are not numbers of {packed[1]} outputs in {widths} bits")
             return parts.described()
         num_in, num_out = packed[0] * 32 // bits, packed[1]
         if num_out * bits % 32:
             parts.complain("qweight", f"has {num_out} outputs; supported are multiples of {32 // bits}")
         parts.expect("scales", SCALES, (scales[0], num_out))
         parts.check_groups("scales", num_in, scales[0], self._quantization)
-        parts.expect("qzeros", ("I32",), (scales[0], num_out * bits // 32))
+        parts.expect("qzeros", ("I32",), (scales[0], zeros[1]))
+        if "g_idx" in parts:
+            parts.expect("g_idx", ("I32", "I64"), (num_in,))
         return parts.described((num_out, num_in))
 
-    def _num_bits(self, num_words: int, num_in: int | None) -> int:
-        """0: none fits."""
-        allowed = self._quantization.num_bits
-        if num_in is None:
-            return allowed[0] if len(allowed) == 1 else 0
-        return next((bits for bits in allowed if num_in * bits == num_words * 32), 0)
+    def _num_bits(self, num_out: int, num_words: int) -> int:
+        """By a group's zero points, because g_idx may be missing. 0: none fits."""
+        return next((bits for bits in self._quantization.num_bits if -(-num_out * bits // 32) == num_words), 0)
 
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
         packed, scales, groups = parts["qweight"], parts["scales"].T, parts.get("g_idx")
-        bits = self._num_bits(packed.shape[0], None if groups is None else len(groups))
+        bits = self._num_bits(packed.shape[1], parts["qzeros"].shape[1])
         zeros, words = self._zeros(parts["qzeros"], bits), _by_outputs(packed)
         if groups is not None and not in_order(groups, scales.shape[1]):
             return ungrouped(unpacked(words, bits), scales, middle(scales, bits) if zeros is None else zeros, groups)
