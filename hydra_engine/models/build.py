@@ -161,8 +161,8 @@ def _fill(
         num_widened = fill_model(
             model, checkpoint, dtype=backend.dtype, device=device, progress=progress, check_finite=check_finite
         )
-    if num_widened:
+    if num_widened and spec.at_load is None:
         model.notes = (
             f"weights: {num_widened} matrices stored in 8-bit floats, or in groups of inputs that are not neighbours, "
-            f"became {str(backend.dtype).removeprefix('torch.')}",
+            f"became {str(backend.dtype).removeprefix('torch.')}; --quantization int8 keeps the decoder's in 8 bits",
         )

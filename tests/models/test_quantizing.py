@@ -107,14 +107,18 @@ def test_what_does_not_fit_the_checkpoint_is_refused(checkpoint: CheckpointFacto
     assert "is quantised by awq already; leave" in refusal(tmp_path / "awq", quantization="int8")
     assert "needs a native model" in refusal(plain, quantization="int8", model_impl="transformers")
     assert load_spec(tmp_path / "awq", SpecOptions(quantization="awq")).quantized_as == "awq, 4 bits"
-    assert load_spec(tmp_path / "fp8", SpecOptions(quantization="int4")).quantized_as == "quantised at start, 4 bits"
+    write_checkpoint(plain, tmp_path / "act-order", METHODS["gptq-act-order"])
+    for name in ("fp8", "act-order"):  # neither is computed with as it is stored
+        assert load_spec(tmp_path / name, SpecOptions(quantization="int4")).quantized_as == "quantised at start, 4 bits"
 
 
 def test_matrices_that_become_tensors_are_told(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     plain = checkpoint("plain-llama-notes", "llama", text=SIZES | {"num_hidden_layers": 1})
     backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
-    for name, told in (("fp8", True), ("gptq-act-order", True), ("gptq-4", False)):
+    for name, told in (("fp8", True), ("gptq-act-order", True), ("w4-g_idx", True), ("gptq-4", False)):
         write_checkpoint(plain, tmp_path / name, METHODS[name])
-        model = load_model(tmp_path / name, load_spec(tmp_path / name), backend, EPD)
+        spec = load_spec(tmp_path / name)
+        model = load_model(tmp_path / name, spec, backend, EPD)
         assert bool(model.notes) is told
+        assert model.weights_bytes == pytest.approx(spec.language_bytes(4, 4), rel=0.12)
         assert not told or "7 matrices" in model.notes[0]

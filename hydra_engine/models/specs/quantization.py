@@ -30,7 +30,8 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantiz
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """`num_bits` and `group_sizes` (inputs; ROW) are those that matrices may have. `floats`: weights of 8 bits are
-    floating-point numbers, with scales of blocks of `block` (outputs, inputs), rows, or whole matrices."""
+    floating-point numbers, with scales of blocks of `block` (outputs, inputs), rows, or whole matrices. `scattered`:
+    groups of inputs that are not neighbours (act-order)."""
 
     method: str
     num_bits: tuple[int, ...]
@@ -40,11 +41,12 @@ class Quantization:
     zero_offset: int = 0  # added to stored zero points
     has_zeros: bool = False
     mean_bytes: float | None = None  # of a weight with its scales, where files of several kinds say it
+    scattered: bool = False
 
     @property
     def stays(self) -> bool:
-        """Weights are computed with as they are stored; 8-bit floats are not, they become the compute dtype."""
-        return not self.floats
+        """Weights are computed with as they are stored; 8-bit floats and scattered groups become the compute dtype."""
+        return not self.floats and not self.scattered
 
     @property
     def bytes_per_weight(self) -> float:
@@ -114,6 +116,7 @@ def _compressed(section: Fields) -> Quantization | None:
         raise CheckpointError("transforms of compressed-tensors (transform_config) are not supported; only weights are")
     groups = section.section("config_groups")
     kinds, sizes, blocks, zeros = set[tuple[int, str]](), set[int](), set[tuple[int, int]](), False
+    scattered = False
     for name in groups.values:
         group = groups.section(name)
         layouts |= {group.text("format", layout)} - {"fakequant"}
@@ -122,6 +125,7 @@ def _compressed(section: Fields) -> Quantization | None:
             continue
         kinds.add((weights.integer("num_bits", 8), weights.text("type", "int")))
         zeros |= not weights.flag("symmetric", True)
+        scattered |= weights.get("actorder") in (True, "group", "dynamic")
         if "block_structure" in weights:
             blocks.add(_pair(weights, "block_structure"))
         sizes.add(_group_size(weights))
@@ -140,7 +144,8 @@ def _compressed(section: Fields) -> Quantization | None:
         raise CheckpointError("compressed-tensors weights with blocks of several sizes are not supported; one size is")
     bits, floats = {number for number, _ in kinds}, all(kind == "float" for _, kind in kinds)
     return Quantization(
-        COMPRESSED, tuple(sorted(bits)), tuple(sorted(sizes)), floats, next(iter(blocks), None), 0, zeros
+        *(COMPRESSED, tuple(sorted(bits)), tuple(sorted(sizes)), floats, next(iter(blocks), None), 0, zeros),
+        scattered=scattered,
     )
 
 
@@ -176,7 +181,11 @@ def _words(section: Fields, overrides: str, *, zero_offset: int) -> Quantization
     bits, sizes = _widths(section, overrides)
     if unread := set(bits) - {4, 8}:
         raise CheckpointError(f"GPTQ weights of {min(unread)} bits are not supported; supported are 4 and 8")
-    return Quantization(GPTQ, bits, sizes, zero_offset=zero_offset, has_zeros=not section.flag("sym", True))
+    # With `static_groups` a group's inputs are neighbours again, and a row's always are.
+    scattered = section.flag("desc_act", False) and not section.flag("static_groups", False) and sizes != (ROW,)
+    return Quantization(
+        GPTQ, bits, sizes, zero_offset=zero_offset, has_zeros=not section.flag("sym", True), scattered=scattered
+    )
 
 
 def _widths(section: Fields, overrides: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

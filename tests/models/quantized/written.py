@@ -156,7 +156,10 @@ def packed(bits: int, group: int, *, symmetric: bool = True, order: bool = False
             parts["weight_g_idx"] = torch.from_numpy(r.groups).to(torch.int32)
         return Matrix(parts, r.weight)
 
-    return Method(compressed(bits, group, "pack-quantized", symmetric=symmetric), write, None if order else group)
+    more = {"actorder": "group"} if order else {}
+    return Method(
+        compressed(bits, group, "pack-quantized", symmetric=symmetric, **more), write, None if order else group
+    )
 
 
 def int8(*, symmetric: bool = True, layout: str = "int-quantized") -> Method:
