@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf", reason="writes the files of these tests")
 from tools.miniatures.gguf_text import Kind, finish, renamed, text_name, text_writer  # noqa: E402, which needs it
 
 PROJECTORS = {
-    **{"llava": "mlp", "qwen2_vl": "qwen2vl_merger"},
+    **{"llava": "mlp", "internvl": "internvl", "qwen2_vl": "qwen2vl_merger"},
     **{"qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"},
 }
 _QWEN_TOWER = [
@@ -50,6 +50,22 @@ _CLIP_TOWER = [  # as the older script calls them: the two matrices of an MLP th
     (r"vision_tower\.encoder\.layers\.(\d+)\.mlp\.fc2\.(\w+)", r"v.blk.\1.ffn_up.\2"),
     (r"multi_modal_projector\.linear_1\.(\w+)", r"mm.0.\1"),
     (r"multi_modal_projector\.linear_2\.(\w+)", r"mm.2.\1"),
+]
+_INTERN_TOWER = [  # layer scales and positions get .weight, and dimensions of 1 stay
+    (r"vision_tower\.embeddings\.cls_token", "v.class_embd"),
+    (r"vision_tower\.embeddings\.position_embeddings", "v.position_embd.weight"),
+    (r"vision_tower\.embeddings\.patch_embeddings\.projection\.(\w+)", r"v.patch_embd.\1"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.attention\.([qkv])_proj\.(\w+)", r"v.blk.\1.attn_\2.\3"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.attention\.([qk])_norm\.weight", r"v.blk.\1.attn_\2_norm.weight"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.attention\.projection_layer\.(\w+)", r"v.blk.\1.attn_out.\2"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.layernorm_before\.(\w+)", r"v.blk.\1.ln1.\2"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.layernorm_after\.(\w+)", r"v.blk.\1.ln2.\2"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.lambda_([12])", r"v.blk.\1.ls\2.weight"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.mlp\.fc1\.(\w+)", r"v.blk.\1.ffn_up.\2"),
+    (r"vision_tower\.encoder\.layer\.(\d+)\.mlp\.fc2\.(\w+)", r"v.blk.\1.ffn_down.\2"),
+    (r"multi_modal_projector\.layer_norm\.(\w+)", r"mm.model.mlp.0.\1"),
+    (r"multi_modal_projector\.linear_1\.(\w+)", r"mm.model.mlp.1.\1"),
+    (r"multi_modal_projector\.linear_2\.(\w+)", r"mm.model.mlp.3.\1"),
 ]
 
 
@@ -101,7 +117,8 @@ def _write_tower(path: Path, config: dict[str, Any], model_dir: Path, tensors: d
     tower, family = config["vision_config"], config["model_type"]
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", PROJECTORS[family])
-    writer.add_uint32("clip.vision.patch_size", tower["patch_size"])
+    patch_size = tower["patch_size"]
+    writer.add_uint32("clip.vision.patch_size", patch_size[0] if isinstance(patch_size, list) else patch_size)
     files = (model_dir / "preprocessor_config.json", model_dir / "processor_config.json")
     settings = json.loads(next(file for file in files if file.is_file()).read_text())
     settings = settings.get("image_processor", settings)
@@ -110,6 +127,9 @@ def _write_tower(path: Path, config: dict[str, Any], model_dir: Path, tensors: d
     if family == "llava":
         _describe_clip(writer, config)
         found = _clip_tensors(tensors, config)
+    elif family == "internvl":
+        _describe_intern(writer, config, settings["max_patches"])
+        found = ((new, tensor) for name, tensor in tensors.items() if (new := renamed(name, _INTERN_TOWER)))
     else:
         _describe_qwen(writer, config)
         found = _qwen_tensors(tensors, config)
@@ -141,6 +161,20 @@ def _clip_tensors(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterato
         layer = re.match(r"v\.blk\.(\d+)", new or "")
         if new is not None and (layer is None or int(layer[1]) < _feature_layer(config)):
             yield new, tensor
+
+
+def _describe_intern(writer: Any, config: dict[str, Any], max_tiles: int) -> None:
+    tower = config["vision_config"]
+    writer.add_uint32("clip.vision.projection_dim", config["text_config"]["hidden_size"])
+    writer.add_uint32("clip.vision.image_size", tower["image_size"][0])
+    writer.add_uint32("clip.vision.embedding_length", tower["hidden_size"])
+    writer.add_uint32("clip.vision.feed_forward_length", tower["intermediate_size"])
+    writer.add_uint32("clip.vision.block_count", tower["num_hidden_layers"])
+    writer.add_uint32("clip.vision.attention.head_count", tower["num_attention_heads"])
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", tower["layer_norm_eps"])
+    writer.add_bool("clip.use_gelu", tower["hidden_act"] == "gelu")
+    writer.add_uint32("clip.vision.projector.scale_factor", int(1.0 / config["downsample_ratio"]))
+    writer.add_uint32("clip.vision.preproc_max_tiles", max_tiles)
 
 
 def _describe_qwen(writer: Any, config: dict[str, Any]) -> None:

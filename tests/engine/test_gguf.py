@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.engine.conftest import EngineFactory, picture
 from tests.gguf_files import write_gguf
+from tools.miniatures import make_tiny
 
 ASKED = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -27,6 +29,22 @@ def test_the_same_answers_as_from_the_directory(make_engine: EngineFactory, tiny
         answer, expected = (one.generate(question, images, **ASKED) for one in (engine, origin))
         assert answer.token_ids == expected.token_ids
         assert answer.text == expected.text
+        assert answer.usage == expected.usage
+
+
+def test_internvl_answers_alike_where_its_template_knows_text_only(make_engine: EngineFactory, tmp_path: Path) -> None:
+    """As the files of published models have it, which are made from checkpoints without a template for pictures."""
+    directory, plain = tmp_path / "origin", tmp_path / "plain"
+    make_tiny("internvl", directory, seed=7)
+    shutil.copytree(directory, plain)
+    turn = "'<|' + message['role'] + '|>' + message['content'] + '<|end|>'"
+    turns = f"{{{{ '<s>' }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
+    (plain / "chat_template.jinja").write_text(turns + "{{ '<|assistant|>' }}")
+    text, mmproj = write_gguf(plain, tmp_path / "files")
+    engine, origin = make_engine(model=text, mmproj=str(mmproj)), make_engine(model=directory)
+    for images in (None, [picture(4, 90, 30), picture(5)]):
+        answer, expected = (one.generate("What is this, \n 2?", images, **ASKED) for one in (engine, origin))
+        assert answer.token_ids == expected.token_ids
         assert answer.usage == expected.usage
 
 

@@ -37,6 +37,7 @@ TOLERANCE = 1e-5
 # The files of Qwen2.5-VL do not say how wide windows are; all published ones have this width.
 WITH_PICTURES: dict[str, dict[str, Any]] = {
     "llava": {},
+    "internvl": {},
     "qwen2_vl": {},
     "qwen2_5_vl": {"vision": {"window_size": 112}},
     "qwen3_vl": {},
@@ -102,6 +103,18 @@ def test_a_text_model_of_a_family_with_pictures_runs_without_its_tower(
     alone = folder_of(write_gguf(directory, tmp_path)[0])
     assert load_spec(alone).vision is None
     assert_near(logits(alone, reference), logits(directory, reference), "text")
+
+
+def test_both_towers_of_internvl_are_told_by_their_tensors(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """The large one has root mean square norms, also of queries and keys, and no biases there."""
+    tower = {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False}
+    directory = checkpoint("gguf-intern-6b", "internvl", text={"model_type": "qwen3"}, vision=tower)
+    folder = folder_of(*write_gguf(directory, tmp_path))
+    assert load_spec(folder).vision == load_spec(directory).vision
+    with open_checkpoint(folder) as files, open_checkpoint(directory) as origin:
+        assert files.entries.keys() == origin.entries.keys()
+        for name in origin.entries:
+            assert torch.equal(files.read(name), origin.read(name)), name
 
 
 def test_scaled_rotary_frequencies_are_llama_3s(tmp_path: Path, checkpoint: CheckpointFactory) -> None:
@@ -245,6 +258,24 @@ def test_tensors_that_do_not_fit_are_named(checkpoint: CheckpointFactory, refere
     copied(text, tmp_path / "long.gguf", added={"blk.0.extra.weight": torch.zeros(3)})
     with pytest.raises(CheckpointError, match=r"not expected: blk\.0\.extra\.weight"):
         Driver(folder_of(tmp_path / "long.gguf"), reference)
+
+
+def test_an_mmproj_that_does_not_fit_is_named(
+    checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    text, mmproj = write_gguf(checkpoint("gguf-internvl", "internvl"), tmp_path)
+    assert mmproj is not None
+    read = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(mmproj).tensors}
+    positions, last = "v.position_embd.weight", "mm.model.mlp.3.weight"
+    for name, left_out, added, message in (
+        ("short", "v.blk.1.ls1.weight", None, r"missing: vision_tower\.encoder\.layer\.1\.lambda_1$"),
+        ("odd", positions, read[positions][:, 1:], r"position_embeddings is \[1, 16, 48\] instead of \[1, 17, 48\]"),
+        ("wide", last, torch.zeros(96, 64), r"wide.gguf makes features of 96 numbers, and the text model takes 64;"),
+    ):
+        changed = tmp_path / f"{name}.gguf"
+        copied(mmproj, changed, leave_out={left_out}, added={} if added is None else {left_out: added})
+        with pytest.raises(CheckpointError, match=message):
+            Driver(folder_of(text, changed), reference)
 
 
 def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:

@@ -211,6 +211,15 @@ def test_towers_that_cannot_run_are_refused(folder: Path, changes: dict[str, Any
         found(folder / "model.gguf", mmproj=str(tower(folder / "mmproj.gguf", **changes)))
 
 
+def test_tiles_need_their_own_token(folder: Path) -> None:
+    """Vocabularies of InternVL have Qwen's tokens for pictures besides, which its tower is not for."""
+    renamed = {name.replace("llama", "qwen2"): value for name, value in TEXT.items()}
+    file = write(folder / "model.gguf", renamed | {"general.architecture": (STRING, "qwen2")}, (EMBEDDING, LAYER))
+    scaled = {"clip.projector_type": (STRING, "internvl"), "clip.vision.projector.scale_factor": (UINT32, 2)}
+    with pytest.raises(CheckpointError, match=r"model.gguf has no token <IMG_CONTEXT>, which stands for pictures"):
+        found(file, mmproj=str(tower(folder / "mmproj.gguf", **scaled)))
+
+
 def test_files_that_are_not_there_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no file"):
         found(folder / "none.gguf")

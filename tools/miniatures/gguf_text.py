@@ -37,7 +37,8 @@ _TEXT = [
 def text_writer(path: Path, config: Mapping[str, Any], model_dir: Path, **options: Any) -> Any:
     """A `gguf.GGUFWriter` with all fields and the tokenizer; tensors are to be added. `config` is config.json's."""
     text = config.get("text_config", config)
-    writer: Any = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]], **options)
+    of = text if config["model_type"] == "internvl" else config  # its decoders are of several kinds
+    writer: Any = gguf.GGUFWriter(path, ARCHITECTURES[of["model_type"]], **options)
     writer.add_block_count(text["num_hidden_layers"])
     writer.add_context_length(text["max_position_embeddings"])
     writer.add_embedding_length(text["hidden_size"])

@@ -63,6 +63,8 @@ class GgufCheckpoint:
         if source.joined == "frames":
             return torch.stack([_plain(part) for part in parts], dim=2)
         whole = _joined(parts)
+        if source.joined == "batch":
+            return _plain(whole).view(self.entries[name].shape)
         if not source.heads:
             return whole
         order = _rotary_order(whole.shape[0], source.heads)
@@ -86,6 +88,8 @@ class GgufCheckpoint:
             wrong += (f"{parts[0].name} has {first[0]} rows for {source.heads} heads",)
         if source.joined == "frames":
             return StoredTensor((*first[:2], len(parts), *first[2:]), nbytes, misshaped=wrong)
+        if source.joined == "batch":
+            return StoredTensor((*[1] * (3 - len(first)), *first), nbytes)
         return StoredTensor((sum(part.shape[0] for part in parts), *rest), nbytes, misshaped=wrong)
 
     def _part(self, name: str) -> Tensor | QuantizedWeight:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
-Joined = Literal["alone", "rows", "frames"]
+Joined = Literal["alone", "rows", "frames", "batch"]
 
 LAYER = re.compile(r"(v\.)?blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -31,12 +31,15 @@ _UNREAD = {"rope_freqs.weight"}
 
 
 class _Tower(NamedTuple):
-    """`top`: names outside layers, without .weight and .bias. `fused`: the layer's name of queries, keys and values."""
+    """`top`: names outside layers, `layer`: names in them; without .weight and .bias, but whole where ours end in
+    neither. `fused`: the layer's name of queries, keys and values. `batch`: names whose canonical tensors have three
+    dimensions, and here only those that are not 1."""
 
     top: Mapping[str, str]
     layers: str
     layer: Mapping[str, str]
     fused: str | None = None
+    batch: frozenset[str] = frozenset()
 
 
 _QWEN2_TOP = {
@@ -63,6 +66,24 @@ _TOWERS = {
             **{"attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2"},
             **{"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         },
+    ),
+    "internvl": _Tower(
+        {
+            "v.class_embd": "vision_tower.embeddings.cls_token",
+            "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+            "v.position_embd.weight": "vision_tower.embeddings.position_embeddings",
+            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "multi_modal_projector.linear_2",
+        },
+        "vision_tower.encoder.layer",
+        {
+            **{f"attn_{part}": f"attention.{part}_proj" for part in "qkv"},
+            **{f"attn_{part}_norm": f"attention.{part}_norm" for part in "qk"},
+            **{"attn_out": "attention.projection_layer", "ln1": "layernorm_before", "ln2": "layernorm_after"},
+            **{"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2", "ls1.weight": "lambda_1", "ls2.weight": "lambda_2"},
+        },
+        batch=frozenset(("v.class_embd", "v.position_embd.weight")),
     ),
     "qwen2_vl": _Tower(
         _QWEN2_TOP, "visual.blocks", {**_QWEN_LAYER, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, "attn.qkv"
@@ -91,8 +112,9 @@ _DEEPSTACK_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 
 class Source(NamedTuple):
-    """What a canonical tensor is made of. "rows": parts one below the other; "frames": 2-D kernels become a 3-D one.
-    `heads`: rows are those of so many heads, whose rotary pairs lie side by side; 0: as they are."""
+    """What a canonical tensor is made of. "rows": parts one below the other; "frames": 2-D kernels become a 3-D one;
+    "batch": dimensions of 1 come before its own, until there are three. `heads`: rows are those of so many heads, whose
+    rotary pairs lie side by side; 0: as they are."""
 
     parts: tuple[str, ...]
     joined: Joined = "alone"
@@ -131,9 +153,6 @@ def _of_text(name: str, heads: tuple[int, int] | None) -> tuple[str, Source]:
 
 def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) -> Iterator[tuple[str, Source]]:
     """Nothing for parts of a tensor that another part stands for."""
-    if name == "v.class_embd":
-        yield tower.top.get(name, name), Source((name,))
-        return
     if name == "v.patch_embd.weight.1":
         return
     if name == "v.patch_embd.weight" and f"{name}.1" in shapes:
@@ -149,8 +168,7 @@ def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) ->
         index = layers.index(int(deep[1]))
         yield f"visual.deepstack_merger_list.{index}.{_DEEPSTACK_PARTS[deep[2]]}.{deep[3]}", Source((name,))
         return
-    stem, _, kind = name.rpartition(".")
-    yield (f"{tower.top[stem]}.{kind}" if stem in tower.top else name), Source((name,))
+    yield _renamed(tower.top, name) or name, Source((name,), "batch" if name in tower.batch else "alone")
 
 
 def _of_tower_layer(
@@ -165,7 +183,13 @@ def _of_tower_layer(
         return
     if swapped:
         part = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(part, part)
-    yield (f"{prefix}.{tower.layer[part]}.{kind}" if part in tower.layer else name), Source((name,))
+    new = _renamed(tower.layer, f"{part}.{kind}")
+    yield (name if new is None else f"{prefix}.{new}"), Source((name,))
+
+
+def _renamed(names: Mapping[str, str], name: str) -> str | None:
+    stem, _, kind = name.rpartition(".")
+    return names.get(name) or (f"{names[stem]}.{kind}" if stem in names else None)
 
 
 def _swapped(shapes: Mapping[str, Shape]) -> bool:

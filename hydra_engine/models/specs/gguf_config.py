@@ -14,6 +14,7 @@ from typing import Any
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.gguf_file import GgufHeader, GgufTensor
+from hydra_engine.models.specs.gguf_tower import check_width, describe_tower, num_layers
 
 JsonFiles = dict[str, dict[str, Any]]
 
@@ -29,26 +30,23 @@ _WITH_PICTURES = {  # architecture and projector -> model_type
     ("qwen2vl", "qwen2vl_merger"): "qwen2_vl",
     ("qwen2vl", "qwen2.5vl_merger"): "qwen2_5_vl",
     ("qwen3vl", "qwen3vl_merger"): "qwen3_vl",
+    ("qwen2", "internvl"): "internvl",
+    ("qwen3", "internvl"): "internvl",
 }
-_TEXT_TYPES = {
-    "llava": "llama",
+_TEXT_TYPES = {  # where it is not that of the text model alone
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
 }
 _ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
-# Of a picture, in pixels: what the published checkpoints have.
-_PICTURE_PIXELS = {
-    "qwen2_vl": (56 * 56, 3584 * 3584),
-    "qwen2_5_vl": (56 * 56, 3584 * 3584),
-    "qwen3_vl": (1 << 16, 1 << 24),
-}
 PICTURE_TOKENS = ("<|image_pad|>", "<image>")
+_TILE_TOKENS = ("<IMG_CONTEXT>",)  # InternVL's, whose vocabularies have Qwen's besides
 _VIDEO_TOKENS = ("<|video_pad|>",)
 # Control tokens that end an answer, whichever of them a file calls its own, as llama.cpp has it.
 _ENDS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
@@ -85,26 +83,19 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
         language.get("rope_parameters", {}).pop("mrope_section", None)
         return files | {"config.json": language | kept | {"model_type": model_type, "architectures": [name]}}
     model_type = _family(architecture, mmproj)
-    tower = mmproj.settings
+    check_width(mmproj, language["hidden_size"])
+    text_type = _TEXT_TYPES.get(model_type, _TEXT_ALONE[architecture][0])
+    tower, pictures = describe_tower(mmproj, model_type)
     top = {
         "model_type": model_type,
         "architectures": [_ARCHITECTURES[model_type]],
-        "text_config": language | {"model_type": _TEXT_TYPES[model_type]},
-        "vision_config": _llava_tower(mmproj) if model_type == "llava" else _qwen_tower(mmproj, model_type),
+        "text_config": language | {"model_type": text_type},
         "tie_word_embeddings": language["tie_word_embeddings"],
-        "image_token_id": picture_token(text.settings),
+        **tower,
+        **_placeholders(text.settings, model_type),
         **kept,
     }
-    colours = {name: _colours(tower, f"clip.vision.{name}") for name in ("image_mean", "image_std")}
-    if model_type == "llava":
-        side = tower.integer("clip.vision.image_size")
-        layers = tower.get("clip.vision.feature_layer") or [tower.integer("clip.vision.block_count")]
-        top |= {"vision_feature_layer": layers, "vision_feature_select_strategy": "default"}
-        pictures: dict[str, Any] = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-    else:
-        top["video_token_id"] = _token(text.settings, _VIDEO_TOKENS)
-        pictures = _qwen_pictures(tower, model_type)
-    return files | {"config.json": top, "preprocessor_config.json": pictures | colours}
+    return files | {"config.json": top, "preprocessor_config.json": pictures}
 
 
 def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, Any]:
@@ -129,10 +120,13 @@ def _kept_bytes(matrix: GgufTensor) -> float:
     return math.prod(matrix.shape) * (bits / 8 + scale_bytes / group)
 
 
-def picture_token(settings: Fields) -> int:
-    """The token that stands for a picture in prompts. Of a vocabulary that has none, the unknown token, which no text
-    becomes where every byte has a token; the tokenizer calls it <image>."""
-    return _token(settings, PICTURE_TOKENS, settings.get("tokenizer.ggml.unknown_token_id"))
+def _placeholders(settings: Fields, model_type: str) -> dict[str, int]:
+    """The tokens that stand for a picture and a video in prompts. Of a vocabulary that has none for pictures, the
+    unknown token, which no text becomes where every byte has a token; the tokenizer calls it <image>."""
+    if model_type == "internvl":
+        return {"image_token_id": _token(settings, _TILE_TOKENS)}
+    found = {"image_token_id": _token(settings, PICTURE_TOKENS, settings.get("tokenizer.ggml.unknown_token_id"))}
+    return found if model_type == "llava" else found | {"video_token_id": _token(settings, _VIDEO_TOKENS)}
 
 
 def _token(settings: Fields, names: tuple[str, ...], default: int | None = None) -> int:
@@ -191,7 +185,7 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": settings.integer(named("feed_forward_length")),
-        "num_hidden_layers": _num_layers(header, named("block_count"), "blk.{}.attn_norm.weight"),
+        "num_hidden_layers": num_layers(header, named("block_count"), "blk.{}.attn_norm.weight"),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer(named("attention.head_count_kv"), heads),
         "head_dim": head_dim,
@@ -202,14 +196,6 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
     }
-
-
-def _num_layers(header: GgufHeader, name: str, tensor: str) -> int:
-    """Of which the last has a tensor of this name, so that nothing is built for layers that are not there."""
-    count = header.settings.integer(name)
-    if tensor.format(count - 1) not in header.tensors:
-        raise CheckpointError(f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count}")
-    return count
 
 
 def _dtype(header: GgufHeader) -> str:
@@ -287,99 +273,4 @@ def _generation(settings: Fields) -> dict[str, Any]:
     return {
         **{f"{name}_token_id": value for name, value in special.items() if value is not None},
         "eos_token_id": list(dict.fromkeys(ends)),
-    }
-
-
-def _llava_tower(mmproj: GgufHeader) -> dict[str, Any]:
-    tower = mmproj.settings
-    return _tower(mmproj) | {
-        "model_type": "clip_vision_model",
-        "intermediate_size": _inner_size(mmproj),
-        "hidden_act": _activation(tower),
-        "layer_norm_eps": tower.number("clip.vision.attention.layer_norm_epsilon", 1e-5),
-        "image_size": tower.integer("clip.vision.image_size"),
-        "num_hidden_layers": _num_layers(mmproj, "clip.vision.block_count", "v.blk.{}.ln1.weight"),
-        "num_attention_heads": tower.integer("clip.vision.attention.head_count"),
-    }
-
-
-def _qwen_tower(mmproj: GgufHeader, model_type: str) -> dict[str, Any]:
-    tower = mmproj.settings
-    width = tower.integer("clip.vision.projection_dim")
-    config = _tower(mmproj) | {
-        "depth": _num_layers(mmproj, "clip.vision.block_count", "v.blk.{}.ln1.weight"),
-        "num_heads": tower.integer("clip.vision.attention.head_count"),
-        "spatial_merge_size": tower.integer("clip.vision.spatial_merge_size", 2),
-        "temporal_patch_size": 2,
-        "out_hidden_size": width,
-    }
-    inner = _inner_size(mmproj)
-    if model_type == "qwen2_vl":
-        size = config.pop("hidden_size")
-        return config | {
-            "embed_dim": size,
-            "mlp_ratio": inner / size,
-            "hidden_size": width,
-            "hidden_act": _activation(tower),
-        }
-    config["intermediate_size"] = inner
-    if model_type == "qwen2_5_vl":
-        period = tower.integer("clip.vision.n_wa_pattern")
-        full = list(range(period - 1, config["depth"], period))
-        return config | {
-            "hidden_act": _activation(tower),
-            "fullatt_block_indexes": full,
-            "window_size": tower.integer("clip.vision.window_size", 112),
-            "tokens_per_second": 2,
-        }
-    positions = mmproj.tensors.get("v.position_embd.weight")
-    if positions is None:
-        raise CheckpointError(f"{mmproj.path.name} has no matrix v.position_embd.weight")
-    deep = tower.get("clip.vision.is_deepstack_layers")
-    if not isinstance(deep, list):
-        raise tower.missing("clip.vision.is_deepstack_layers")
-    return config | {
-        "num_position_embeddings": positions.shape[0],
-        "deepstack_visual_indexes": [index for index, is_deep in enumerate(deep) if is_deep],
-        "hidden_act": "gelu_pytorch_tanh",
-    }
-
-
-def _tower(mmproj: GgufHeader) -> dict[str, Any]:
-    tower = mmproj.settings
-    return {
-        "hidden_size": tower.integer("clip.vision.embedding_length"),
-        "patch_size": tower.integer("clip.vision.patch_size"),
-    }
-
-
-def _colours(tower: Fields, name: str) -> list[float]:
-    if name not in tower:
-        raise tower.missing(name)
-    return list(tower.numbers(name, (0.0, 0.0, 0.0)))
-
-
-def _activation(tower: Fields) -> str:
-    if tower.flag("clip.use_silu", False):
-        return "silu"
-    return "gelu" if tower.flag("clip.use_gelu", False) else "quick_gelu"
-
-
-def _inner_size(mmproj: GgufHeader) -> int:
-    """Of the tower's MLPs, by a matrix: some converters write another width into the settings."""
-    up = mmproj.tensors.get("v.blk.0.ffn_up.weight")
-    if up is None or len(up.shape) != 2:
-        raise CheckpointError(f"{mmproj.path.name} has no matrix v.blk.0.ffn_up.weight")
-    hidden = mmproj.settings.integer("clip.vision.embedding_length")
-    return up.shape[0] if up.shape[1] == hidden else up.shape[1]
-
-
-def _qwen_pictures(tower: Fields, model_type: str) -> dict[str, Any]:
-    least, most = _PICTURE_PIXELS[model_type]
-    return {
-        "patch_size": tower.integer("clip.vision.patch_size"),
-        "merge_size": tower.integer("clip.vision.spatial_merge_size", 2),
-        "temporal_patch_size": 2,
-        "min_pixels": tower.integer("clip.vision.image_min_pixels", least),
-        "max_pixels": tower.integer("clip.vision.image_max_pixels", most),
     }
