@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
@@ -98,6 +99,24 @@ def rotated(tensor: Tensor, heads: int) -> Tensor:
     return tensor.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
+def of_delta_nets(name: str, tensor: Tensor, text: dict[str, Any]) -> Tensor:
+    """The converter's changes by the name in GGUF: value heads from (key head, one of it) to (one of it, key head)."""
+    if name.endswith("norm.weight") and "ssm_norm" not in name:
+        return tensor + 1
+    tensor = -tensor.exp() if "ssm_a" in name and "alpha" not in name else tensor
+    tensor = tensor.squeeze(1) if "conv1d" in name else tensor
+    key_heads, value_heads = text["linear_num_key_heads"], text["linear_num_value_heads"]
+    dim = text["linear_value_head_dim"]
+    if "ssm_out" in name:
+        return tensor.unflatten(1, (key_heads, -1, dim)).transpose(1, 2).flatten(1)
+    if not any(part in name for part in ("attn_qkv", "attn_gate", "ssm_a", "ssm_beta", "ssm_dt", "conv1d")):
+        return tensor
+    size = dim if any(part in name for part in ("attn_qkv", "attn_gate", "conv1d")) else 1
+    first, values = tensor[: -size * value_heads], tensor[-size * value_heads :]
+    values = values.unflatten(0, (key_heads, -1, size)).transpose(0, 1).flatten(0, 2)
+    return torch.cat([first, values])
+
+
 def _write_text(path: Path, config: dict[str, Any], model_dir: Path, tensors: dict[str, Tensor], kind: Kind) -> Path:
     text = config.get("text_config", config)
     writer = text_writer(path, config, model_dir)
@@ -108,6 +127,8 @@ def _write_text(path: Path, config: dict[str, Any], model_dir: Path, tensors: di
         for part, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
             if writer.arch == "llama" and part in new:
                 tensor = rotated(tensor, text[heads])
+        if writer.arch == "qwen35":
+            new, tensor = new.replace("ffn_norm", "post_attention_norm"), of_delta_nets(new, tensor, text)
         add_tensor(writer, new, tensor, kind)
     finish(writer)
     return path

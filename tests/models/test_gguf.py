@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.loading.gguf_checkpoint import ordered
+from hydra_engine.models.loading.gguf_names import Order
 from hydra_engine.models.loading.gguf_tensors import by_formula, decoded
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.specs.gguf_config import llama3_factors
@@ -43,6 +46,7 @@ WITH_PICTURES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {},
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64, "num_hidden_layers": 4}
 TEXT_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"text": {"rope_parameters": LINEAR}}),
     "llama-tied": ("llama", {"text": {"tie_word_embeddings": True, "num_key_value_heads": 1}}),
@@ -50,6 +54,8 @@ TEXT_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"text": {"sliding_window": None}}),
     "qwen2": ("qwen2", {"text": {"tie_word_embeddings": True}}),
     "qwen3": ("qwen3", {"text": {"head_dim": 24}}),
+    "qwen3_5": ("qwen3_5_text", {"text": {**DELTA, "linear_num_value_heads": 6}}),
+    "qwen3_5-alike": ("qwen3_5_text", {"text": {**DELTA, "linear_num_value_heads": 2}}),
 }
 QUANTISED = [kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("F32", "F16", "BF16")]
 
@@ -103,6 +109,33 @@ def test_a_text_model_of_a_family_with_pictures_runs_without_its_tower(
     alone = folder_of(write_gguf(directory, tmp_path)[0])
     assert load_spec(alone).vision is None
     assert_near(logits(alone, reference), logits(directory, reference), "text")
+
+
+def test_layers_that_guess_further_tokens_are_left_out(
+    checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    """As they lie behind the others in files of Qwen3.5, which say of each layer whether it is a delta net."""
+    directory = checkpoint("gguf-text-qwen3_5", "qwen3_5_text", text=TEXT_ONLY["qwen3_5"][1]["text"])
+    text, _ = write_gguf(directory, tmp_path)
+    further = {"blk.4.attn_norm.weight": torch.ones(64), "blk.4.nextn.eh_proj.weight": torch.ones(64, 128)}
+    changed = {"qwen35.block_count": 5, "qwen35.full_attention_interval": 1}
+    copied(text, tmp_path / "more.gguf", added=further, changed=changed, recurrent=[True, True, True, False, False])
+    assert_near(logits(folder_of(tmp_path / "more.gguf"), reference), logits(directory, reference), "more")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_columns_of_blocks_change_places(kind: str) -> None:
+    """Heads of 128 inputs lie across blocks of 256; those of 24 across groups, and stay no blocks."""
+    numbers = next(known for known in TENSOR_TYPES.values() if known.name == kind)
+    weight = decoded(torch.from_numpy(random_blocks(kind, 5, 768)).flatten(), numbers, (5, 768))
+    assert isinstance(weight, QuantizedWeight)
+    plain = weight.dequantized(torch.float32)
+    for dim in (128, 24):
+        found = ordered(weight, Order((1, 768 // dim // 2, 2, -1), columns=True))
+        expected = plain.unflatten(1, (-1, 2, dim)).transpose(1, 2).flatten(1)
+        assert isinstance(found, QuantizedWeight) == (dim == 128)
+        dense = found.dequantized(torch.float32) if isinstance(found, QuantizedWeight) else found
+        assert torch.equal(dense, expected)
 
 
 def test_both_towers_of_internvl_are_told_by_their_tensors(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
@@ -300,16 +333,27 @@ def add_rope_factors(path: Path, out: Path, factors: list[float]) -> None:
 
 
 def copied(
-    path: Path, out: Path, *, added: Any = (), replaced: Any = (), leave_out: frozenset[str] | set[str] = frozenset()
+    path: Path,
+    out: Path,
+    *,
+    added: Any = (),
+    replaced: Any = (),
+    leave_out: frozenset[str] | set[str] = frozenset(),
+    changed: Mapping[str, int] = MappingProxyType({}),
+    recurrent: Sequence[bool] = (),
 ) -> None:
-    """A file with the settings and other tensors of another one."""
+    """A file with the settings and other tensors of another one. `changed`: settings. `recurrent`: which layers
+    are delta nets, of which the last one guesses further tokens."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         kind, inner = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, inner)
+        writer.add_key_value(name, changed.get(name, field.contents()), kind, inner)
+    if recurrent:
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", list(recurrent))
+        writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
     for tensor in reader.tensors:
         if tensor.name not in leave_out:
             tensor = dict(replaced).get(tensor.name, tensor)

@@ -41,14 +41,20 @@ HARD = [
 ]
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {"qwen2": rf"{_ENDINGS}|\p{{N}}|{_REST}", "llama-bpe": rf"{_ENDINGS}|\p{{N}}{{1,3}}|{_REST}"}
+_MARKED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+_BESIDES = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    "qwen35": rf"{_MARKED}|\p{{N}}|{_BESIDES}",
+    "qwen2": rf"{_ENDINGS}|\p{{N}}|{_REST}",
+    "llama-bpe": rf"{_ENDINGS}|\p{{N}}{{1,3}}|{_REST}",
+}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def byte_level(rule: str) -> Tokenizer:
-    """As the published tokenizer.json of Qwen2, Llama 3 and GPT-2 are built, of a small vocabulary."""
+    """As the published tokenizer.json of Qwen2, Qwen3.5, Llama 3 and GPT-2 are built, of a small vocabulary."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
-    if rule == "qwen2":
+    if rule.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
     split = SPLITS.get(rule)
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
@@ -124,7 +130,7 @@ def built(settings: dict[str, Any], *, pictures: bool = True) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
 
 
-@pytest.mark.parametrize("rule", ["qwen2", "llama-bpe", "gpt-2"])
+@pytest.mark.parametrize("rule", ["qwen2", "qwen35", "llama-bpe", "gpt-2"])
 def test_byte_level_ids_and_texts_are_those_of_the_origin(rule: str) -> None:
     origin = byte_level(rule)
     tokenizer = built(settings_of(origin, rule))

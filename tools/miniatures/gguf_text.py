@@ -18,7 +18,7 @@ import numpy.typing as npt
 Kind = str  # a name of gguf.GGMLQuantizationType
 ARCHITECTURES = {
     **{"llava": "llama", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
-    **{"qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"},
+    **{"qwen3_5_text": "qwen35", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"},
 }
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEAD = [(r"lm_head\.weight", "output.weight")]
@@ -31,6 +31,14 @@ _TEXT = [
     (r"layers\.(\d+)\.self_attn\.o_proj\.(\w+)", r"blk.\1.attn_output.\2"),
     (r"layers\.(\d+)\.self_attn\.([qk])_norm\.(\w+)", r"blk.\1.attn_\2_norm.\3"),
     (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(\w+)", r"blk.\1.ffn_\2.\3"),
+    (r"layers\.(\d+)\.linear_attn\.in_proj_qkv\.weight", r"blk.\1.attn_qkv.weight"),
+    (r"layers\.(\d+)\.linear_attn\.in_proj_z\.weight", r"blk.\1.attn_gate.weight"),
+    (r"layers\.(\d+)\.linear_attn\.in_proj_a\.weight", r"blk.\1.ssm_alpha.weight"),
+    (r"layers\.(\d+)\.linear_attn\.in_proj_b\.weight", r"blk.\1.ssm_beta.weight"),
+    (r"layers\.(\d+)\.linear_attn\.(conv1d|norm)\.weight", r"blk.\1.ssm_\2.weight"),
+    (r"layers\.(\d+)\.linear_attn\.out_proj\.weight", r"blk.\1.ssm_out.weight"),
+    (r"layers\.(\d+)\.linear_attn\.A_log", r"blk.\1.ssm_a"),
+    (r"layers\.(\d+)\.linear_attn\.dt_bias", r"blk.\1.ssm_dt.bias"),
 ]
 
 
@@ -56,8 +64,21 @@ def text_writer(path: Path, config: Mapping[str, Any], model_dir: Path, **option
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if "linear_num_key_heads" in text:
+        _add_delta_nets(writer, text)
     _add_tokenizer(writer, model_dir, text["vocab_size"])
     return writer
+
+
+def _add_delta_nets(writer: Any, text: Mapping[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(text["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(text["linear_key_head_dim"])
+    writer.add_ssm_group_count(text["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(text["linear_num_value_heads"])
+    writer.add_ssm_inner_size(text["linear_value_head_dim"] * text["linear_num_value_heads"])
+    writer.add_full_attention_interval(text.get("full_attention_interval", 4))
+    writer.add_rope_dimension_count(int(text["head_dim"] * text["rope_parameters"]["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def finish(writer: Any) -> None:
@@ -119,7 +140,8 @@ def _add_tokenizer(writer: Any, model_dir: Path, vocab_size: int) -> None:
     for added in tokenizer["added_tokens"]:
         tokens[added["id"]], kinds[added["id"]] = added["content"], 3 if added["special"] else 4
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2" if writer.arch.startswith("qwen") else "gpt-2")
+    rule = "qwen2" if writer.arch.startswith("qwen") else "gpt-2"
+    writer.add_tokenizer_pre("qwen35" if writer.arch == "qwen35" else rule)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     if merges := tokenizer["model"]["merges"]:

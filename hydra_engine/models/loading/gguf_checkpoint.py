@@ -15,9 +15,9 @@ from torch import Tensor
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.loading.checkpoint import StoredTensor, listed
-from hydra_engine.models.loading.gguf_names import Source, sources
+from hydra_engine.models.loading.gguf_names import Decoder, Order, Source, sources
 from hydra_engine.models.loading.gguf_tensors import decoded
-from hydra_engine.models.specs.fields import read_json
+from hydra_engine.models.specs.fields import Fields, read_json
 from hydra_engine.models.specs.gguf_file import GgufHeader, GgufTensor, read_gguf
 
 _MODEL_FILES = "model*.gguf"
@@ -42,9 +42,9 @@ class GgufCheckpoint:
         except BaseException:
             self.close()
             raise
-        model_type = read_json(model_dir, "config.json").text("model_type")
+        config = read_json(model_dir, "config.json")
         shapes = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
-        self._sources = sources(shapes, model_type, _rotated_heads(headers[0]))
+        self._sources = sources(shapes, config.text("model_type"), _decoder(config, headers[0]))
         self.entries = {name: self._entry(source) for name, source in self._sources.items()}
 
     def __enter__(self) -> Self:
@@ -63,12 +63,14 @@ class GgufCheckpoint:
         if source.joined == "frames":
             return torch.stack([_plain(part) for part in parts], dim=2)
         whole = _joined(parts)
-        if source.joined == "batch":
+        if source.order is not None:
+            whole = ordered(whole, source.order)
+        if source.joined in ("batch", "taps"):
             return _plain(whole).view(self.entries[name].shape)
-        if not source.heads:
+        if source.value == "x":
             return whole
-        order = _rotary_order(whole.shape[0], source.heads)
-        return whole.rows(order) if isinstance(whole, QuantizedWeight) else whole[order]
+        plain = _plain(whole)
+        return plain - 1 if source.value == "x - 1" else torch.log(-plain)
 
     def _open(self, path: Path) -> GgufHeader:
         header = read_gguf(path)
@@ -84,12 +86,16 @@ class GgufCheckpoint:
         first, rest = parts[0].shape, parts[0].shape[1:]
         nbytes = sum(part.nbytes for part in parts)
         wrong = tuple(f"{p.name} is {list(p.shape)} beside {list(first)}" for p in parts if p.shape[1:] != rest)
-        if source.heads and first[0] % (2 * source.heads):
-            wrong += (f"{parts[0].name} has {first[0]} rows for {source.heads} heads",)
+        if source.order is not None:
+            count, what = (first[-1], "columns") if source.order.columns else (first[0], "rows")
+            if count < source.order.keep or (count - source.order.keep) % source.order.unit:
+                wrong += (f"{parts[0].name} has {count} {what}, which its heads cannot share",)
         if source.joined == "frames":
             return StoredTensor((*first[:2], len(parts), *first[2:]), nbytes, misshaped=wrong)
         if source.joined == "batch":
             return StoredTensor((*[1] * (3 - len(first)), *first), nbytes)
+        if source.joined == "taps":
+            return StoredTensor((*first[:-1], 1, first[-1]), nbytes, misshaped=wrong)
         return StoredTensor((sum(part.shape[0] for part in parts), *rest), nbytes, misshaped=wrong)
 
     def _part(self, name: str) -> Tensor | QuantizedWeight:
@@ -122,15 +128,34 @@ def _plain(part: Tensor | QuantizedWeight) -> Tensor:
     return part.dequantized(torch.float32) if isinstance(part, QuantizedWeight) else part.float()
 
 
-def _rotated_heads(text: GgufHeader) -> tuple[int, int] | None:
-    """Heads of queries and of keys, where numbers that turn together lie side by side: in files of llama's type."""
+def _decoder(config: Fields, text: GgufHeader) -> Decoder:
+    decoder = config.section_if_present("text_config") or config
+    num_layers = decoder.integer("num_hidden_layers")
+    if "linear_num_key_heads" in decoder:
+        key_heads, value_heads = (decoder.integer(f"linear_num_{part}_heads") for part in ("key", "value"))
+        key_rows = 2 * key_heads * decoder.integer("linear_key_head_dim")
+        return Decoder(num_layers, delta=(key_heads, value_heads, key_rows))
     if text.settings.text("general.architecture") != "llama":
-        return None
-    heads = text.settings.integer("llama.attention.head_count")
-    return heads, text.settings.integer("llama.attention.head_count_kv", heads)
+        return Decoder(num_layers)
+    return Decoder(num_layers, (decoder.integer("num_attention_heads"), decoder.integer("num_key_value_heads")))
 
 
-def _rotary_order(num_rows: int, heads: int) -> Tensor:
-    """The file's row of each row of ours: of a head (pair, half) there and (half, pair) here."""
-    rows = torch.arange(num_rows).view(heads, num_rows // heads // 2, 2)
-    return rows.transpose(1, 2).flatten()
+def ordered(whole: Tensor | QuantizedWeight, order: Order) -> Tensor | QuantizedWeight:
+    """Columns of quantised weights change places by whole groups; where a head is none, they are dequantised."""
+    if not order.columns:
+        rows = _places(whole.shape[0], order)
+        return whole.rows(rows) if isinstance(whole, QuantizedWeight) else whole[rows]
+    if isinstance(whole, QuantizedWeight) and whole.scales.shape[1] % order.unit == 0:
+        whole = whole.in_one_level()  # blocks may be larger than heads
+        groups = _places(whole.scales.shape[1], order)
+        values = whole.values.unflatten(1, (len(groups), -1))[:, groups].flatten(1)
+        offsets = None if whole.offsets is None else whole.offsets[:, groups]
+        return QuantizedWeight(values, whole.scales[:, groups], offsets, whole.num_bits)
+    plain = _plain(whole)
+    return plain[:, _places(plain.shape[1], order)]
+
+
+def _places(count: int, order: Order) -> Tensor:
+    """The file's row of each row of ours."""
+    kept, others = torch.arange(count).split((order.keep, count - order.keep))
+    return torch.cat((kept, others.view(order.cut).transpose(1, 2).flatten()))

@@ -1,19 +1,22 @@
 """Where llama.cpp's converter puts the tensors of a model: its names -> canonical ones, and how parts are joined.
 
-What it changes besides names: rows of queries and keys of llama-type decoders are in another order, a tower's fused
-queries, keys and values may be apart, and so are the frames of a patch's kernel. Does not know files.
+What it changes besides names: rows of queries and keys of llama-type decoders are in another order, and so are value
+heads of delta nets, whose rates and norms are other numbers; a tower's fused queries, keys and values may be apart, and
+so are the frames of a patch's kernel. Does not know files.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
-Joined = Literal["alone", "rows", "frames", "batch"]
+Joined = Literal["alone", "rows", "frames", "batch", "taps"]
 
-LAYER = re.compile(r"(v\.)?blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
 _QKV = ("attn_q", "attn_k", "attn_v")
 
 _TEXT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -26,6 +29,15 @@ _TEXT_LAYER = {
     "attn_k_norm": "self_attn.k_norm",
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
+_HYBRID_LAYER = {  # whole names where ours end in neither .weight nor .bias
+    "post_attention_norm": "post_attention_layernorm",
+    **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
+    **{"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_out": "linear_attn.out_proj"},
+    **{"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm"},
+    **{"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+}
+_CENTRED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")  # stored as the difference from 1
+_VALUE_ROWS = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_out", "ssm_conv1d", "ssm_a", "ssm_dt")
 # Read where the config is made, or of no use.
 _UNREAD = {"rope_freqs.weight"}
 
@@ -111,19 +123,43 @@ _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)")
 _DEEPSTACK_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 
+class Order(NamedTuple):
+    """Of rows, or `columns`: those behind the first `keep`, in four dimensions (-1: what is left), of which the two in
+    the middle change places."""
+
+    cut: tuple[int, int, int, int]
+    keep: int = 0
+    columns: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Of what their number is a multiple."""
+        return abs(math.prod(self.cut))
+
+
 class Source(NamedTuple):
     """What a canonical tensor is made of. "rows": parts one below the other; "frames": 2-D kernels become a 3-D one;
-    "batch": dimensions of 1 come before its own, until there are three. `heads`: rows are those of so many heads, whose
-    rotary pairs lie side by side; 0: as they are."""
+    "batch": dimensions of 1 come before its own, until there are three; "taps": one comes before its last. `value`: of
+    a number x of the file, "x - 1" or "log -x"."""
 
     parts: tuple[str, ...]
     joined: Joined = "alone"
-    heads: int = 0
+    order: Order | None = None
+    value: Literal["x", "x - 1", "log -x"] = "x"
 
 
-def sources(shapes: Mapping[str, Shape], model_type: str, heads: tuple[int, int] | None) -> dict[str, Source]:
-    """By canonical name. `shapes`: of all tensors of all files; `model_type` of config.json; `heads` of queries and of
-    keys, where the decoder is of llama's type. A tensor that no rule knows keeps its name."""
+class Decoder(NamedTuple):
+    """Layers behind the first `num_layers` guess further tokens. `heads`: of queries and of keys, where it is of
+    llama's type. `delta`: key heads, value heads, rows of queries and keys together, where it has delta nets."""
+
+    num_layers: int
+    heads: tuple[int, int] | None = None
+    delta: tuple[int, int, int] | None = None
+
+
+def sources(shapes: Mapping[str, Shape], model_type: str, decoder: Decoder) -> dict[str, Source]:
+    """By canonical name. `shapes`: of all tensors of all files; `model_type` of config.json. A tensor that no rule
+    knows keeps its name."""
     swapped = _swapped(shapes)
     tower = _TOWERS.get(model_type)
     found: dict[str, Source] = {}
@@ -134,21 +170,41 @@ def sources(shapes: Mapping[str, Shape], model_type: str, heads: tuple[int, int]
             for canonical, source in _of_tower(name, shapes, tower, swapped):
                 found[canonical] = source
         else:
-            canonical, source = _of_text(name, heads)
+            canonical, source = _of_text(name, decoder)
             prefix = "language_model." if tower is not None and canonical != name else ""
             found[prefix + canonical] = source
     return found
 
 
-def _of_text(name: str, heads: tuple[int, int] | None) -> tuple[str, Source]:
-    stem, _, kind = name.rpartition(".")
-    if stem in _TEXT:
-        return f"{_TEXT[stem]}.{kind}", Source((name,))
-    layer = LAYER.fullmatch(name)
-    if layer is None or layer[1] or layer[3] not in _TEXT_LAYER:
+def _of_text(name: str, decoder: Decoder) -> tuple[str, Source]:
+    if new := _renamed(_TEXT, name):
+        return new, Source((name,), value="x - 1" if decoder.delta and name == "output_norm.weight" else "x")
+    layer = _LAYER.fullmatch(name)
+    if layer is not None and int(layer[1]) >= decoder.num_layers:
+        return f"mtp.{name}", Source((name,))
+    new = _renamed(_TEXT_LAYER | (_HYBRID_LAYER if decoder.delta else {}), layer[2]) if layer else None
+    if layer is None or new is None:
         return name, Source((name,))
-    turned = {"attn_q": heads[0], "attn_k": heads[1]}.get(layer[3], 0) if heads else 0
-    return f"model.layers.{layer[2]}.{_TEXT_LAYER[layer[3]]}.{layer[4]}", Source((name,), heads=turned)
+    source, part = Source((name,)), layer[2].partition(".")[0]
+    if decoder.delta:
+        source = _of_delta(source, part, *decoder.delta)
+    elif decoder.heads and part in ("attn_q", "attn_k"):
+        source = source._replace(order=Order((decoder.heads[part == "attn_k"], -1, 2, 1)))
+    return f"model.layers.{layer[1]}.{new}", source
+
+
+def _of_delta(source: Source, part: str, key_heads: int, value_heads: int, key_rows: int) -> Source:
+    """Value heads of one key head lie together in ours; in the file the first of every key head come first."""
+    if part in _CENTRED:
+        return source._replace(value="x - 1")
+    if part == "ssm_a":
+        source = source._replace(value="log -x")
+    if part == "ssm_conv1d":
+        source = source._replace(joined="taps")
+    if key_heads == value_heads or part not in _VALUE_ROWS:
+        return source
+    order = Order((1, value_heads // key_heads, key_heads, -1), columns=part == "ssm_out")
+    return source._replace(order=order._replace(keep=key_rows if part in ("attn_qkv", "ssm_conv1d") else 0))
 
 
 def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) -> Iterator[tuple[str, Source]]:
@@ -158,7 +214,7 @@ def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) ->
     if name == "v.patch_embd.weight" and f"{name}.1" in shapes:
         yield f"{tower.top['v.patch_embd']}.weight", Source((name, f"{name}.1"), "frames")
         return
-    layer = LAYER.fullmatch(name)
+    layer = _TOWER_LAYER.fullmatch(name)
     if layer is not None:
         yield from _of_tower_layer(name, layer, shapes, tower, swapped)
         return
@@ -174,10 +230,10 @@ def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) ->
 def _of_tower_layer(
     name: str, layer: re.Match[str], shapes: Iterable[str], tower: _Tower, swapped: bool
 ) -> Iterator[tuple[str, Source]]:
-    part, kind = layer[3], layer[4]
-    prefix = f"{tower.layers}.{layer[2]}"
+    part, kind = layer[2], layer[3]
+    prefix = f"{tower.layers}.{layer[1]}"
     if tower.fused is not None and part in _QKV:
-        parts = tuple(f"v.blk.{layer[2]}.{each}.{kind}" for each in _QKV)
+        parts = tuple(f"v.blk.{layer[1]}.{each}.{kind}" for each in _QKV)
         if part == _QKV[0]:
             yield f"{prefix}.{tower.fused}.{kind}", Source(tuple(p for p in parts if p in shapes), "rows")
         return

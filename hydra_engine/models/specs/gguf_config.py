@@ -24,6 +24,7 @@ _TEXT_ALONE = {  # architecture -> model_type without pictures, with which posit
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen2vl": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3vl": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
 }
 _WITH_PICTURES = {  # architecture and projector -> model_type
     ("llama", "mlp"): "llava",
@@ -178,29 +179,56 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         raise CheckpointError(f"{header.path.name} has no matrix token_embd.weight")
     hidden, heads = settings.integer(named("embedding_length")), settings.integer(named("attention.head_count"))
     head_dim = settings.integer(named("attention.key_length"), hidden // heads or 1)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if settings.integer(named(name), head_dim) != head_dim:
-            raise settings.wrong(named(name), f"{head_dim}, the size of a key")
+    turning, hybrid = settings.integer(named("rope.dimension_count"), head_dim), architecture == "qwen35"
+    if settings.integer(named("attention.value_length"), head_dim) != head_dim:
+        raise settings.wrong(named("attention.value_length"), f"{head_dim}, the size of a key")
+    if turning != head_dim and not hybrid:
+        raise settings.wrong(named("rope.dimension_count"), f"{head_dim}, the size of a key")
+    guessing = settings.integer(named("nextn_predict_layers"), 0, at_least=0)
+    num_hidden = num_layers(header, named("block_count"), "blk.{}.attn_norm.weight", besides=guessing)
+    rope = _rope(settings, architecture, head_dim, rope_factors)
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": settings.integer(named("feed_forward_length")),
-        "num_hidden_layers": num_layers(header, named("block_count"), "blk.{}.attn_norm.weight"),
+        "num_hidden_layers": num_hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer(named("attention.head_count_kv"), heads),
         "head_dim": head_dim,
         "max_position_embeddings": settings.integer(named("context_length")),
         "rms_norm_eps": settings.number(named("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": _rope(settings, architecture, head_dim, rope_factors),
+        "rope_parameters": rope | ({"partial_rotary_factor": turning / head_dim} if hybrid else {}),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
+        **(_delta_nets(settings, architecture, num_hidden) if hybrid else {}),
+    }
+
+
+def _delta_nets(settings: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
+    """Older files say every how many layers one is attention, newer ones which are not."""
+    taps, key_dim, key_heads, value_heads, width = (
+        settings.integer(f"{architecture}.ssm.{name}")
+        for name in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+    )
+    which = settings.get(f"{architecture}.attention.recurrent_layers")
+    kinds: dict[str, Any] = {"full_attention_interval": settings.integer(f"{architecture}.full_attention_interval", 4)}
+    if isinstance(which, list):
+        names = ["linear_attention" if is_delta else "full_attention" for is_delta in which]
+        kinds = {"layer_types": names[:num_layers]}
+    return kinds | {
+        "linear_conv_kernel_dim": taps,
+        "linear_key_head_dim": key_dim,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": width // value_heads,
     }
 
 
 def _dtype(header: GgufHeader) -> str:
     """Of activations where the user does not say: that of the first layer's plain matrices, else bfloat16."""
-    kind = header.tensors.get("blk.0.attn_q.weight", header.tensors["token_embd.weight"]).type.name
+    names = ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight")
+    kind = next(header.tensors[name] for name in names if name in header.tensors).type.name
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
 
 

@@ -53,11 +53,12 @@ def check_width(mmproj: GgufHeader, hidden_size: int) -> None:
         )
 
 
-def num_layers(header: GgufHeader, name: str, tensor: str) -> int:
-    """Of which the last has a tensor of this name, so that nothing is built for layers that are not there."""
-    count = header.settings.integer(name)
+def num_layers(header: GgufHeader, name: str, tensor: str, besides: int = 0) -> int:
+    """Of which the last has a tensor of this name, so that nothing is built for layers that are not there. `besides`:
+    of those that are counted, how many at the end are of another kind."""
+    count = header.settings.integer(name) - besides
     if tensor.format(count - 1) not in header.tensors:
-        raise CheckpointError(f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count}")
+        raise CheckpointError(f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count + besides}")
     return count
 
 

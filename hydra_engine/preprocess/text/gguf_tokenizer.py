@@ -20,10 +20,12 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 # How text is split before merging, by tokenizer.ggml.pre; None is GPT-2's rule.
 _SPLITS = {
     **dict.fromkeys(("default", "gpt-2"), None),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "pixtral"), _LLAMA3),
 }
 
@@ -77,7 +79,7 @@ def _byte_level(settings: Fields, tokens: list[str], kinds: list[int]) -> tuple[
         raise settings.wrong("tokenizer.ggml.merges", "pairs of tokens with a space between them")
     whole = split is _LLAMA3
     return {
-        "normalizer": {"type": "NFC"} if split is _QWEN2 else None,
+        "normalizer": {"type": "NFC"} if split in (_QWEN2, _QWEN35) else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, to_bytes]},
         "decoder": to_bytes,
         "post_processor": None,
