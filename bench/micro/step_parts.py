@@ -51,6 +51,8 @@ KINDS = {
     "gated_rms_norm": "other ops",
     "sigmoid_mul": "other ops",
     "copy_columns": "other ops",
+    "copy_rows": "other ops",
+    "widen": "other ops",
     "rope_and_write": "other ops",
 }
 NATIVE = ("products", "attention", "other ops")

@@ -1,4 +1,4 @@
-// Entry points of the norms, gated activations and rotations. Outputs are contiguous, inputs may have any row stride.
+// Entry points of the norms, gated activations, rotations and largest numbers. Outputs are contiguous, inputs may have any row stride.
 #include "cpu/elementwise/elementwise.h"
 
 #include <utility>
@@ -107,6 +107,12 @@ void sigmoid_mul(Address x, Strides x_strides, Address gate, Strides gate_stride
   perform([call] { run_rows(RowsOp::sigmoid_mul, call); });
 }
 
+void find_best(Address x, int64_t x_stride, int64_t rows, int64_t columns, Address best) {
+  HYDRA_CHECK(rows >= 0, "rows: expected at least 0, got ", rows);
+  HYDRA_CHECK(columns >= 1, "columns: expected at least 1, got ", columns);
+  best_of_rows({pointer<float>(x), x_stride, rows, columns, pointer<int64_t>(best)});
+}
+
 }  // namespace
 
 void register_elementwise(py::module_& m) {
@@ -126,6 +132,8 @@ void register_elementwise(py::module_& m) {
   m.def("gated_rms_norm", &gated_rms_norm, py::arg("x"), py::arg("x_strides"), py::arg("weight"), py::arg("gate"),
         py::arg("gate_strides"), py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("columns"),
         py::arg("eps"), py::arg("dtype"), ReleaseGil());
+  m.def("best_of_rows", &find_best,
+        py::arg("x"), py::arg("x_stride"), py::arg("rows"), py::arg("columns"), py::arg("best"), ReleaseGil());
   m.def("sigmoid_mul", &sigmoid_mul, py::arg("x"), py::arg("x_strides"), py::arg("gate"), py::arg("gate_strides"),
         py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("columns"), py::arg("dtype"), ReleaseGil());
 }

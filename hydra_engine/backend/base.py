@@ -225,8 +225,9 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-# (hidden [T, C], rotary, cache, places) -> [T, C]: the layers of a decoder for rows of one token each.
-LayersOf = Callable[[Tensor, Rotary, PagedCache, Places], Tensor]
+# (token ids [T], positions [T], angles, cache, places) -> logits [T, V] float32: a decoder, for rows of one token each.
+# Ids and positions are contiguous int64, positions are rows of the angles [P, D] float32.
+Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, Places], Tensor]
 
 
 class PackedLinear(Protocol):
@@ -399,12 +400,18 @@ class Ops(Protocol):
         ...
 
     # ---- whole steps
-    def layers_of_decodes(self, layers: LayersOf) -> LayersOf:
-        """`layers`, or what gives their bits with less between the ops. For one lane; a result is good until the next
-        call. `layers` does nothing but launch these ops, and what it does follows from the shapes of its inputs."""
+    def recorded(self, decode: Decode) -> Decode:
+        """`decode`, or what gives its bits with less between the ops. For one lane; a result is good until the next
+        call. `decode` does nothing but launch these ops, take rows of tables and join columns, and what it does follows
+        from the shapes of its inputs."""
         ...
 
     # ---- sampling
+    def best_tokens(self, logits: Tensor) -> Tensor:
+        """logits [B, V] float32 -> [B] int64: the lowest id among the largest logits, -1 for a row that is not
+        finite."""
+        ...
+
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         """logits [B, V] float32 -> (tokens [B] int64, finite [B] bool). The token at `numbers` of the filtered
         distribution's cumulative sum in vocabulary order; the lowest id among the largest logits at temperature 0. A

@@ -227,15 +227,21 @@ def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, i
     return batch, block_tables.shape[1]
 
 
-def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
+def check_logits(logits: Tensor) -> tuple[int, int]:
     """Returns B and V."""
     if logits.dim() != 2 or logits.dtype is not torch.float32 or logits.stride(1) != 1 or not logits.shape[1]:
         raise ValueError(f"logits: expected [B, V] torch.float32 with dense rows, got {described(logits)}")
+    return logits.shape[0], logits.shape[1]
+
+
+def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
+    """Returns B and V."""
+    sizes = check_logits(logits)
     for name, column in sampling._asdict().items():
         dtype = torch.int32 if name == "top_k" else torch.float32
         if column.shape != logits.shape[:1] or column.dtype is not dtype:
             raise ValueError(f"{name}: expected [{logits.shape[0]}] {dtype}, got {described(column)}")
-    return logits.shape[0], logits.shape[1]
+    return sizes
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:

@@ -29,7 +29,8 @@ class Scored(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LanguageInput:
     token_ids: Tensor  # [T] int64; any value at image rows
-    positions: Tensor  # [T] int64 (1-D rotary) or [3, T] (multimodal rotary: time, row, column)
+    # [T] int64 (1-D rotary) or [3, T] (multimodal rotary: time, row, column; alike where a row takes no image feature)
+    positions: Tensor
     slots: Tensor  # [T] int64, KV-cache slot of each token
     attention: AttentionPlan
     logit_rows: Tensor  # [B'] int64, rows whose logits are wanted

@@ -82,7 +82,7 @@ class VisionLanguageModel:
             self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
-        """[B', V] float32: the logits of `batch.logit_rows`, in their order."""
+        """[B', V] float32: the logits of `batch.logit_rows`, in their order; good until the next call."""
         if self._decoder is None:
             raise ValueError("forward: expected a model with a decoder, got one without")
         return self._decoder(batch, kv_cache, image_cache)

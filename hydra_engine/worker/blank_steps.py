@@ -17,7 +17,6 @@ import torch
 from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows, States
 from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
-from hydra_engine.worker.language.sampler import best_tokens
 from hydra_engine.worker.ports import ServedModel
 
 
@@ -134,4 +133,4 @@ def warm_language(
         logits = model.forward(inputs, kv_cache, image_cache)
         if samples:
             ops.sample(logits, blank_sampling(logits.shape[0], device))
-    best_tokens(logits.cpu().numpy())
+        ops.best_tokens(logits.cpu())

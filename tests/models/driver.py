@@ -178,7 +178,7 @@ class Driver:
             states=states,
         )
         with torch.inference_mode():
-            logits = self.model.forward(batch, self.kv_cache, self.image_cache)
+            logits = self.model.forward(batch, self.kv_cache, self.image_cache).clone()
         assert logits.dtype is torch.float32 and logits.shape == (len(wanted), self.spec.language.vocab_size)
         return list(logits.split(counts))
 

@@ -2,26 +2,28 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, Rotary, StateCache, StateRows, States
+from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, StateCache, StateRows, States
 from hydra_engine.backend.cpu.ops import NativeOps
-from hydra_engine.backend.cpu.recording import MOST_ROWS, RecordedLayers
+from hydra_engine.backend.cpu.recording import MOST_ROWS, RecordedDecode
 from hydra_engine.backend.quantized import quantized
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
 SIZE, INNER = HEADS * DIM, 96
 PLACES, TAPS = 2 * (MOST_ROWS + 1), 4
-Given = tuple[Tensor, Rotary, PagedCache, Places]
+VOCAB, POSITIONS = 50, 40
+Given = tuple[Tensor, Tensor, Tensor, PagedCache, Places]
 
 
 class Layers:
-    """Two layers of a decoder in `dtype`, and inputs for them."""
+    """Two layers of a decoder in `dtype`, behind an embedding in `table`, and inputs for them."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, table: torch.dtype | None = None) -> None:
         self.ops, self.dtype = NativeOps(), dtype
         self.calls = 0
         self._random = torch.Generator().manual_seed(0)
@@ -31,6 +33,8 @@ class Layers:
             for name, shape in (*shapes.items(), ("down", (SIZE, INNER)))
         }
         self._norm = self.normal(SIZE)
+        self._table = self.normal(VOCAB, SIZE).to(table or dtype)
+        self.angles = torch.randn(POSITIONS, DIM, generator=self._random)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random).to(self.dtype)
@@ -44,13 +48,17 @@ class Layers:
         tables = torch.randperm(BLOCKS, generator=self._random).to(torch.int32).repeat(3 * rows)[: 3 * rows].view(-1, 3)
         last = contexts.long() - 1
         slots = tables.long().gather(1, last[:, None] // BLOCK)[:, 0] * BLOCK + last % BLOCK
-        angles = torch.randn(rows, DIM, generator=self._random)
-        cos, sin = angles.chunk(2, dim=1)
+        token_ids = torch.randint(0, VOCAB, (rows,), generator=self._random)
         plan = self.ops.plan_attention(torch.arange(rows + 1, dtype=torch.int32), contexts, tables.contiguous())
-        return self.normal(rows, SIZE), (cos, sin), cache, Places(slots, plan)
+        return token_ids, last, self.angles, cache, Places(slots, plan)
 
-    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+    ) -> Tensor:
         self.calls += 1
+        hidden = self._table.index_select(0, token_ids).to(self.dtype)
+        cos, sin = angles.index_select(0, positions).chunk(2, dim=1)
+        rotary = cos, sin
         ops, weights = self.ops, self._weights
         residual, hidden = hidden, ops.rms_norm(hidden, self._norm, 1e-5)
         for layer in range(LAYERS):
@@ -114,18 +122,18 @@ class Recurrent(Layers):
 
 def expected_of(layers: Layers, given: Given) -> tuple[Tensor, ...]:
     """What the layers themselves give, and leave in the caches; the inputs are as before."""
-    hidden, rotary, cache, places = given
+    token_ids, positions, angles, cache, places = given
     copy, states = PagedCache(cache.data.clone()), places.states
     if states is None:
-        return layers(hidden.clone(), rotary, copy, places), copy.data
+        return layers(token_ids, positions, angles, copy, places), copy.data
     state_copy = StateCache(states.cache.conv.clone(), states.cache.recurrent.clone())
-    found = layers(hidden.clone(), rotary, copy, places._replace(states=States(state_copy, states.rows)))
+    found = layers(token_ids, positions, angles, copy, places._replace(states=States(state_copy, states.rows)))
     return found, copy.data, state_copy.conv, state_copy.recurrent
 
 
 def left_in(given: Given) -> tuple[Tensor, ...]:
     """What is in the caches."""
-    _, _, cache, (_, _, states) = given
+    *_, cache, (_, _, states) = given
     return cache.data, *(() if states is None else (states.cache.conv, states.cache.recurrent))
 
 
@@ -134,7 +142,7 @@ def left_in(given: Given) -> tuple[Tensor, ...]:
 @torch.inference_mode()
 def test_replays_are_the_calls(isa: str, threads: int, kind: type[Layers], dtype: torch.dtype) -> None:
     layers = kind(dtype)
-    recorded, cache = RecordedLayers(layers), layers.cache()
+    recorded, cache = RecordedDecode(layers), layers.cache()
     recordings: set[int] = set()
     for rows in (1, 3, 1, MOST_ROWS, 3, 2, 1, MOST_ROWS + 1, 3):
         given = layers.given(rows, cache)
@@ -146,10 +154,32 @@ def test_replays_are_the_calls(isa: str, threads: int, kind: type[Layers], dtype
         recordings |= {rows} if rows <= MOST_ROWS else set()
 
 
+@pytest.mark.parametrize("table", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_rows_of_a_narrower_table_are_widened(table: torch.dtype) -> None:
+    layers = Layers(torch.float32, table)
+    recorded, cache = RecordedDecode(layers), layers.cache()
+    for calls in (2, 3):  # of the first one, besides that of the expected, the recording's
+        given = layers.given(3, cache)
+        expected, _ = expected_of(layers, given)
+        assert torch.equal(recorded(*given), expected) and layers.calls == calls
+
+
+@torch.inference_mode()
+def test_angles_of_other_memory_are_recorded_anew() -> None:
+    layers = Layers(torch.float32)
+    recorded, cache = RecordedDecode(layers), layers.cache()
+    for _ in range(3):
+        layers.angles = torch.cat((layers.angles, layers.angles + 1))
+        given = layers.given(2, cache)
+        expected, _ = expected_of(layers, given)
+        assert torch.equal(recorded(*given), expected)
+
+
 @torch.inference_mode()
 def test_another_cache_is_recorded_anew() -> None:
     layers = Layers(torch.float32)
-    recorded = RecordedLayers(layers)
+    recorded = RecordedDecode(layers)
     for cache in (layers.cache(), layers.cache()):
         for _ in range(2):
             given = layers.given(2, cache)
@@ -157,14 +187,23 @@ def test_another_cache_is_recorded_anew() -> None:
             assert torch.equal(recorded(*given), expected) and torch.equal(cache.data, written)
 
 
-@torch.inference_mode()
-def test_what_torch_computes_is_not_left_out() -> None:
-    class Doubling(Layers):
-        def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
-            return super().__call__(hidden, rotary, cache, places) * 2
+class Doubling(Layers):
+    def __call__(self, *given: Any) -> Tensor:
+        return super().__call__(*given) * 2
 
-    layers = Doubling(torch.float32)
-    recorded, cache = RecordedLayers(layers), layers.cache()
+
+class Transposing(Layers):
+    """With what torch calls a view and copies."""
+
+    def __call__(self, *given: Any) -> Tensor:
+        return super().__call__(*given).t().reshape(-1, SIZE)
+
+
+@pytest.mark.parametrize("kind", [Doubling, Transposing])
+@torch.inference_mode()
+def test_what_torch_computes_is_not_left_out(kind: type[Layers]) -> None:
+    layers = kind(torch.float32)
+    recorded, cache = RecordedDecode(layers), layers.cache()
     for _ in range(2):
         given = layers.given(2, cache)
         expected, _ = expected_of(layers, given)
@@ -174,12 +213,19 @@ def test_what_torch_computes_is_not_left_out() -> None:
 @torch.inference_mode()
 def test_contents_are_checked_in_every_replay() -> None:
     layers = Layers(torch.float32)
-    recorded, cache = RecordedLayers(layers), layers.cache()
+    recorded, cache = RecordedDecode(layers), layers.cache()
     recorded(*layers.given(2, cache))
     *others, places = layers.given(2, cache)
     before = cache.data.clone()
     with pytest.raises(ValueError, match="slots: expected -1 to"):
         recorded(*others, places._replace(slots=places.slots + BLOCK * BLOCKS))
+    token_ids, positions, angles, _ = others
+    for wrong_ids, wrong_positions in ((token_ids + VOCAB, positions), (token_ids, positions - POSITIONS)):
+        with pytest.raises(ValueError, match="ids: expected 0 to"):
+            recorded(wrong_ids, wrong_positions, angles, cache, places)
+    for cut in (token_ids[:1], token_ids.int(), torch.cat((token_ids, token_ids))[::2]):
+        with pytest.raises(ValueError, match="expected contiguous"):
+            recorded(token_ids, cut, angles, cache, places)
     tables = torch.full((2, 3), BLOCKS, dtype=torch.int32)
     wrong = layers.ops.plan_attention(places.attention.cu_q, places.attention.num_context, tables)
     with pytest.raises(ValueError, match="block_tables: expected 0 to"):

@@ -98,3 +98,38 @@ def test_wrong_shapes_are_named(ops: Ops) -> None:
         ops.sample(torch.zeros(1, 7), good._replace(top_k=good.top_k.long()))
     with pytest.raises(ValueError, match="numbers: expected"):
         ops.sample(torch.zeros(2, 7), draws_of([(1.0, 0, 1.0, 0.0, 0.5)] * 2)._replace(numbers=good.numbers))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 3, 7, 8, 31, 64, 65, 511, 512, 513, 2049, 32_064])
+def test_best_tokens_are_the_first_of_the_largest(ops: Ops, vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    wide = torch.from_numpy(rng.integers(-9, 9, (9, vocabulary + 5)).astype(np.float32))  # full of ties
+    wide[1] = -wide[1].abs() - 1
+    wide[2] = 0.0
+    wide[3, ::2] = -0.0  # equal to the zeros between
+    wide[4, vocabulary - 1] = 3e38  # finite, though its sum with another is not
+    wide[5, rng.integers(vocabulary)] = 10.0
+    wide[6] = torch.from_numpy(rng.standard_normal(vocabulary + 5).astype(np.float32))
+    wide[:, vocabulary:] = torch.nan  # of no row
+    tokens = ops.best_tokens(wide[:, :vocabulary])
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == wide[:, :vocabulary].numpy().argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_best_tokens_tell_rows_that_are_not_finite(ops: Ops, bad: float) -> None:
+    vocabulary = 1031
+    places = [*range(70), 511, 512, 1023, 1024, 1030]
+    logits = torch.zeros(len(places) + 2, vocabulary)
+    for row, place in enumerate(places):
+        logits[row, place] = bad
+    logits[-2] = bad
+    logits[-1] = torch.arange(vocabulary) * 3e35
+    assert ops.best_tokens(logits).tolist() == [-1] * (len(places) + 1) + [vocabulary - 1]
+
+
+def test_best_tokens_of_no_rows_and_of_wrong_shapes(ops: Ops) -> None:
+    assert ops.best_tokens(torch.zeros(0, 7)).shape == (0,)
+    for logits in (torch.zeros(2, 0), torch.zeros(7), torch.zeros(2, 7).double(), torch.zeros(7, 2).t()):
+        with pytest.raises(ValueError, match="logits: expected"):
+            ops.best_tokens(logits)

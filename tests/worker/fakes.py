@@ -22,7 +22,7 @@ from torch import Tensor
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_engine.backend.reference.sampling import sample
+from hydra_engine.backend.reference.sampling import best_tokens, sample
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
@@ -74,6 +74,7 @@ class FakeOps:
     name = "fake"
     deterministic = True
 
+    best_tokens = staticmethod(best_tokens)
     sample = staticmethod(sample)
 
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:

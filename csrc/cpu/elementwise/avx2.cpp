@@ -5,5 +5,6 @@
 #define HYDRA_LEVEL avx2
 #define HYDRA_LANES 8
 #define HYDRA_TARGET HYDRA_TARGET_AVX2
+#include "cpu/elementwise/best.h"
 #include "cpu/elementwise/rows.h"
 #endif

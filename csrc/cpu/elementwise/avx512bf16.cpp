@@ -6,5 +6,6 @@
 #define HYDRA_LANES 16
 #define HYDRA_TARGET HYDRA_TARGET_AVX512BF16
 #define HYDRA_BF16
+#include "cpu/elementwise/best.h"
 #include "cpu/elementwise/rows.h"
 #endif

@@ -1,4 +1,4 @@
-// Norms, gated activations and rotations, row by row in float32. Row t of a result depends on row t of the input alone.
+// Norms, gated activations, rotations and largest numbers, row by row in float32. Row t of a result depends on row t of the input alone.
 #pragma once
 
 #include <cstdint>
@@ -39,15 +39,28 @@ enum class RowsOp { rms_norm, add_rms_norm, layer_norm, act_and_mul, rotate, gat
 
 void run_rows(RowsOp op, const RowsCall& call);
 
+struct BestCall {
+  const float* x = nullptr;  // [rows, columns], columns > 0
+  int64_t x_stride = 0;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t* best = nullptr;  // [rows]: where the first of the row's largest numbers is, -1 if any is not finite
+};
+
+void best_of_rows(const BestCall& call);
+
 // Rows [begin, end) on the calling thread.
 namespace scalar {
 void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
+void best_of_rows(const BestCall& call, int64_t begin, int64_t end);
 }
 namespace avx2 {
 void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
+void best_of_rows(const BestCall& call, int64_t begin, int64_t end);
 }
 namespace avx512bf16 {
 void run_rows(RowsOp op, const RowsCall& call, int64_t begin, int64_t end);
+void best_of_rows(const BestCall& call, int64_t begin, int64_t end);
 }
 
 }  // namespace hydra

@@ -2,4 +2,5 @@
 #define HYDRA_LEVEL scalar
 #define HYDRA_LANES 4
 #define HYDRA_TARGET
+#include "cpu/elementwise/best.h"
 #include "cpu/elementwise/rows.h"

@@ -1,4 +1,5 @@
-"""Matrix products, norms, gates and rotations of the native extension: the part of the native CPU ops that computes.
+"""Matrix products, norms, gates, rotations and best tokens of the native extension: the part of the native CPU ops that
+computes.
 
 Knows tensors: allocates outputs and packed weights (so memory is accounted here), checks shapes and dtypes, and passes
 addresses. Does not know instruction sets, threads or layouts; those are in csrc/cpu.
@@ -245,6 +246,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         DTYPE_CODES[x.dtype],
     )
     return out
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """[B, V] float32 -> [B] int64: the first of the largest logits of each row, -1 where one is not finite."""
+    rows, columns = checks.check_logits(logits)
+    tokens = torch.empty(rows, dtype=torch.int64)
+    _C.best_of_rows(logits.data_ptr(), logits.stride(0), rows, columns, tokens.data_ptr())
+    return tokens
 
 
 def _activation_code(act: str) -> int:

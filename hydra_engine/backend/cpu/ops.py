@@ -15,7 +15,7 @@ from hydra_engine.backend.cpu import delta_rule as native_delta
 from hydra_engine.backend.cpu import linear as native_linear
 from hydra_engine.backend.cpu.cache import CacheOps
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
-from hydra_engine.backend.cpu.recording import RecordedLayers
+from hydra_engine.backend.cpu.recording import RecordedDecode
 from hydra_engine.backend.reference.ops import ALL_OPS
 from hydra_engine.backend.reference.sampling import sample
 
@@ -42,7 +42,8 @@ class NativeOps(CacheOps):
     plan_decode_states = staticmethod(native_delta.plan_decode_states)
     causal_conv = staticmethod(native_delta.causal_conv)
     delta_rule = staticmethod(native_delta.delta_rule)
-    layers_of_decodes = staticmethod(RecordedLayers)
+    recorded = staticmethod(RecordedDecode)
+    best_tokens = staticmethod(native_linear.best_tokens)
     sample = staticmethod(sample)
 
     def choices(self) -> tuple[OpChoice, ...]:

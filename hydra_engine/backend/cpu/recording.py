@@ -1,6 +1,6 @@
 """Steps of few rows without Python between their ops: the native calls of the first one are kept and made again.
 
-Nothing is decided between the ops of a decoder's layers: shapes, weights and memory are the same in every step of as
+Nothing is decided between the ops of a decoder: shapes, weights and memory are the same in every step of as
 many rows. So the calls are recorded once for each number of rows, over inputs and memory of their own; a step copies
 its inputs there and replays them, with the bits of the calls themselves. Recordings of one object share their memory,
 for only one of them runs at a time.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import _C
-from hydra_engine.backend.base import LayersOf, PagedCache, Places, Rotary, StateCache, StateRows, States
-from hydra_engine.backend.cpu.linear import aligned
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import Decode, PagedCache, Places, StateCache, StateRows, States
+from hydra_engine.backend.cpu.linear import DTYPE_CODES, aligned
 
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 32  # of more, Python is a hundredth of a step
+_HALVES = (torch.bfloat16, torch.float16)
 _NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 
@@ -33,65 +35,78 @@ class _Kept(NamedTuple):
     """A recording with what its calls read and write."""
 
     calls: _C.Recording
+    angles: Tensor
     cache: PagedCache
     places: Places
     inputs: tuple[Tensor, ...]  # as `_inputs` gives them
     result: Tensor
 
-    def is_of(self, cache: PagedCache, places: Places) -> bool:
-        return self.cache is cache and _state_cache(self.places) is _state_cache(places)
+    def is_of(self, angles: Tensor, cache: PagedCache, places: Places) -> bool:
+        same = self.angles is angles and self.cache is cache
+        return same and _state_cache(self.places) is _state_cache(places)
 
 
-class RecordedLayers:
-    """`Ops.layers_of_decodes` of backend/base.py. For one lane."""
+class RecordedDecode:
+    """`Ops.recorded` of backend/base.py. For one lane."""
 
-    def __init__(self, layers: LayersOf) -> None:
-        self._layers = layers
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
         self._memory = _Memory()
         self._kept: dict[int, _Kept] = {}  # by the number of rows
         self._recordable = True
 
-    def __call__(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
-        rows = hidden.shape[0]
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+    ) -> Tensor:
+        rows = token_ids.shape[0]
         if not self._recordable or not 0 < rows <= MOST_ROWS:
-            return self._layers(hidden, rotary, cache, places)
+            return self._decode(token_ids, positions, angles, cache, places)
         kept = self._kept.get(rows)
-        if kept is None or not kept.is_of(cache, places):
-            return self._record(hidden, rotary, cache, places)
-        for own, tensor in zip(kept.inputs, _inputs(hidden, rotary, places), strict=True):
-            own.copy_(tensor)
+        if kept is None or not kept.is_of(angles, cache, places):
+            return self._record(token_ids, positions, angles, cache, places)
+        kept.calls.set_inputs([tensor.data_ptr() for tensor in _inputs(token_ids, positions, places)])
         kept.places.attention.native.become(places.attention.native)
         kept.calls.replay()
         return kept.result
 
-    def _record(self, hidden: Tensor, rotary: Rotary, cache: PagedCache, places: Places) -> Tensor:
-        inputs = tuple(tensor.clone() for tensor in _inputs(hidden, rotary, places))
-        own_hidden, cos, sin, slots, *rows = inputs
-        states = None if places.states is None else States(places.states.cache, StateRows(*rows))
+    def _record(
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+    ) -> Tensor:
+        inputs = tuple(tensor.clone() for tensor in _inputs(token_ids, positions, places))
+        own_ids, own_positions, slots, *rows = inputs
+        states = None
+        if places.states is not None:
+            states = States(places.states.cache, StateRows(places.states.rows.cu_q.clone(), *rows))
         plan = _C.AttentionPlan(0, 0, 0, 0, 0)
         plan.become(places.attention.native)
         own, calls = Places(slots, replace(places.attention, native=plan), states), _C.Recording()
+        for tensor in inputs:
+            calls.add_input(tensor.data_ptr(), tensor.nbytes)
         calls.begin()
         try:
             with _Recorder(self._memory):
-                result = self._layers(own_hidden, (cos, sin), cache, own)
+                result = self._decode(own_ids, own_positions, angles, cache, own)
         except _NotRecordableError as error:
             self._recordable = False
             logger.info("decodes run op by op: %s is none of the extension's ops", error)
         finally:
             calls.end()
         if not self._recordable:
-            return self._layers(hidden, rotary, cache, places)
-        self._kept[hidden.shape[0]] = _Kept(calls, cache, own, inputs, result)
-        return result
+            return self._decode(token_ids, positions, angles, cache, places)
+        kept = _Kept(calls, angles, cache, own, inputs, self._memory.lasting(result))
+        self._kept[token_ids.shape[0]] = kept
+        return kept.result
 
 
-def _inputs(hidden: Tensor, rotary: Rotary, places: Places) -> tuple[Tensor, ...]:
+def _inputs(token_ids: Tensor, positions: Tensor, places: Places) -> tuple[Tensor, ...]:
     """What differs from step to step, but for the plan."""
-    if places.states is None:
-        return hidden, *rotary, places.slots
-    rows = places.states.rows
-    return hidden, *rotary, places.slots, rows.cu_q, rows.starts, rows.reads, rows.writes
+    inputs: tuple[Tensor, ...] = token_ids, positions, places.slots
+    if places.states is not None:
+        rows = places.states.rows
+        inputs += rows.starts, rows.reads, rows.writes
+    for tensor in inputs:
+        checks.check_indices("inputs", tensor, token_ids.shape[0])
+    return inputs
 
 
 def _state_cache(places: Places) -> StateCache | None:
@@ -103,12 +118,17 @@ class _NotRecordableError(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Gives new tensors their memory; lets views pass, joins columns (a weight of several forms gives its parts one by
-    one), and refuses what else torch would compute."""
+    """Gives new tensors their memory; lets views pass, takes rows of tables (embeddings, angles), joins columns (a
+    weight of several forms gives its parts one by one), and refuses what else torch would compute."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
         self._memory = memory
+        self._native: dict[Any, Callable[..., Tensor]] = {
+            torch.ops.aten.index_select.default: self._taken,
+            torch.ops.aten.to.dtype: self._widened,
+            torch.ops.aten.cat.default: self._joined,
+        }
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -120,11 +140,34 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         if func in _NEW:
             return self._memory.like(func(*args, **(kwargs or {})))
-        if func is torch.ops.aten.cat.default:
-            return self._joined(*args)
-        if not func.is_view:
+        native = self._native.get(func)
+        if native is not None:
+            return native(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {})) if func.is_view else None
+        first = found if isinstance(found, Tensor) or not found else found[0]
+        # Some give a view or, where there is none, compute.
+        if first is None or first.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
             raise _NotRecordableError(str(func))
-        return func(*args, **(kwargs or {}))
+        return found
+
+    def _taken(self, table: Tensor, dim: int, ids: Tensor) -> Tensor:
+        """Rows of a matrix."""
+        if dim != 0 or table.dim() != 2 or not table.is_contiguous():
+            raise _NotRecordableError("an index of other than rows")
+        taken = self._memory.like(table.new_empty((checks.check_indices("ids", ids), table.shape[1])))
+        width = table.shape[1] * table.itemsize
+        _C.copy_rows(table.data_ptr(), table.shape[0], width, ids.data_ptr(), len(ids), taken.data_ptr())
+        return taken
+
+    def _widened(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """16 bits as float32, others as they are."""
+        if dtype is tensor.dtype:
+            return tensor
+        if dtype is not torch.float32 or tensor.dtype not in _HALVES or not tensor.is_contiguous():
+            raise _NotRecordableError(f"a cast from {tensor.dtype} to {dtype}")
+        widened = self._memory.like(torch.empty(tensor.shape, dtype=dtype))
+        _C.widen(tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel(), widened.data_ptr())
+        return widened
 
     def _joined(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
         """torch.cat of matrices [T, C] of one dtype along their columns."""
@@ -143,13 +186,23 @@ class _Memory:
     """Of tensors inside a recording: what one of them no longer needs the next one gets, as in the steps themselves."""
 
     def __init__(self) -> None:
+        self._pieces: dict[int, Tensor] = {}  # by address
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size, a power of two
 
     def like(self, tensor: Tensor) -> Tensor:
         size = 1 << max(tensor.nbytes - 1, 63).bit_length()
         free = self._free[size]
-        lent = np.asarray(_Lent(free.pop() if free else aligned(size), free))
+        if not free:
+            piece = aligned(size)
+            self._pieces[piece.data_ptr()] = piece
+            free.append(piece)
+        lent = np.asarray(_Lent(free.pop(), free))
         return torch.from_numpy(lent)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """The same one in memory that is lent again all the same."""
+        piece = self._pieces[tensor.data_ptr()]
+        return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _Lent:

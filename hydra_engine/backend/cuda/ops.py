@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import LayersOf, OpChoice, PackedLinear, SamplingTensors, StateRows
+from hydra_engine.backend.base import Decode, OpChoice, PackedLinear, SamplingTensors, StateRows
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
@@ -22,6 +22,7 @@ from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer
 from hydra_engine.backend.device import Send
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
+from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
@@ -67,6 +68,7 @@ class CudaOps(CudaCacheOps):
     plan_decode_states = staticmethod(cuda_states.plan_decode)
     causal_conv = staticmethod(cuda_states.causal_conv)
     delta_rule = staticmethod(cuda_states.delta_rule)
+    best_tokens = staticmethod(best_tokens)
 
     def __init__(
         self,
@@ -110,9 +112,9 @@ class CudaOps(CudaCacheOps):
         """The sum takes the place of `residual`."""
         return add_rms_norm(x, residual, weight, eps), residual
 
-    def layers_of_decodes(self, layers: LayersOf) -> LayersOf:
-        """As they are."""
-        return layers
+    def recorded(self, decode: Decode) -> Decode:
+        """As it is."""
+        return decode
 
     def plan_states(self, rows: StateRows) -> StateRows:
         return cuda_states.plan(rows, self._send)

@@ -19,9 +19,9 @@ from hydra_engine.backend import checks
 from hydra_engine.backend.base import (
     Activation,
     AttentionPlan,
+    Decode,
     DeltaInputs,
     HeadNorms,
-    LayersOf,
     OpChoice,
     PackedLinear,
     PackedPlan,
@@ -35,7 +35,7 @@ from hydra_engine.backend.quantized import QuantizedWeight, reference_product
 from hydra_engine.backend.reference import delta_rule
 from hydra_engine.backend.reference.attention import causal, padded, tiles
 from hydra_engine.backend.reference.delta_rule import by_vectors
-from hydra_engine.backend.reference.sampling import sample
+from hydra_engine.backend.reference.sampling import best_tokens, sample
 
 ALL_OPS = (
     "linear",
@@ -94,6 +94,7 @@ class ReferenceOps:
     name = "reference"
     deterministic = True
 
+    best_tokens = staticmethod(best_tokens)
     sample = staticmethod(sample)
 
     def __init__(self, reason: str = "plain torch in float32, for reading and for checking") -> None:
@@ -102,9 +103,9 @@ class ReferenceOps:
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
 
-    def layers_of_decodes(self, layers: LayersOf) -> LayersOf:
-        """As they are."""
-        return layers
+    def recorded(self, decode: Decode) -> Decode:
+        """As it is."""
+        return decode
 
     # ---- linear algebra
 

@@ -13,6 +13,12 @@ from hydra_engine.backend import checks
 from hydra_engine.backend.base import SamplingTensors
 
 
+def best_tokens(logits: Tensor) -> Tensor:
+    """[B] int64: the first of the largest logits of each row, -1 where one is not finite."""
+    checks.check_logits(logits)
+    return torch.where(logits.isfinite().all(dim=1), logits.argmax(dim=1), -1)
+
+
 def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, finite [B] bool) of logits [B, V] float32."""
     checks.check_sample(logits, sampling)

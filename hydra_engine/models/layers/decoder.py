@@ -17,7 +17,7 @@ from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.layers.hybrid import DeltaNet, GatedAttention
-from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.models.layers.rotary import RotaryTable, rows_of
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import LanguageSpec, LayerKind
 
@@ -41,18 +41,19 @@ class Decoder:
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
-        self._decodes = scope.ops.layers_of_decodes(self._run)
+        self._decodes = scope.ops.recorded(self._decode)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
-        """[B', V] float32"""
-        rotary = self._rotary(batch.positions, batch.position_end)
-        hidden = self._embed_rows(batch, images)
-        wanted, num_deep = batch.logit_rows, _num_deep(batch, images)
-        places = Places(batch.slots, batch.attention, batch.states)
-        plain = batch.scored is None and not num_deep
+        """[B', V] float32, until the next call"""
+        wanted, places = batch.logit_rows, Places(batch.slots, batch.attention, batch.states)
+        plain = batch.scored is None and batch.image_rows is None
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
-            return self._head(self._decodes(hidden, rotary, cache, places))
+            positions = batch.positions if batch.positions.dim() == 1 else batch.positions[0]
+            angles = self._rotary.up_to(batch.position_end)
+            return self._decodes(batch.token_ids, positions, angles, cache, places)
+        rotary = self._rotary(batch.positions, batch.position_end)
+        hidden, num_deep = self._embed_rows(batch, images), _num_deep(batch, images)
         if batch.scored is not None:
             wanted = torch.cat((batch.scored.rows, wanted))
 
@@ -67,6 +68,11 @@ class Decoder:
                 batch.scored.take(self._head(part))
             hidden = hidden[num_scored:]
         return self._head(hidden)
+
+    def _decode(
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+    ) -> Tensor:
+        return self._head(self._run(self._embed(token_ids), rows_of(angles, positions), cache, places))
 
     def _run(
         self,

@@ -59,8 +59,7 @@ class RotaryTable(GrowingTable):
         than the largest of them."""
         table = self.up_to(end)
         if self._axes is None:
-            cos, sin = table.index_select(0, positions).chunk(2, dim=1)
-            return cos, sin
+            return rows_of(table, positions)
         rows = positions.index_select(0, self._axes).t()  # [T, D/2]
         cos_table, sin_table = table.chunk(2, dim=1)
         return cos_table.gather(0, rows), sin_table.gather(0, rows)
@@ -70,6 +69,12 @@ class RotaryTable(GrowingTable):
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         still = cos.new_zeros(_TABLE_ROWS, self._still)
         return torch.cat((cos, still + 1, sin, still), dim=1).to(self._device)
+
+
+def rows_of(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As a `RotaryTable` of this table where the positions [T] hold for all axes."""
+    cos, sin = table.index_select(0, positions).chunk(2, dim=1)
+    return cos, sin
 
 
 def _axes(spec: LanguageSpec) -> Tensor:

@@ -126,11 +126,6 @@ def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
     return finite
 
 
-def best_tokens(logits: Logits) -> Ids:
-    """The largest logit of each row of [B, V]; the lowest token id on ties."""
-    return logits.argmax(axis=-1)
-
-
 def sample_row(logits: Logits, state: SamplingState, num_generated: int) -> Sample:
     """One row [V] of finite logits."""
     raw: Scores = logits.astype(np.float64)

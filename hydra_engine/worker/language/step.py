@@ -29,7 +29,7 @@ from hydra_engine.worker.boundary import attempt, not_finite
 from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
 from hydra_engine.worker.language.batches import StepRows, sent_input, step_rows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
-from hydra_engine.worker.language.sampler import Logits, best_tokens, finite_rows, sample_row
+from hydra_engine.worker.language.sampler import Logits, sample_row
 from hydra_engine.worker.language.samples import PromptScoring, Samples
 from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable, StateTable
 from hydra_engine.worker.ports import NO_GATE, Gate, PromptPositions, ServedModel, WorkerRequest
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 
 _NO_ROWS: Ints = np.empty(0, dtype=np.int64)
-_NO_TOKEN: Ints = np.full(1, -1, dtype=np.int64)
 
 
 class Unread(NamedTuple):
@@ -53,17 +52,21 @@ class Unread(NamedTuple):
     def read(self) -> Samples:
         """Waits for the device. Raises BackendError where it failed."""
         arrays = self.fetch.result()
-        return sampled(self.num_rows, self.rows, *arrays) if arrays else Samples.none(self.num_rows)
+        if not arrays:
+            return Samples.none(self.num_rows)
+        token_ids, finite = arrays
+        return sampled(self.num_rows, self.rows, np.where(finite, token_ids, -1))
 
 
-def sampled(num_rows: int, rows: Ints, token_ids: npt.NDArray[np.generic], finite: npt.NDArray[np.generic]) -> Samples:
-    """Of the rows that sample, those that are finite have their tokens, and the others have failed."""
-    samples = Samples.none(num_rows)
-    if finite.all():
+def sampled(num_rows: int, rows: Ints, token_ids: Ints) -> Samples:
+    """Of the rows that sample; those with -1 are not finite and have failed."""
+    if len(rows) == num_rows:
+        samples = Samples(token_ids)
+    else:
+        samples = Samples.none(num_rows)
         samples.token_ids[rows] = token_ids
-        return samples
-    samples.token_ids[rows] = np.where(finite, token_ids, -1)
-    samples.failures += [(int(row), not_finite("logits")) for row in rows[np.logical_not(finite)]]
+    if -1 in token_ids.tolist():
+        samples.failures += [(int(row), not_finite("logits")) for row in rows[token_ids < 0]]
     return samples
 
 
@@ -181,7 +184,7 @@ class SynchronousStep(StepForm):
         logits = self._logits(inputs, plan.vision_s)
         poisoned = self._poisoned(plan, begun)
         if poisoned.size:
-            logits[poisoned] = np.nan
+            logits.numpy()[poisoned] = np.nan
         samples = self._sample(logits, plan.num_rows, begun.sampling)
         if begun.scoring is not None:
             begun.scoring.put(samples)
@@ -191,26 +194,24 @@ class SynchronousStep(StepForm):
         self._slot_table.put(begun.sampling.seq_slots, samples.token_ids[begun.sampling.rows])
         return samples
 
-    def _logits(self, inputs: LanguageInput, vision_s: float) -> Logits:
+    def _logits(self, inputs: LanguageInput, vision_s: float) -> Tensor:
         """Of the `vision_s` seconds that the vision lane has beside this plan, a step that is run again gets what is
         left."""
         self._gate.begin(max(vision_s - self.vision_s, 0.0))
         try:
-            logits: Logits = self._forward(inputs).cpu().numpy()
-            return logits
+            return self._forward(inputs).cpu()
         finally:
             self.vision_s += self._gate.end()
 
-    def _sample(self, logits: Logits, num_rows: int, sampling: SamplingRows) -> Samples:
+    def _sample(self, logits: Tensor, num_rows: int, sampling: SamplingRows) -> Samples:
         """Logits of the rows in `sampling`, in their order, to what all rows of the plan get."""
         if not len(sampling.rows):
             return Samples.none(num_rows)
-        finite = finite_rows(logits)
+        token_ids: Ints = self._parts.ops.best_tokens(logits).numpy()
         special = sampling.special
-        chosen = best_tokens(logits) if len(special) < len(sampling.rows) else _NO_TOKEN
-        samples = sampled(num_rows, sampling.rows, chosen, finite)
-        for index in special[finite[special]].tolist() if special.size else ():
-            self._draw(samples, sampling, index, logits[index])
+        samples = sampled(num_rows, sampling.rows, token_ids)
+        for index in special[token_ids[special] >= 0].tolist() if special.size else ():
+            self._draw(samples, sampling, index, logits[index].numpy())
         return samples
 
 
@@ -269,7 +270,7 @@ class AsynchronousStep(StepForm):
         if on_host.size or begun.scoring is not None:
             picked = parts.device.fetch((tokens, finite, logits.index_select(0, host_rows)))
             token_ids, is_finite, host_logits = picked.result()
-            outcome = sampled(plan.num_rows, sampling.rows, token_ids, is_finite)
+            outcome = sampled(plan.num_rows, sampling.rows, np.where(is_finite, token_ids, -1))
             tokens = self._sample_on_host(
                 outcome, sampling, on_host, host_logits.astype(np.float32, copy=False), tokens
             )
