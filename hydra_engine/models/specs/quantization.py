@@ -133,8 +133,8 @@ def _compressed(section: Fields) -> Quantization | None:
         raise CheckpointError(
             f"compressed-tensors format {min(unknown)[:40]!r} is not supported; supported are {', '.join(_FORMATS)}"
         )
-    if not kinds:
-        return None
+    if not kinds:  # a KV cache may be all that is quantised, and leaves scales in the files
+        return Quantization(COMPRESSED, (8,), floats=True) if "kv_cache_scheme" in section else None
     if unread := kinds - {(4, "int"), (8, "int"), (8, "float")}:
         raise CheckpointError(
             f"compressed-tensors weights of {min(unread)[0]} bits are not supported as {min(unread)[1][:40]}; "
@@ -222,7 +222,8 @@ def _fp8(section: Fields) -> Quantization:
 
 
 def _modelopt(section: Fields) -> Quantization:
-    if (algorithm := section.text("quant_algo")) not in _MODELOPT_FLOATS:
+    # no algorithm: only a KV cache is quantised
+    if (algorithm := section.text("quant_algo", _MODELOPT_FLOATS[0])) not in _MODELOPT_FLOATS:
         raise CheckpointError(
             f"ModelOpt weights of quant_algo {algorithm[:40]!r} are not supported; supported are "
             f"{' and '.join(_MODELOPT_FLOATS)}; or take the model's unquantised weights and --quantization int8 or int4"

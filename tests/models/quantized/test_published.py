@@ -132,6 +132,7 @@ BARE = without(GPTQ_4, "g_idx")
 TENSOR, ROWS = float8("tensor", transformers=False).write, float8("channel", transformers=False).write
 BLOCKS = float8("block", transformers=True).write
 STATIC = with_parts(scaled(TENSOR, ()), input_scale=torch.tensor(1.0))
+EIGHT = {"dynamic": False, "num_bits": 8, "type": "float"}
 CACHE = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
 TWO_WIDTHS = ((WIDE, without(gptq(8, 64).write, "g_idx")), (DECODER, BARE))
 
@@ -154,6 +155,12 @@ LAYOUTS = {
     "ModelOpt": Layout(MODELOPT | {"quant_method": "modelopt"}, ((DECODER, STATIC),), more=CACHE),
     "ModelOpt without a method": Layout(MODELOPT, ((DECODER, STATIC),), more=CACHE),
     "ModelOpt's file": Layout(None, ((DECODER, STATIC),), more=CACHE, beside={"hf_quant_config.json": MODELOPT_FILE}),
+    "ModelOpt, a cache alone": Layout({"quant_method": "modelopt", "kv_cache_scheme": EIGHT}, (), more=CACHE),
+    "a cache alone": Layout(
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": EIGHT},
+        (),
+        more=("self_attn.k_scale", "self_attn.v_scale"),
+    ),
     "W4A16 and FP8": Layout(mixed(), ((re.compile(r"layers\.\d+\.mlp"), W4), (DECODER, ROWS))),
     "transforms of nothing": Layout(
         compressed("pack-quantized", 4, transform_config={"config_groups": {}}), ((DECODER, W4),)
