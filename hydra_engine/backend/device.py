@@ -109,7 +109,8 @@ class Lane(Protocol):
     name: str
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs `job` after all earlier ones. A job handles its own errors; one that raises kills the lane loudly."""
+        """Runs `job` after all earlier ones, in torch's inference mode. A job handles its own errors; one that raises
+        kills the lane loudly."""
         ...
 
     def close(self) -> None:

@@ -37,10 +37,12 @@ _WORDS = {"step": "slow step", "cpu": "between steps", "decode": "the decode ste
 _WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
 
 
-def is_late(gap_s: Seconds | np.float64, limit_s: Seconds | np.float64, unlimited_s: float) -> npt.NDArray[np.bool_]:
+def is_late(
+    gap_s: Seconds | np.float64, limit_s: Seconds | np.float64 | None, unlimited_s: float
+) -> npt.NDArray[np.bool_]:
     """Which gaps between two tokens are late, the one definition for all who count or explain them: those longer than
-    the request's TPOT limit or, where that is infinite, than `unlimited_s`, `StepTimes.gap_s`."""
-    return gap_s > np.where(limit_s < math.inf, limit_s, unlimited_s)
+    the request's TPOT limit or, where that is infinite (None: everywhere), than `unlimited_s`, `StepTimes.gap_s`."""
+    return gap_s > (unlimited_s if limit_s is None else np.where(limit_s < math.inf, limit_s, unlimited_s))
 
 
 class Window:
@@ -313,7 +315,8 @@ class DecodeTimes:
         """These members have got a token in a step of `batch` rows. Returns those whose token came late, and when the
         one before came: (index, seconds). `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
-        late = is_late(ended_s - before_s, self._limits[indices], gap_s).nonzero()[0]
+        limits = self._limits[indices] if self.has_limits else None
+        late = is_late(ended_s - before_s, limits, gap_s).nonzero()[0]
         found: list[tuple[int, float]] = []
         if late.size:
             among = late if isinstance(indices, slice) else indices[late]

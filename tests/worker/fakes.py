@@ -113,8 +113,9 @@ class FakeLane:
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        with torch.inference_mode():
+            while (job := self._jobs.get()) is not None:
+                job()
 
 
 class FakeDevice(CpuDevice):

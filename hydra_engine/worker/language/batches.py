@@ -96,7 +96,7 @@ def sent_input(
 def _decode_rows(decodes: DecodeRows, slot_table: SlotTable, block_size: int, *, multimodal: bool) -> StepRows:
     """Nothing here is done row by row: this is what most steps are."""
     starts, tables = decodes.starts, decodes.block_tables
-    longest = int(starts.max())
+    longest = int(np.maximum.reduce(starts))  # without the Python of starts.max()
     assert longest // block_size < tables.shape[1], "plan lacks blocks"
     blocks = starts // block_size
     rows, cu_q = _one_each(len(decodes))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.cpu.lanes import ThreadLane
@@ -224,13 +223,12 @@ class LanguageLane:
             self._readers.close()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
-        """In the lane's thread. Never raises because of a request's content; BackendError where the device failed. The
-        result may not be there yet."""
+        """In the lane's thread, which is in inference mode. Never raises because of a request's content; BackendError
+        where the device failed. The result may not be there yet."""
         pending = Pending(self._order, plan, self._clock.now())
         self._order.add(pending)
         self._step.vision_s = 0.0
-        with torch.inference_mode():
-            self._launch(pending, records)
+        self._launch(pending, records)
         pending.vision_s = self._step.vision_s
         return pending
 

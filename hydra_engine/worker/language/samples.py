@@ -21,6 +21,8 @@ from hydra_engine.worker.boundary import not_finite
 from hydra_engine.worker.language.sampler import Scores, finite_rows, token_logprobs
 from hydra_engine.worker.ports import WorkerRequest
 
+_NO_TOKEN: Ints = np.array([-1])
+
 
 @dataclass(slots=True)
 class Samples:
@@ -33,7 +35,7 @@ class Samples:
 
     @classmethod
     def none(cls, num_rows: int) -> Samples:
-        return cls(np.full(num_rows, -1, dtype=np.int64))
+        return cls(_NO_TOKEN.repeat(num_rows))
 
     def put(self, rows: Ints, part: Samples) -> None:
         """Row i of `part` is row `rows[i]` here."""
