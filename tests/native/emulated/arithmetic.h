@@ -119,10 +119,13 @@ EMULATED __m512 _mm512_roundscale_ps(__m512 a, int control) {
   // An operand too large for the scaled one is an integer already.
   return (__m512)(scaled * 0.0f == 0.0f ? rounded : (emulated::f32x16)a);
 }
-// What roundscale leaves: 0 for infinities.
+// What roundscale towards minus infinity leaves, rounded down: minus zero if nothing; 0 for infinities.
 EMULATED __m512 _mm512_reduce_ps(__m512 a, int control) {
-  const emulated::f32x16 value = (emulated::f32x16)a;
-  const emulated::f32x16 left = value - (emulated::f32x16)_mm512_roundscale_ps(a, control);
+  emulated::require((control & 3) == 1, "a remainder of another rounding than down is not emulated");
+  const emulated::f32x16 value = (emulated::f32x16)a, whole = (emulated::f32x16)_mm512_roundscale_ps(a, control);
+  emulated::f32x16 left = value - whole;
+  left = (emulated::f32x16)((emulated::i32x16)left + (left + whole > value));  // -1 takes it to the number below
+  left = left == 0.0f ? -emulated::f32x16{} : left;
   return (__m512)((value == INFINITY) | (value == -INFINITY) ? emulated::f32x16{} : left);
 }
 EMULATED __m512 _mm512_maskz_reduce_ps(__mmask16 k, __m512 a, int control) {

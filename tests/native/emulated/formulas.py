@@ -225,6 +225,13 @@ def to_int32(a: ndarray) -> ndarray:
     return np.where((a >= -(2.0**31)) & (a < 2.0**31), a, -(2.0**31)).astype(np.int64).astype(np.int32)
 
 
+def above_whole(a: ndarray) -> ndarray:
+    """Over the whole number below, rounded down: minus zero if nothing; 0 for infinities."""
+    left = a - np.floor(a)
+    left = np.where(left + np.floor(a) > a, np.nextafter(left, np.float32(0)), left)
+    return np.where(np.isinf(a), np.float32(0), np.where(left == 0, np.float32(-0.0), left))
+
+
 def on_bits(operation: Callable[[ndarray, ndarray], ndarray]) -> Callable[[ndarray, ndarray], ndarray]:
     return lambda a, b: operation(a.view(np.uint32), b.view(np.uint32)).view(np.float32)
 
@@ -369,12 +376,8 @@ FLOATS = [
     *(
         instruction(f"_mm512_{form}reduce_ps", f"{first}P.f4 =1", "P.f4", formula)
         for form, first, formula in (
-            ("", "", quiet(lambda a: np.where(np.isinf(a), np.float32(0), a - np.floor(a)))),
-            (
-                "maskz_",
-                "k16.u2 ",
-                quiet(lambda k, a: np.where(bits_of(k, 16) & ~np.isinf(a), a - np.floor(a), np.float32(0))),
-            ),
+            ("", "", quiet(above_whole)),
+            ("maskz_", "k16.u2 ", quiet(lambda k, a: np.where(bits_of(k, 16), above_whole(a), np.float32(0)))),
         )
     ),
     *(
@@ -448,7 +451,7 @@ def moves() -> list[Instruction]:
             )
             for name, kind, size in (("epi16", "I", 2), ("epi32", "I", 4), ("epi64", "I", 8), ("ps", "P", 4))
         ),
-        instruction("_mm512_shuffle_epi32", "I.u4 =177", "I.u4", lambda a: lanes(a)[:, [1, 0, 3, 2]].ravel()),
+        instruction("_mm512_shuffle_epi32", "I.u4 =_MM_PERM_CDAB", "I.u4", lambda a: lanes(a)[:, [1, 0, 3, 2]].ravel()),
         instruction(
             "_mm512_shuffle_i32x4",
             "I.u4 I.u4 =216",

@@ -41,6 +41,9 @@ EMULATED __m512i _mm512_shuffle_epi32(__m512i a, int order) {
   for (int i = 0; i < 16; ++i) result[i] = lanes[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
   return (__m512i)result;
 }
+// The type of `order` is the compiler's enumeration in the global namespace: without the brackets a call would find the
+// compiler's function by it.
+#define _mm512_shuffle_epi32 (_mm512_shuffle_epi32)
 // Quarters: two of `a`, then two of `b`.
 EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int order) {
   __m128i from[8], to[4];
