@@ -17,13 +17,14 @@ from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.loading.write_quantized import write_quantized
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
+from tests.models.quantized.written import METHODS, edit_config, write_checkpoint
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 PROMPT = [1, *range(40, 60)]
 
 
-def logits(directory: Path, quantization: str = "auto") -> Tensor:
-    backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
+def logits(directory: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32) -> Tensor:
+    backend = create_backend("cpu", dtype, backend="reference", threads=1)
     driver = Driver(directory, backend, options=SpecOptions(quantization=quantization))
     return driver.run(driver.request(PROMPT), [])
 
@@ -46,6 +47,24 @@ def test_what_is_written_is_what_a_start_makes(
     rest = {path.name for path in plain.iterdir()} - {"model.safetensors"}
     assert rest <= {path.name for path in (tmp_path / "out").iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("wanted", ["int4", "int8"])
+@pytest.mark.parametrize("method", ["fp8", "fp8-compressed-channel", "gptq-act-order", "w4-g_idx"])
+def test_matrices_that_a_start_takes_from_another_form_are_written_likewise(
+    checkpoint: CheckpointFactory, tmp_path: Path, method: str, wanted: str
+) -> None:
+    """In the checkpoint's dtype; what says how they were quantised is not left beside."""
+    plain, stored = checkpoint("write-again", "llama", text=SIZES, dtype="bfloat16"), tmp_path / "stored"
+    write_checkpoint(plain, stored, METHODS[method])
+    (stored / "quantize_config.json").write_text("{}")
+    write_quantized(stored, tmp_path / "out", wanted)
+    assert torch.equal(logits(tmp_path / "out", dtype=torch.bfloat16), logits(stored, wanted, torch.bfloat16))
+    assert not (tmp_path / "out" / "quantize_config.json").exists()
+    write_quantized(stored, tmp_path / "part", wanted, ["0.mlp.up_proj"])
+    weight = load_file(tmp_path / "part" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert weight.dtype is torch.bfloat16
+    assert logits(tmp_path / "part", dtype=torch.bfloat16).isfinite().all()
 
 
 def test_modules_that_are_ignored_stay(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
@@ -86,3 +105,8 @@ def test_a_quantised_checkpoint_is_not_quantised_again(checkpoint: CheckpointFac
     write_quantized(plain, tmp_path / "out", "int8")
     with pytest.raises(CheckpointError, match="quantised by compressed-tensors already"):
         write_quantized(tmp_path / "out", tmp_path / "again", "int8")
+    write_checkpoint(plain, tmp_path / "gptq", METHODS["gptq-4"])
+    edit_config(tmp_path / "gptq", lambda config: config["quantization_config"].update(desc_act=True))
+    with pytest.raises(CheckpointError, match="is quantised in neighbouring groups"):
+        write_quantized(tmp_path / "gptq", tmp_path / "again", "int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gptq", "out"]

@@ -65,6 +65,12 @@ class QuantizedCheckpoint:
         except ValueError as error:
             raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
 
+    def stored_name(self, name: str) -> str:
+        """In its file; of a matrix of several parts, the name that it would have as one."""
+        part = next(iter(self._parts.get(name, {}).values()), name)
+        stored = self._files.stored_name(part)
+        return stored if part == name else f"{stored.rpartition('.')[0]}.weight"
+
     def _add(self, module: str, entries: dict[str, TensorEntry]) -> None:
         matrix = f"{module}.weight"
         own: dict[str, TensorEntry] = {}

@@ -1,8 +1,10 @@
 """A native model's checkpoint written again with its decoder quantised, as compressed-tensors stores it.
 
 4 bits: pack-quantized (W4A16), with the head packed in 8 bits; 8 bits: int-quantized (W8A8, steps of activations per
-token). The numbers are those that `--quantization` makes at start. Holds one tensor at a time; sizes of shards follow
-from shapes, so headers are written first. A tied head is stored apart from the embeddings, which stay as they are.
+token). The numbers are those that `--quantization` makes at start. Matrices stored in 8-bit floats or in scattered
+groups are first those of the dtype of config.json, as at a start with that dtype, and left so where they stay. Holds
+one tensor at a time; sizes of shards follow from shapes, so headers are written first. A tied head is stored apart from
+the embeddings, which stay as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +23,18 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_engine.backend.select import create_backend
+from hydra_engine.backend.select import DTYPES, create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models.build import build_model, vision_class
-from hydra_engine.models.loading.checkpoint import listed
+from hydra_engine.models.loading.checkpoint import StoredTensor, listed
 from hydra_engine.models.loading.quantize import quantized_matrix
+from hydra_engine.models.loading.quantized_checkpoint import QuantizedCheckpoint
 from hydra_engine.models.loading.safetensors_checkpoint import INDEX, SINGLE, SafetensorsCheckpoint
 from hydra_engine.models.loading.safetensors_file import FLOATS
 from hydra_engine.models.loading.weights import Progress, all_finite, check_names
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.models.specs.quantization import AT_LOAD, AT_LOAD_GROUP, COMPRESSED
+from hydra_engine.models.specs.quantization import AT_LOAD, AT_LOAD_GROUP, COMPRESSED, FILES, PLACES
 from hydra_engine.models.specs.registry import load_spec
 
 SHARD_BYTES = 4 << 30
@@ -77,20 +80,20 @@ def write_quantized(
         raise ConfigError(f"{str(target)[:200]!r} exists; name a folder that does not", param="out")
     create_backend("cpu", torch.float32)  # for the thread counts of this thread
     spec = load_spec(model_dir)
-    if spec.quantization is not None:
+    if spec.quantization is not None and spec.quantization.stays:
         raise CheckpointError(f"the weights are quantised by {spec.quantization.method} already")
     renames = () if spec.vision is None else vision_class(spec).renames
-    with SafetensorsCheckpoint(model_dir, renames) as checkpoint, torch.inference_mode():
-        stays = _Ignored(ignore)
-        pieces = _pieces(checkpoint, spec, AT_LOAD[wanted], stays)
-        stays.check(checkpoint.stored_name(name).removesuffix(".weight") for name in checkpoint.stored)
+    with SafetensorsCheckpoint(model_dir, renames) as files, torch.inference_mode():
+        source, stays = _Source(files, spec), _Ignored(ignore)
+        pieces = _pieces(source, spec, AT_LOAD[wanted], stays)
+        stays.check(source.stored_name(name).removesuffix(".weight") for name in source.entries)
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             _copy_rest(model_dir, partial)
             _write_config(model_dir, partial, spec, wanted, pieces)
-            _write_shards(checkpoint, pieces, partial, progress or (lambda _done, _total: None), shard_bytes)
+            _write_shards(source, pieces, partial, progress or (lambda _done, _total: None), shard_bytes)
             partial.rename(target)
         except OSError as error:
             raise ResourceError(
@@ -98,6 +101,33 @@ def write_quantized(
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Source:
+    """The tensors to write, by canonical names."""
+
+    entries: Mapping[str, StoredTensor]
+
+    def __init__(self, files: SafetensorsCheckpoint, spec: ModelSpec) -> None:
+        self._files = files
+        self._matrices = None if spec.quantization is None else QuantizedCheckpoint(files, spec.quantization)
+        self._dtype = DTYPES.get(spec.dtype, torch.float32)
+        self.entries = (self._matrices or files).entries
+
+    def stored_name(self, name: str) -> str:
+        return (self._matrices or self._files).stored_name(name)
+
+    def dtype(self, name: str) -> str:
+        """In which it is read, as headers call it."""
+        return _NAMES[self._dtype] if self.entries[name].quantized else self._files.stored[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        if self._matrices is None or not self.entries[name].quantized:
+            return self._files.read_stored(name)
+        matrix = self._matrices.read(name)
+        if isinstance(matrix, QuantizedWeight):
+            raise CheckpointError(f"tensor {name} is quantised in neighbouring groups, which stay as they are at start")
+        return matrix.to(self._dtype)
 
 
 class _Ignored:
@@ -128,25 +158,27 @@ class _Ignored:
             raise ConfigError(f"--ignore: no module is named {listed(missing)}; one is {example!r}", param="ignore")
 
 
-def _pieces(checkpoint: SafetensorsCheckpoint, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
+def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
     """In the order of the files."""
     model = build_model(spec, ReferenceOps(), torch.float32, Role.parse("EPD"))
-    check_names(model, checkpoint.entries)
+    check_names(model, source.entries)
     decoder = build_model(spec, ReferenceOps(), torch.float32, Role.parse("D")).slots
     matrices = {name for name, slot in decoder.items() if slot.fill_quantized and not name.endswith(_EMBEDDING)}
-    result, has_head = [], any(name.endswith(_HEAD) for name in checkpoint.stored)
-    for name, entry in checkpoint.stored.items():
-        stored = checkpoint.stored_name(name)
+    result, has_head = [], any(name.endswith(_HEAD) for name in source.entries)
+    for name, entry in source.entries.items():
+        if entry.spare and name not in model.slots:
+            continue
+        stored, dtype = source.stored_name(name), source.dtype(name)
         module = stored.removesuffix(".weight")
         if name in matrices and not stays(module):
             bits = 8 if name.endswith(_HEAD) or entry.shape[1] % AT_LOAD_GROUP else num_bits
-            result.append(Piece(name, bits, _parts(module, entry.dtype, entry.shape, bits, packed=num_bits == 4)))
+            result.append(Piece(name, bits, _parts(module, dtype, entry.shape, bits, packed=num_bits == 4)))
             continue
-        result.append(Piece(name, None, (Part(stored, entry.dtype, entry.shape),)))
+        result.append(Piece(name, None, (Part(stored, dtype, entry.shape),)))
         head = _head_of(stored)
         tied = name in decoder and name.endswith(_EMBEDDING) and spec.language.tie_embeddings and not has_head
         if tied and not stays(head):
-            result.append(Piece(name, 8, _parts(head, entry.dtype, entry.shape, 8, packed=num_bits == 4)))
+            result.append(Piece(name, 8, _parts(head, dtype, entry.shape, 8, packed=num_bits == 4)))
     unknown = [f"{piece.canonical} ({piece.parts[0].dtype})" for piece in result if piece.parts[0].dtype not in _WIDTHS]
     if unknown:
         raise CheckpointError(f"tensors of these types cannot be copied: {listed(unknown)}")
@@ -188,9 +220,7 @@ def _tensors(piece: Piece, weight: Tensor) -> Iterator[Tensor]:
         yield torch.tensor(quantized.shape)
 
 
-def _write_shards(
-    checkpoint: SafetensorsCheckpoint, pieces: list[Piece], target: Path, progress: Progress, shard_bytes: int
-) -> None:
+def _write_shards(source: _Source, pieces: list[Piece], target: Path, progress: Progress, shard_bytes: int) -> None:
     shards: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
@@ -200,14 +230,14 @@ def _write_shards(
             filled = 0
         shards[-1].append(piece)
         filled += size
-    total = sum(checkpoint.stored[piece.canonical].nbytes for piece in pieces)
+    total = sum(source.entries[piece.canonical].nbytes for piece in pieces)
     done, names = 0, {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         with open(target / name, "wb") as file:
             file.write(_header([part for piece in shard for part in piece.parts]))
             for piece in shard:
-                weight = checkpoint.read_stored(piece.canonical)
+                weight = source.read(piece.canonical)
                 if weight.is_floating_point() and not all_finite(weight):
                     raise CheckpointError(
                         f"tensor {piece.canonical} holds values that are not finite (NaN or infinity)"
@@ -216,7 +246,7 @@ def _write_shards(
                     assert (tuple(tensor.shape), _NAMES.get(tensor.dtype)) == (part.shape, part.dtype), part
                     file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                     names[part.name] = name
-                done += checkpoint.stored[piece.canonical].nbytes
+                done += source.entries[piece.canonical].nbytes
                 progress(done, total)
     if len(shards) > 1:
         size = sum(part.nbytes for piece in pieces for part in piece.parts)
@@ -239,9 +269,9 @@ def _header(parts: list[Part]) -> bytes:
 
 
 def _copy_rest(model_dir: Path, target: Path) -> None:
-    """Tokenizer, processor and other small files; no weights, no config.json."""
+    """Tokenizer, processor and other small files; no weights, no word of how those were quantised."""
     for path in sorted(model_dir.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, *FILES)):
             shutil.copyfile(path, target / path.name)
     if (model_dir / "additional_chat_templates").is_dir():
         shutil.copytree(model_dir / "additional_chat_templates", target / "additional_chat_templates")
@@ -255,6 +285,9 @@ def _write_config(model_dir: Path, target: Path, spec: ModelSpec, wanted: str, p
             if isinstance(part, dict) and "tie_word_embeddings" in part:
                 part["tie_word_embeddings"] = False
         config["tie_word_embeddings"] = False
+    for part in (config, config.get("text_config")):
+        for place in PLACES if isinstance(part, dict) else ():
+            part.pop(place, None)
     config["quantization_config"] = _quantization_config(wanted, spec, modules, pieces)
     _write_json(target / "config.json", config)
 

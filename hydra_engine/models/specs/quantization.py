@@ -18,12 +18,13 @@ METHODS = (COMPRESSED, GPTQ, AWQ, FP8, GGUF)
 _AUTO_ROUND, _MODELOPT = "auto-round", "modelopt"  # which store weights like GPTQ or AWQ, and like fp8
 _SAME = {"compressed_tensors": COMPRESSED, "intel/auto-round": _AUTO_ROUND}
 _MODELOPT_FILE = "hf_quant_config.json"
+FILES = (_MODELOPT_FILE, "quantize_config.json", "quant_config.json")  # that say it beside config.json
 AT_LOAD: dict[str, Literal[4, 8]] = {"int4": 4, "int8": 8}
 AT_LOAD_GROUP = 32  # inputs that share a scale in 4 bits; in 8 bits a row does
 ROW = -1  # a group size: all inputs
 _MODELOPT_FLOATS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _ROTATIONS = ("rotation", "rotation_config", "spinquant_config")  # of GPTQModel and auto-round
-_PLACES = ("quantization_config", "compression_config")
+PLACES = ("quantization_config", "compression_config")
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense")
 
 
@@ -79,7 +80,7 @@ def read_quantization(model_dir: Path, config: Fields, text: Fields | None = Non
     """None for a checkpoint that is not quantised. Raises CheckpointError, naming what is supported, for others.
     `model_dir` is where ModelOpt's first versions have a file of their own."""
     for place in (config, text):
-        for name in _PLACES:
+        for name in PLACES:
             if place is not None and (section := place.section_if_present(name)) is not None and section.values:
                 return _read(section)
     beside = read_json_if_present(model_dir, _MODELOPT_FILE)
