@@ -113,8 +113,9 @@ def random_blocks(kind: Kind, rows: int, width: int, seed: int = 0) -> npt.NDArr
 
 
 def write_random_text(path: Path, model_dir: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-    """The text model of a directory without weights: matrices in random blocks of Q4_K, its head in those of Q6_K, as
-    llama.cpp has it. `shapes`: by the names of weights files. Tensors wait in a temporary file, not in memory."""
+    """The text model of a directory without weights: matrices in random blocks of Q4_K, its head in those of Q6_K, and
+    rows that are not whole blocks of 256 in Q5_0, as llama.cpp has it. `shapes`: by the names of weights files. Tensors
+    wait in a temporary file, not in memory."""
     config = json.loads((model_dir / "config.json").read_text())
     writer = text_writer(path, config, model_dir, use_temp_file=True)
     for index, (name, shape) in enumerate(shapes.items()):
@@ -124,7 +125,7 @@ def write_random_text(path: Path, model_dir: Path, shapes: Mapping[str, tuple[in
         if len(shape) == 1:
             writer.add_tensor(new, np.ones(shape, dtype=np.float32))
         else:
-            kind = "Q6_K" if new == "output.weight" else "Q4_K"
+            kind = "Q5_0" if shape[1] % 256 else "Q6_K" if new == "output.weight" else "Q4_K"
             blocks = random_blocks(kind, shape[0], shape[1], seed + index)
             writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
     finish(writer)
