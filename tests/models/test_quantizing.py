@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,11 @@ from hydra_engine.models.build import load_model
 from hydra_engine.models.layers.basic import Linear
 from hydra_engine.models.loading.parameters import Demands, Scope
 from hydra_engine.models.loading.quantize import quantized_matrix
+from hydra_engine.models.specs.quantization import at_load
 from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
-from tests.models.quantized.written import METHODS, write_checkpoint
+from tests.models.quantized.written import METHODS, Method, write_checkpoint
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 CPU = torch.device("cpu")
@@ -110,6 +113,23 @@ def test_what_does_not_fit_the_checkpoint_is_refused(checkpoint: CheckpointFacto
     write_checkpoint(plain, tmp_path / "act-order", METHODS["gptq-act-order"])
     for name in ("fp8", "act-order"):  # neither is computed with as it is stored
         assert load_spec(tmp_path / name, SpecOptions(quantization="int4")).quantized_as == "quantised at start, 4 bits"
+
+
+def test_floats_beside_integers_are_reckoned_as_what_they_become(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    plain = checkpoint("plain-llama-mixed", "llama", text=SIZES | {"num_hidden_layers": 2})
+    four, eight = METHODS["w4-32"], METHODS["fp8-compressed-channel"]
+    config = copy.deepcopy(four.config)
+    section = config["quantization_config"]
+    section["config_groups"]["group_1"] = eight.config["quantization_config"]["config_groups"]["group_0"]
+    section["format"] = "mixed-precision"
+    # down_proj has the only matrices of so many inputs
+    mixed = Method(config, lambda weight: (eight if weight.shape[1] == 256 else four).write(weight), None)
+    write_checkpoint(plain, tmp_path / "mixed", mixed)
+    backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
+    spec = load_spec(tmp_path / "mixed")
+    held = load_model(tmp_path / "mixed", spec, backend, EPD).weights_bytes
+    assert held == pytest.approx(spec.language_bytes(4, 4), rel=0.05)
+    assert spec.language_bytes(4, 4) > 1.5 * replace(spec, quantization=at_load("int4")).language_bytes(4, 4)
 
 
 def test_matrices_that_become_tensors_are_told(checkpoint: CheckpointFactory, tmp_path: Path) -> None:

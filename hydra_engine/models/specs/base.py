@@ -332,8 +332,7 @@ class ModelSpec:
         language, kept = self.language, self.at_load or self.quantization
         total = language.num_parameters() * dtype_bytes
         if kept is not None:
-            of_weight = kept.bytes_per_weight if kept.stays else compute_bytes
-            total += int(language.num_matrix_parameters() * (of_weight - dtype_bytes))
+            total += int(language.num_matrix_parameters() * (kept.held_bytes(compute_bytes) - dtype_bytes))
         if self.at_load is not None:
             head = language.vocab_size * language.hidden_size
             total += head if language.tie_embeddings else head * (1 - dtype_bytes)

@@ -6,7 +6,9 @@ at; what is read here are the numbers that tensors do not tell. Does not know te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +45,7 @@ class Quantization:
     has_zeros: bool = False
     mean_bytes: float | None = None  # of a weight with its scales, where files of several kinds say it
     scattered: bool = False
+    float_share: float = 0  # of weights that are 8-bit floats where others are integers
 
     @property
     def stays(self) -> bool:
@@ -56,6 +59,11 @@ class Quantization:
             return self.mean_bytes
         group = min((size for size in self.group_sizes if size != ROW), default=0)
         return min(self.num_bits) / 8 + ((2 + 4 * self.has_zeros) / group if group else 0)
+
+    def held_bytes(self, compute_bytes: int) -> float:
+        """Of a weight in memory, where the compute dtype has `compute_bytes`."""
+        widened = self.float_share if self.stays else 1
+        return widened * compute_bytes + (1 - widened) * self.bytes_per_weight
 
 
 def at_load(name: str) -> Quantization:
@@ -82,9 +90,28 @@ def read_quantization(model_dir: Path, config: Fields, text: Fields | None = Non
     for place in (config, text):
         for name in PLACES:
             if place is not None and (section := place.section_if_present(name)) is not None and section.values:
-                return _read(section)
+                found = _read(section)
+                return (
+                    replace(found, float_share=_float_share(model_dir, found)) if found and found.float_share else found
+                )
     beside = read_json_if_present(model_dir, _MODELOPT_FILE)
     return None if beside is None else _modelopt(beside.section("quantization"))
+
+
+def _float_share(model_dir: Path, quantization: Quantization) -> float:
+    """By the headers of the weights files, which are checked where they are loaded."""
+    counts = {"F8_E4M3": 0.0, "I8": 0.0, "I32": 0.0}
+    for path in model_dir.glob("*.safetensors"):
+        try:
+            with open(path, "rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            for name, entry in header.items():
+                if name.endswith((".weight", ".weight_packed")) and entry["dtype"] in counts:
+                    counts[entry["dtype"]] += math.prod(entry["shape"])
+        except (OSError, ValueError, MemoryError, LookupError, TypeError, AttributeError):
+            return 1
+    counts["I32"] *= 32 / min(quantization.num_bits)
+    return counts["F8_E4M3"] / (sum(counts.values()) or 1)
 
 
 def _read(section: Fields) -> Quantization | None:
@@ -147,6 +174,7 @@ def _compressed(section: Fields) -> Quantization | None:
     return Quantization(
         *(COMPRESSED, tuple(sorted(bits)), tuple(sorted(sizes)), floats, next(iter(blocks), None), 0, zeros),
         scattered=scattered,
+        float_share=1 if {kind for _, kind in kinds} == {"int", "float"} else 0,  # until the files say
     )
 
 

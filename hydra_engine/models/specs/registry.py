@@ -1,6 +1,6 @@
 """From a Hugging Face model directory to its ModelSpec: reads the JSON files and picks the family.
 
-Opens no weights, imports no model code and never runs code from the directory.
+Reads no weights, imports no model code and never runs code from the directory.
 """
 
 from __future__ import annotations
