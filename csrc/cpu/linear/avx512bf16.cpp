@@ -11,18 +11,24 @@
 namespace hydra::avx512bf16 {
 namespace {
 
-// Up to this many rows a product is as fast as its weights are read, and memory is read fastest in the order of its
-// addresses: the prefetchers of AMD's processors lose a pattern that alternates between two tiles. More rows take both
-// tiles of a block at once, which loads each value of x only once.
-constexpr int kMaxOrderedRows = 8;
+constexpr int kBlock = kPanel * kPanel;  // elements of a panel's weights for 32 k
+constexpr int64_t kPieceBlocks = 8;      // of a piece of 16 KiB, which stays in the first-level cache
 
-// Adds pairs [begin, begin + count) of kRows rows times the tiles [kFirst, kLast) of a block.
-template <int kRows, int kFirst, int kLast>
-HYDRA_INLINE void dot_block(__m512 (&acc)[kRows][2], const bf16_t* x, int64_t x_stride, const bf16_t* block,
-                            int64_t count) {
+// How a group of rows has its weights fetched. Up to kOrderedRows rows are as fast as memory is read, and it is read
+// fastest in the order of its addresses by the processor's own prefetchers; those of AMD's processors lose a pattern
+// that alternates between two tiles. Larger groups take both tiles at once, which loads each value of x only once, and
+// ask for the next piece as they go: a group by itself for `both` lines of a pair, two groups for half of it each.
+enum class Fetch { ordered, half, both };
+constexpr int kOrderedRows = 8;
+
+// Adds the products of kRows rows, [32 k] each, with the tiles [kFirst, kLast) of a block.
+template <int kRows, int kFirst, int kLast, Fetch kFetch>
+HYDRA_INLINE void add_tiles(__m512 (&acc)[kRows][2], const bf16_t* x, const bf16_t* block, const char* ahead) {
 // Unrolled, GCC tests the count after each pair, which costs three rows a third of their speed.
 #pragma GCC unroll 1
-  for (int64_t pair = 0; pair < count; ++pair) {
+  for (int pair = 0; pair < kTile; ++pair) {
+    if (kFetch != Fetch::ordered) __builtin_prefetch(ahead + pair * 64, 0, 2);
+    if (kFetch == Fetch::both) __builtin_prefetch(ahead + (kTile + pair) * 64, 0, 2);
     __m512i w[2];
 #pragma GCC unroll 2
     for (int tile = kFirst; tile < kLast; ++tile) {
@@ -31,7 +37,7 @@ HYDRA_INLINE void dot_block(__m512 (&acc)[kRows][2], const bf16_t* x, int64_t x_
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
       int32_t bits;
-      std::memcpy(&bits, x + row * x_stride + pair * 2, 4);
+      std::memcpy(&bits, x + row * kPanel + pair * 2, 4);
       const __m512i value = _mm512_set1_epi32(bits);
 #pragma GCC unroll 2
       for (int tile = kFirst; tile < kLast; ++tile) {
@@ -41,22 +47,22 @@ HYDRA_INLINE void dot_block(__m512 (&acc)[kRows][2], const bf16_t* x, int64_t x_
   }
 }
 
-// Pairs [0, num_pairs) of kRows rows times a panel. `sums` is read and written: [kRows][32].
-template <int kRows>
-HYDRA_TARGET void dot_pairs(const bf16_t* x, int64_t x_stride, const bf16_t* panel, int64_t num_pairs, float* sums) {
+// x: [blocks][kRows][32 k]. Adds to `sums`, [kRows][32]. `ahead` is the first byte to fetch.
+template <int kRows, Fetch kFetch>
+HYDRA_TARGET void add_blocks(const bf16_t* x, const bf16_t* weights, int64_t blocks, float* sums, const char* ahead) {
   __m512 acc[kRows][2];
 #pragma GCC unroll 12
   for (int row = 0; row < kRows; ++row) {
     acc[row][0] = _mm512_load_ps(sums + row * kPanel);
     acc[row][1] = _mm512_load_ps(sums + row * kPanel + kTile);
   }
-  for (; num_pairs > 0; num_pairs -= kTile, panel += kPanel * kPanel, x += kPanel) {
-    const int64_t count = std::min<int64_t>(kTile, num_pairs);
-    if constexpr (kRows <= kMaxOrderedRows) {
-      dot_block<kRows, 0, 1>(acc, x, x_stride, panel, count);
-      dot_block<kRows, 1, 2>(acc, x, x_stride, panel, count);
+  for (int64_t block = 0; block < blocks; ++block, x += kRows * kPanel, weights += kBlock) {
+    if constexpr (kFetch == Fetch::ordered) {
+      add_tiles<kRows, 0, 1, kFetch>(acc, x, weights, ahead);
+      add_tiles<kRows, 1, 2, kFetch>(acc, x, weights, ahead);
     } else {
-      dot_block<kRows, 0, 2>(acc, x, x_stride, panel, count);
+      add_tiles<kRows, 0, 2, kFetch>(acc, x, weights, ahead);
+      ahead += kBlock * (kFetch == Fetch::both ? 2 : 1);
     }
   }
 #pragma GCC unroll 12
@@ -66,65 +72,81 @@ HYDRA_TARGET void dot_pairs(const bf16_t* x, int64_t x_stride, const bf16_t* pan
   }
 }
 
-using DotPairs = void (*)(const bf16_t*, int64_t, const bf16_t*, int64_t, float*);
+using AddBlocks = void (*)(const bf16_t*, const bf16_t*, int64_t, float*, const char*);
 
-constexpr DotPairs kDotPairs[kMaxRows] = {dot_pairs<1>, dot_pairs<2>, dot_pairs<3>,  dot_pairs<4>,
-                                          dot_pairs<5>, dot_pairs<6>, dot_pairs<7>,  dot_pairs<8>,
-                                          dot_pairs<9>, dot_pairs<10>, dot_pairs<11>, dot_pairs<12>};
+template <Fetch kFetch>
+constexpr AddBlocks kAddBlocks[kMaxRows] = {add_blocks<1, kFetch>,  add_blocks<2, kFetch>,  add_blocks<3, kFetch>,
+                                            add_blocks<4, kFetch>,  add_blocks<5, kFetch>,  add_blocks<6, kFetch>,
+                                            add_blocks<7, kFetch>,  add_blocks<8, kFetch>,  add_blocks<9, kFetch>,
+                                            add_blocks<10, kFetch>, add_blocks<11, kFetch>, add_blocks<12, kFetch>};
 
-// The last odd k of up to kMaxRows rows as pairs with zero.
-HYDRA_TARGET void dot_odd(int rows, const bf16_t* x, int64_t x_stride, const bf16_t* panel, int64_t num_in,
-                          float* sums) {
-  bf16_t pairs[kMaxRows * 2];
-  for (int row = 0; row < rows; ++row) {
-    pairs[row * 2] = x[row * x_stride + num_in - 1];
-    pairs[row * 2 + 1] = {0};
-  }
-  const int64_t pair = num_in / 2;
-  kDotPairs[rows - 1](pairs, 2, panel + pair / kTile * kPanel * kPanel + pair % kTile * kPanel, 1, sums);
-}
+// Rows of a product, copied in the order in which they are read: [pieces of k][groups of rows][blocks][rows][32 k], k
+// padded with zeros. Where they were, rows at a stride of 4096 bytes would compete for one set of the first-level cache.
+struct PackedRows {
+  const bf16_t* data;
+  int rows, groups;
+  int64_t blocks;
 
-// Products of `rows` rows with a panel, in one pass over its memory: groups of rows follow each other over a piece of it
-// that stays in the first-level cache.
-HYDRA_TARGET void dot_few(int rows, const bf16_t* x, int64_t x_stride, const bf16_t* panel, int64_t num_in,
-                               float* sums) {
-  constexpr int64_t kPairs = 4 * kTile;  // of a piece of 8 KiB
-  std::memset(sums, 0, static_cast<size_t>(rows) * kPanel * 4);
-  for (int64_t pair = 0; pair < num_in / 2; pair += kPairs) {
-    const int64_t count = std::min<int64_t>(kPairs, num_in / 2 - pair);
-    for (int row = 0; row < rows; row += kMaxOrderedRows) {
-      const int group = std::min(kMaxOrderedRows, rows - row);
-      kDotPairs[group - 1](x + row * x_stride + pair * 2, x_stride, panel + pair * 2 * kPanel, count,
-                           sums + row * kPanel);
+  int begin(int group) const { return rows * group / groups; }
+  int64_t piece_end(int64_t block) const { return std::min(block + kPieceBlocks, blocks); }
+};
+
+HYDRA_TARGET PackedRows pack_rows(const bf16_t* x, int64_t x_stride, int rows, int64_t num_in, Scratch& scratch) {
+  const int64_t blocks = ceil_div(num_in, kPanel);
+  bf16_t* to = static_cast<bf16_t*>(scratch.reserve(rows * blocks * kPanel * 2));
+  const PackedRows packed{to, rows, static_cast<int>(ceil_div(rows, kMaxRows)), blocks};
+  for (int64_t first = 0; first < blocks; first += kPieceBlocks) {
+    for (int group = 0; group < packed.groups; ++group) {
+      for (int64_t block = first; block < packed.piece_end(first); ++block) {
+        const int64_t bytes = std::min<int64_t>(kPanel, num_in - block * kPanel) * 2;
+        for (int row = packed.begin(group); row < packed.begin(group + 1); ++row, to += kPanel) {
+          const bf16_t* from = x + row * x_stride + block * kPanel;
+          if (bytes == kPanel * 2) {
+            std::memcpy(to, from, kPanel * 2);
+          } else {
+            std::memset(to, 0, kPanel * 2);
+            std::memcpy(to, from, static_cast<size_t>(bytes));
+          }
+        }
+      }
     }
   }
-  for (int row = 0; row < rows && num_in % 2; row += kMaxOrderedRows) {
-    const int group = std::min(kMaxOrderedRows, rows - row);
-    dot_odd(group, x + row * x_stride, x_stride, panel, num_in, sums + row * kPanel);
+  return packed;
+}
+
+// Products with a panel in one pass over its memory: the groups of rows follow each other over each piece of it.
+HYDRA_TARGET void multiply_panel(const PackedRows& x, const bf16_t* panel, float* sums) {
+  std::memset(sums, 0, static_cast<size_t>(x.rows) * kPanel * 4);
+  if (x.rows <= kOrderedRows) return kAddBlocks<Fetch::ordered>[x.rows - 1](x.data, panel, x.blocks, sums, nullptr);
+  const AddBlocks* add = x.groups == 1 ? kAddBlocks<Fetch::both> : kAddBlocks<Fetch::half>;
+  for (int64_t first = 0; first < x.blocks; first += kPieceBlocks) {
+    const int64_t count = x.piece_end(first) - first;
+    const bf16_t* weights = panel + first * kBlock;
+    for (int group = 0; group < x.groups; ++group) {
+      const int begin = x.begin(group), rows = x.begin(group + 1) - begin;
+      const bf16_t* half = weights + kPieceBlocks * kBlock + group % 2 * (kPieceBlocks * kBlock / 2);
+      add[rows - 1](x.data + (first * x.rows + begin * count) * kPanel, weights, count, sums + begin * kPanel,
+                    reinterpret_cast<const char*>(half));
+    }
   }
 }
 
 }  // namespace
 
 HYDRA_TARGET void linear_part_bf16(const LinearCall& call, const LinearPart& part) {
-  alignas(64) float sums[kFewRows * kPanel];
-  const int64_t num_in = call.weight.num_in;
-  const bool few = part.row_end - part.row_begin <= kFewRows;
-  for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
-    const bf16_t* weights = static_cast<const bf16_t*>(call.weight.data) + panel * call.weight.panel_elements();
-    // Of many rows the first read the panel from memory, in order, and the others find it in the cache.
-    int64_t most = few ? kFewRows : kMaxOrderedRows;
-    for (int64_t row = part.row_begin; row < part.row_end; row += most, most = kMaxRows) {
-      const int rows = static_cast<int>(std::min<int64_t>(most, part.row_end - row));
-      const bf16_t* x = static_cast<const bf16_t*>(call.x) + row * call.x_stride;
-      if (few) {
-        dot_few(rows, x, call.x_stride, weights, num_in, sums);
-      } else {
-        std::memset(sums, 0, static_cast<size_t>(rows) * kPanel * 4);
-        kDotPairs[rows - 1](x, call.x_stride, weights, num_in / 2, sums);
-        if (num_in % 2) dot_odd(rows, x, call.x_stride, weights, num_in, sums);
-      }
-      finish_block(call, sums, kPanel, row, rows, panel);
+  static thread_local Scratch scratch, sums_scratch;
+  // As many rows as repay reading the weights again, and no more than a copy of them should take: 2 MiB.
+  const int64_t wanted = (1 << 20) / std::max<int64_t>(call.weight.num_in, 1024);
+  const int64_t most = std::max<int64_t>(wanted / kMaxRows, 4) * kMaxRows;
+  for (int64_t begin = part.row_begin; begin < part.row_end; begin += most) {
+    const int rows = static_cast<int>(std::min(most, part.row_end - begin));
+    const bf16_t* x = static_cast<const bf16_t*>(call.x) + begin * call.x_stride;
+    const PackedRows packed = pack_rows(x, call.x_stride, rows, call.weight.num_in, scratch);
+    float* sums = static_cast<float*>(sums_scratch.reserve(int64_t{rows} * kPanel * 4));
+    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+      const bf16_t* weights = static_cast<const bf16_t*>(call.weight.data) + panel * call.weight.panel_elements();
+      multiply_panel(packed, weights, sums);
+      finish_block(call, sums, kPanel, begin, rows, panel);
     }
   }
 }
