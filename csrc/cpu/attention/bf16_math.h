@@ -17,6 +17,7 @@ struct Bf16Tiles {
   using Keys = const bf16_t*;
   static constexpr bool kFine = false;
   static constexpr bool kByRows = false;
+  static constexpr bool kInTurns = false;
   static constexpr int kChunk = 32;  // dimensions per vector
 
   static constexpr int64_t query_width(int64_t dim) { return (dim + kChunk - 1) / kChunk * kChunk; }

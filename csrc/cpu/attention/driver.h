@@ -15,6 +15,14 @@ namespace hydra::HYDRA_LEVEL {
 // heads of 128 floats do, compete for the same 8 ways of a first-level cache.
 constexpr int kRowGroup = kLanes > 8 ? kLanes : 8;
 
+// Rows in turns: blocks of a cache lie anywhere, and memory answers faster where several are read at once. So a group
+// of rows takes kTurnKeys of each quarter of a tile, and this is the place of a key's row among the tile's rows.
+constexpr int kTurns = 4, kQuarter = kKeyTile / kTurns, kTurnKeys = kRowGroup / kTurns;
+constexpr int64_t place_in_turns(int64_t key) {
+  const int64_t turn = key / kQuarter, inside = key % kQuarter;
+  return inside / kTurnKeys * kRowGroup + turn * kTurnKeys + inside % kTurnKeys;
+}
+
 // The columns of one KV head, padded to whole tiles.
 template <class Math>
 struct HeadState {
@@ -41,7 +49,7 @@ struct Driver : TaskColumns<Math> {
   float* scores[2];
   Element* weights;
   const Cached* zeros;
-  const char* k_rows[2][kKeyTile];  // head 0 of the rows of this tile and of the next one, in turn
+  const char* k_rows[2][kKeyTile];  // head 0 of the rows of this tile and of the next one, in turn; see place_of
   const char* v_rows[2][kKeyTile];
   const float* scale_rows[2][2][kKeyTile];  // of keys and of values, head 0; only if rows are quantized
   float scales[2][kKeyTile];                // of one head's tile
@@ -71,7 +79,7 @@ struct Driver : TaskColumns<Math> {
       next_slot = current ^ 1;
       next_count = std::max<int64_t>(0, std::min<int64_t>(kKeyTile, key_end - begin - kKeyTile));
       if (next_count) find_rows(begin + kKeyTile, next_slot);
-      if (Math::kByRows && !next_count) repeat_row(next_slot, 0, current);
+      if (Math::kByRows && !next_count) repeat_tile(current);
       const int count = static_cast<int>(std::min<int64_t>(kKeyTile, key_end - begin));
       if constexpr (Math::kByRows) {
         visit_rows(begin, count, current);
@@ -91,6 +99,7 @@ struct Driver : TaskColumns<Math> {
  private:
   // How far ahead of their use rows are asked for: the time that memory takes to answer.
   static constexpr int64_t kAheadBytes = 32 << 10;
+  static constexpr int kTurnsTaken = Math::kInTurns ? kTurns : 1;  // a group's first row, over this, is its first key
 
   // Whether the tile that starts at `begin` belongs to the second span of this task or to one behind it.
   HYDRA_INLINE bool in_later_span(int64_t begin) const { return call.causal && begin >= key_begin + kSpanKeys; }
@@ -157,14 +166,25 @@ struct Driver : TaskColumns<Math> {
   HYDRA_TARGET void find_rows(int64_t begin, int slot) {
     const int64_t count = std::min<int64_t>(kKeyTile, key_end - begin);
     point_at_keys(begin, count, slot);
-    if (Math::kByRows && count < kKeyTile) repeat_row(slot, count, slot);
+    if (!Math::kByRows) return;
+    const char *last_k = k_rows[slot][place_of(count - 1)], *last_v = v_rows[slot][place_of(count - 1)];
+    for (int64_t j = count; j < kKeyTile; ++j) {
+      k_rows[slot][place_of(j)] = last_k;
+      v_rows[slot][place_of(j)] = last_v;
+    }
+  }
+
+  // Where the row of a tile's key stands in k_rows and v_rows.
+  HYDRA_INLINE static int64_t place_of(int64_t key) {
+    if constexpr (Math::kInTurns) return place_in_turns(key);
+    return key;
   }
 
   HYDRA_TARGET void point_at_keys(int64_t begin, int64_t count, int slot) {
     if (!sequence.blocks) {
       for (int64_t j = 0; j < count; ++j) {
-        k_rows[slot][j] = sequence.k + (begin + j) * sequence.k_row_bytes;
-        v_rows[slot][j] = sequence.v + (begin + j) * sequence.v_row_bytes;
+        k_rows[slot][place_of(j)] = sequence.k + (begin + j) * sequence.k_row_bytes;
+        v_rows[slot][place_of(j)] = sequence.v + (begin + j) * sequence.v_row_bytes;
       }
       return;
     }
@@ -175,8 +195,8 @@ struct Driver : TaskColumns<Math> {
         offset = 0;
         start = sequence.blocks[++block] * sequence.block_bytes;
       }
-      k_rows[slot][j] = sequence.k + start + offset * sequence.k_row_bytes;
-      v_rows[slot][j] = sequence.v + start + offset * sequence.v_row_bytes;
+      k_rows[slot][place_of(j)] = sequence.k + start + offset * sequence.k_row_bytes;
+      v_rows[slot][place_of(j)] = sequence.v + start + offset * sequence.v_row_bytes;
       if (Math::kScaled) {
         scale_rows[slot][0][j] = reinterpret_cast<const float*>(sequence.k + start + sequence.scales_offset) + offset;
         scale_rows[slot][1][j] = reinterpret_cast<const float*>(sequence.v + start + sequence.scales_offset) + offset;
@@ -193,12 +213,10 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // Rows [first, kKeyTile) of a tile become the row before them or, without one, the last of the tile in slot `last`: a
-  // place that may be read and has been.
-  HYDRA_TARGET void repeat_row(int slot, int64_t first, int last) {
-    const int64_t row = first ? first - 1 : kKeyTile - 1;
-    std::fill(k_rows[slot] + first, k_rows[slot] + kKeyTile, k_rows[last][row]);
-    std::fill(v_rows[slot] + first, v_rows[slot] + kKeyTile, v_rows[last][row]);
+  // The tile behind the last one is the last one again: places that may be asked for.
+  HYDRA_TARGET void repeat_tile(int slot) {
+    std::copy_n(k_rows[slot], kKeyTile, k_rows[slot ^ 1]);
+    std::copy_n(v_rows[slot], kKeyTile, v_rows[slot ^ 1]);
   }
 
   // This head's share of the next tile: the heads share its rows among them, a row being all the task's heads side by
@@ -246,26 +264,29 @@ struct Driver : TaskColumns<Math> {
     const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Cached)), tile = columns * kKeyTile;
     const int64_t row_bytes = (task.head_end - task.head_begin) * head_bytes;
     const int64_t ahead = std::clamp<int64_t>(kAheadBytes / row_bytes / kRowGroup, 1, kKeyTile / kRowGroup) * kRowGroup;
-    for (int first = 0; first < count; first += kRowGroup) {
+    const int end = std::min(kTurnsTaken * count, kKeyTile);  // of the groups with keys
+    for (int first = 0; first < end; first += kRowGroup) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
         const int64_t index = head - task.head_begin, offset = head * head_bytes;
         ask_for(k_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), head, head_bytes);
         Math::multiply_keys(heads[index].q, static_cast<int>(columns), k_rows[slot] + first, offset, dim,
-                            scores[0] + index * tile + first);
+                            scores[0] + index * tile + first / kTurnsTaken);
       }
     }
-    const int used = count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;
+    // In turns every quarter is multiplied, so all weights are made: 0 behind the last key.
+    const int used = Math::kInTurns || count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;
     for (int64_t head = task.head_begin; head < task.head_end; ++head) {
       const int64_t index = head - task.head_begin;
       find_scales(head, count, slot);
       weigh_columns(heads[index], 0, begin, used, scores[0] + index * tile, weights + index * tile);
     }
-    for (int first = 0; first < count; first += kRowGroup) {
+    for (int first = 0; first < end; first += kRowGroup) {
       for (int64_t head = task.head_begin; head < task.head_end; ++head) {
         const int64_t index = head - task.head_begin, offset = head * head_bytes;
         ask_for(v_rows[0] + (slot * kKeyTile + first + ahead) % (2 * kKeyTile), head, head_bytes);
-        Math::multiply_values(weights + index * tile + first, static_cast<int>(columns), v_rows[slot] + first, offset,
-                              std::min(kRowGroup, count - first), dim, state_of(heads[index], begin).sums);
+        Math::multiply_values(weights + index * tile + first / kTurnsTaken, static_cast<int>(columns),
+                              v_rows[slot] + first, offset, std::min(kRowGroup, end - first), dim,
+                              state_of(heads[index], begin).sums);
       }
     }
   }

@@ -15,6 +15,7 @@ template <class T, class C>
 struct FewFloatColumns : FloatMath<T, C> {
   using typename FloatMath<T, C>::Steps;
   static constexpr bool kByRows = true;
+  static constexpr bool kInTurns = false;
   static constexpr int kVectors = Steps::kVectors;       // of a chunk
   static constexpr int64_t kChunk = kVectors * kLanes;   // dimensions
   static constexpr bool kManyRegisters = kLanes == 16;

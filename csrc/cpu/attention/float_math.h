@@ -62,6 +62,7 @@ struct FloatMath {
 template <class T, class C>
 struct ManyFloatColumns : FloatMath<T, C> {
   static constexpr bool kByRows = false;
+  static constexpr bool kInTurns = false;
   using typename FloatMath<T, C>::Steps;
   using Keys = const float*;
   static constexpr int kVectors = kLanes == 16 ? 4 : 2;  // vectors per row of a register block

@@ -183,12 +183,47 @@ struct FloatSteps<bf16_t> {
   }
 };
 
-// rows[i][j] <-> rows[j][i].
+#if HYDRA_LANES == 16
+// 4 lanes at a time: quarter j of rows[i + 4 k] <-> quarter k of rows[i + 4 j].
+HYDRA_INLINE void exchange_quarters(vf* rows) {
+  const vi even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i) {
+    const vf a = rows[i], b = rows[i + 4], c = rows[i + 8], d = rows[i + 12];
+    const vf even_ab = __builtin_shuffle(a, b, even), even_cd = __builtin_shuffle(c, d, even);
+    const vf odd_ab = __builtin_shuffle(a, b, even + 4), odd_cd = __builtin_shuffle(c, d, even + 4);
+    rows[i] = __builtin_shuffle(even_ab, even_cd, even);
+    rows[i + 4] = __builtin_shuffle(odd_ab, odd_cd, even);
+    rows[i + 8] = __builtin_shuffle(even_ab, even_cd, even + 4);
+    rows[i + 12] = __builtin_shuffle(odd_ab, odd_cd, even + 4);
+  }
+}
+#endif
+
+// Of every 4 lanes: the first halves of both rows, units in turn, become the first row, the second halves the second.
+template <int kUnit, int... kLane>
+HYDRA_INLINE void interleave(vf& first, vf& second, std::integer_sequence<int, kLane...>) {
+  const vi lower = {(kLane / 4 * 4 + (kUnit == 1 ? kLane % 4 / 2 : kLane % 2) + (kLane / kUnit % 2 ? kLanes : 0))...};
+  const vf a = first, b = second;
+  first = __builtin_shuffle(a, b, lower);
+  second = __builtin_shuffle(a, b, lower + 2);
+}
+
+// rows[i][j] <-> rows[j][i], by instructions that move whole units: first inside of 4 lanes, then 4 lanes at once.
 HYDRA_INLINE void transpose(vf* rows) {
-  exchange<1>(rows, Lanes());
-  exchange<2>(rows, Lanes());
-  if constexpr (kLanes > 4) exchange<4>(rows, Lanes());
-  if constexpr (kLanes > 8) exchange<8>(rows, Lanes());
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 4) {
+    interleave<1>(rows[i], rows[i + 1], Lanes());
+    interleave<1>(rows[i + 2], rows[i + 3], Lanes());
+    interleave<2>(rows[i], rows[i + 2], Lanes());
+    interleave<2>(rows[i + 1], rows[i + 3], Lanes());
+    std::swap(rows[i + 1], rows[i + 2]);
+  }
+#if HYDRA_LANES == 16
+  exchange_quarters(rows);
+#elif HYDRA_LANES == 8
+  exchange<4>(rows, Lanes());
+#endif
 }
 
 }  // namespace hydra::HYDRA_LEVEL
