@@ -7,8 +7,7 @@
 #define HYDRA_TARGET HYDRA_TARGET_AVX2
 #include <algorithm>
 
-#include "cpu/quantized/quantized.h"
-#include "cpu/simd.h"
+#include "cpu/quantized/block.h"
 
 namespace hydra::avx2 {
 namespace {
@@ -176,13 +175,13 @@ HYDRA_INLINE void dot6(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
 }
 
 template <int kBits, int kRows, int kVectors>
-HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, const Block& block) {
   if constexpr (kBits == 8) {
-    dot8(sums, x, weights, steps);
+    dot8(sums, x, weights, block.steps);
   } else if constexpr (kBits == 6) {
-    dot6(sums, x, weights, steps);
+    dot6(sums, x, weights, block.steps);
   } else {
-    dot4(sums, x, weights, steps);
+    dot4(sums, x, weights, block.steps);
   }
 }
 

@@ -2,8 +2,8 @@
 // or a part of its columns,
 //   constexpr int kMostRows, vectors_of(int rows)  rows that share unpacked weights; vectors of columns at once
 //   constexpr int number_bytes(int num_bits)       of a number of x
-//   dot<kBits>(vi (&sums)[rows][vectors], const int8_t* x, const uint8_t* weights, int64_t steps)
-// which sets sums[r][v] to the sum over all inputs of the steps of numbers of row r times values as they are packed.
+//   dot<kBits>(vi (&sums)[rows][vectors], const int8_t* x, const uint8_t* weights, const Block& block)
+// which sets sums[r][v] to the sum over all inputs of a group or piece of numbers of row r times values as packed.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ HYDRA_TARGET void multiply_block(const Block& given) {
     for (int column = 0; column < kPanel; column += kVectors * kLanes) {
       const uint8_t* tile = weights + column / kTile * block.steps * step_bytes(kBits) + column % kTile * 4;
       vi dots[kRows][kVectors];
-      dot<kBits>(dots, x, tile, block.steps);
+      dot<kBits>(dots, x, tile, block);
       if (!block.first || !block.last) {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
