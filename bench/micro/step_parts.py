@@ -5,9 +5,9 @@ The engine's own instance, scheduler and worker decode `rows` requests in one pr
 the time between the ends of two steps, and the sum of its parts: `products`, `attention` (or recurrent states) and
 `other ops` are seconds inside the extension, `python` is the rest of the model's forward, `lane` what its lane does
 before and behind the forward (rows, sampling), `between` the instance's turn and the hand-over between both threads.
-`besides` is all but products and attention. Native ops are timed one by one in some of the steps, all else in the
-others, in turns; medians.
-`python -m bench.micro.step_parts --model DIR --threads 1 [--quantization int8]`.
+`besides` is all but products and attention. Medians of whole steps, whose replay is timed as one call; in other steps,
+in turns with these, its ops are timed one by one, and what each kind took of them is its share of the replay.
+`python -m bench.micro.step_parts --model DIR --threads 1 [--quantization int8] [--look-ahead]`.
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ KINDS = {
 }
 NATIVE = ("products", "attention", "other ops")
 PARTS = (*NATIVE, "python", "lane", "between")
+_REPLAY = _C.Recording.replay
 _MOST_STEPS = 700  # of a run
 _TURN = 10  # steps that are timed alike, one after another
 _BLOCK = 16
 
 
 class NativeOps:
-    """Seconds in the extension, by kind, since they were cleared. Calls that are replayed from a recording are made one
-    by one, which takes a tenth of a millisecond more a step."""
+    """Seconds in the extension since they were cleared: of whole replays, or by kind while ops are `timed`. Then calls
+    that are replayed from a recording are made one by one, which takes a tenth of a millisecond more a step."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._order: list[str] = []  # kinds of the calls of the recording
+        _C.Recording.replay = lambda recording: self._whole(recording)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -94,6 +96,11 @@ class NativeOps:
                 yield
         finally:
             _C.Recording.begin = begin
+
+    def _whole(self, recording: _C.Recording) -> None:
+        started = perf_counter()
+        _REPLAY(recording)
+        self.seconds["replay"] += perf_counter() - started
 
     def _timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -160,6 +167,7 @@ class Decodes:
             outbox=self._front,
             wake=wake,
             clock=stack.clock,
+            look_ahead=bool(config.scheduler.look_ahead),
         )
         self._vocab_size = stack.spec.language.vocab_size
         self._add(rows, context)
@@ -201,7 +209,7 @@ class Decodes:
         return {name: [step[name] for step in self._steps[1 : steps + 1]] for name in self._steps[1]}
 
     def seconds(self, turns: int) -> dict[str, list[float]]:
-        """Of `_TURN` steps in every turn, by part; "step" and "forward" are without timed ops."""
+        """Of `_TURN` steps in every turn, by part; all but what ops of one kind take is without timed ops."""
         found: dict[str, list[float]] = defaultdict(list)
         for _ in range(turns):
             with self._ops.timed():
@@ -218,7 +226,7 @@ def stack_of(arguments: argparse.Namespace, rows: int, wake: threading.Event) ->
         device="cpu",
         threads=arguments.threads,
         quantization=arguments.quantization,
-        scheduler=SchedulerConfig(max_num_seqs=rows),
+        scheduler=SchedulerConfig(max_num_seqs=rows, look_ahead=arguments.look_ahead),
         cache=CacheConfig(block_size=_BLOCK, num_kv_blocks=rows * ((arguments.context + _MOST_STEPS) // _BLOCK + 1)),
     )
     return build_worker(config, wake, lambda *_: None)
@@ -233,8 +241,10 @@ def measure(arguments: argparse.Namespace, report: Report, rows: int) -> None:
         finally:
             stack.worker.close()
     middle = {name: median(values) for name, values in seconds.items()}
-    middle["python"] = middle["forward"] - sum(middle[name] for name in NATIVE)
-    besides = 1 - (middle["products"] + middle["attention"]) / middle["step"]
+    middle["python"] = middle["forward"] - middle["replay"]
+    share = middle["replay"] / sum(middle[name] for name in NATIVE)
+    middle |= {name: middle[name] * share for name in NATIVE}
+    besides = 1 - (middle["products"] + middle["attention"]) / sum(middle[name] for name in PARTS)
     report.row(
         f"step {arguments.quantization} B={rows} KV={arguments.context}",
         Seconds.of(seconds["step"]),
@@ -248,6 +258,7 @@ def measure(arguments: argparse.Namespace, report: Report, rows: int) -> None:
 def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rows", help="requests, with commas")
+        parser.add_argument("--look-ahead", action=argparse.BooleanOptionalAction, help="default: as serve has it")
         parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
 
     arguments = parse(__doc__, add)
