@@ -2,6 +2,8 @@
 afterwards."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,18 @@ from hydra_engine.backend.reference.ops import ReferenceOps
 
 LEVELS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(_C.isa()) + 1]
+# `make test` takes the portable level and the processor's best; an emulation is there to run them all.
+BETWEEN = () if "emulated" in Path(_C.__file__ or "").parts else AVAILABLE[1:-1]
 
 
-@pytest.fixture(params=AVAILABLE)
+def per_level(name: str) -> list[Any]:
+    return [
+        pytest.param(name.format(level), marks=[pytest.mark.slow] * (level in BETWEEN), id=name.format(level))
+        for level in AVAILABLE
+    ]
+
+
+@pytest.fixture(params=per_level("{}"))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     best = _C.isa()
     _C.force_isa(request.param)
@@ -29,7 +40,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     _C.set_num_threads(1)
 
 
-@pytest.fixture(params=["reference", *(f"native-{level}" for level in AVAILABLE)])
+@pytest.fixture(params=["reference", *per_level("native-{}")])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     """Every implementation of the ops, the native one at every level."""
     name, _, level = request.param.partition("-")
