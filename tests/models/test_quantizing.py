@@ -130,6 +130,11 @@ def test_floats_beside_integers_are_reckoned_as_what_they_become(checkpoint: Che
     held = load_model(tmp_path / "mixed", spec, backend, EPD).weights_bytes
     assert held == pytest.approx(spec.language_bytes(4, 4), rel=0.05)
     assert spec.language_bytes(4, 4) > 1.5 * replace(spec, quantization=at_load("int4")).language_bytes(4, 4)
+    for damaged in (b"", b"\xff" * 8 + b"{", (1 << 18).to_bytes(8, "little") + b"[" * (1 << 18), bytes(8) + b"[]"):
+        for path in (tmp_path / "mixed").glob("*.safetensors"):
+            path.write_bytes(damaged)
+        quantization = load_spec(tmp_path / "mixed").quantization
+        assert quantization is not None and quantization.float_share == 1
 
 
 def test_matrices_that_become_tensors_are_told(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
