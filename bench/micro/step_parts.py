@@ -6,7 +6,8 @@ the time between the ends of two steps, and the sum of its parts: `products`, `a
 `other ops` are seconds inside the extension, `python` is the rest of the model's forward, `lane` what its lane does
 before and behind the forward (rows, sampling), `between` the instance's turn and the hand-over between both threads.
 `besides` is all but products and attention. Medians of whole steps, whose replay is timed as one call; in other steps,
-in turns with these, its ops are timed one by one, and what each kind took of them is its share of the replay.
+in turns with these, its ops are timed one by one, and what each kind took of them is its share of the replay (of more
+rows than are recorded, the time itself).
 `python -m bench.micro.step_parts --model DIR --threads 1 [--quantization int8] [--look-ahead]`.
 """
 
@@ -241,9 +242,10 @@ def measure(arguments: argparse.Namespace, report: Report, rows: int) -> None:
         finally:
             stack.worker.close()
     middle = {name: median(values) for name, values in seconds.items()}
-    middle["python"] = middle["forward"] - middle["replay"]
-    share = middle["replay"] / sum(middle[name] for name in NATIVE)
-    middle |= {name: middle[name] * share for name in NATIVE}
+    native = sum(middle[name] for name in NATIVE)
+    replay = middle.get("replay", native)  # more rows than are recorded have none
+    middle["python"] = middle["forward"] - replay
+    middle |= {name: middle[name] * replay / native for name in NATIVE}
     besides = 1 - (middle["products"] + middle["attention"]) / sum(middle[name] for name in PARTS)
     report.row(
         f"step {arguments.quantization} B={rows} KV={arguments.context}",

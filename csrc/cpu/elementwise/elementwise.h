@@ -1,4 +1,5 @@
-// Norms, gated activations, rotations and largest numbers, row by row in float32. Row t of a result depends on row t of the input alone.
+// Norms, gated activations, rotations and largest numbers, row by row in float32. Row t of a result depends on row t of
+// the input alone.
 #pragma once
 
 #include <cstdint>

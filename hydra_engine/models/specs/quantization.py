@@ -92,9 +92,9 @@ def read_quantization(model_dir: Path, config: Fields, text: Fields | None = Non
         for name in PLACES:
             if place is not None and (section := place.section_if_present(name)) is not None and section.values:
                 found = _read(section)
-                return (
-                    replace(found, float_share=_float_share(model_dir, found)) if found and found.float_share else found
-                )
+                if found is None or not found.float_share:
+                    return found
+                return replace(found, float_share=_float_share(model_dir, found))
     beside = read_json_if_present(model_dir, _MODELOPT_FILE)
     return None if beside is None else _modelopt(beside.section("quantization"))
 
