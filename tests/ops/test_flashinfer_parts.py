@@ -218,10 +218,33 @@ def test_captured_decodes_are_planned_before_each_replay(
     assert library.plans == ["DecodeGraph"] * 10 and len(library.graph_wrappers()) == 2
     (workspace,) = library.workspaces
     assert {wrapper.schedule.data_ptr() for wrapper in library.graph_wrappers()} == {
-        attention._lane.graphs.schedule.data_ptr()
+        buffers.schedule.data_ptr() for buffers in attention._lane._of_graphs.values()
     }
     assert {wrapper.workspace.data_ptr() for wrapper in library.graph_wrappers()} == {workspace}
     assert {wrapper.options["use_tensor_cores"] for wrapper in library.graph_wrappers()} == {heads == 14}
+
+
+def test_kinds_of_layers_of_one_captured_step_have_schedules_of_their_own(
+    attention: FlashInferAttention, library: Library
+) -> None:
+    """All of them are planned before the step is replayed."""
+    cache, scales = random_cache(), (SCALE, 0.5)
+    q = torch.randn(2, 4, 64).to(torch.bfloat16)
+    context = torch.ones(2, dtype=torch.int32)
+    plan = attention.plan_decode(context, torch.zeros((2, 4), dtype=torch.int32))
+    assert plan.refresh is not None
+    plan.refresh(ints(1, 1), np.zeros((0, 1), dtype=np.int32))
+    for scale in scales:
+        attention.paged(q, cache, 0, plan, scale)
+    reference = ReferenceOps()
+    for contexts in ([9, 30], [10, 31]):
+        cu_q, context, tables = step([1, 1], contexts)
+        plan.refresh(context.numpy(), tables.numpy())
+        with library.capture():
+            results = [attention.paged(q, cache, 0, plan, scale) for scale in scales]
+        eager = reference.plan_attention(cu_q, context, tables)
+        for scale, got in zip(scales, results, strict=True):
+            assert torch.equal(got, reference.attention_paged(q, cache, 0, eager, scale))
 
 
 def test_eager_steps_between_replays_change_nothing(attention: FlashInferAttention, library: Library) -> None:

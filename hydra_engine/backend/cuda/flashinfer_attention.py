@@ -83,7 +83,10 @@ class _OfLane:
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._of_step: dict[Hashable, Wrappers] = {}
         self._retired: list[dict[Hashable, Wrappers]] = []  # what they have planned may not have been copied yet
-        self.graphs = GraphBuffers(device)
+        self._of_graphs: dict[Kind, GraphBuffers] = {}
+
+    def graphs(self, kind: Kind) -> GraphBuffers:
+        return self._of_graphs.setdefault(kind, GraphBuffers(self._device))
 
     def workspace(self, num_bytes: int) -> Tensor:
         """Of partial results, one for all wrappers of the lane, whose steps run in order; zeros at first, as the
@@ -210,7 +213,7 @@ class FlashInferAttention:
             pages = native.pages(kind.block_size)
             workspace = self._lane.workspace(workspace_bytes(kind, self._num_sms, native.batch))
             decode = GraphDecode(
-                self._library, workspace, self._lane.graphs, self._send, kind, native.batch, native.width
+                self._library, workspace, self._lane.graphs(kind), self._send, kind, native.batch, native.width
             )
             decode.plan(pages)
             native.decodes[kind] = decode

@@ -1,9 +1,10 @@
 """FlashInfer's decodes inside captured graphs: `run` is captured, and the host plans before each replay.
 
-A graph keeps addresses and the size of its launch. So pages lie in buffers of a lane, the schedule in a workspace of a
-lane, and a wrapper that plans for other lengths must ask for the launch that was captured. What is copied to the device
+A graph keeps addresses and the size of its launch. So pages and schedule lie in buffers of a lane, which each kind of
+layers has for itself, because all kinds of a step are planned before the step is replayed, and a wrapper that plans
+for other lengths must ask for the launch that was captured. What is copied to the device
 is ordered by the lane's stream; the schedule's pinned copy is not, so a wrapper plans again only once it has arrived.
-Written for FlashInfer 0.4 to 0.6.18. Does not know steps, nor eager plans.
+Written for FlashInfer 0.4 to 0.7.2. Does not know steps, nor eager plans.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def workspace_bytes(kind: Kind, num_sms: int, captured_batch: int = 0) -> int:
 
 
 class GraphBuffers:
-    """What the graphs of a lane read, of which one runs at a time. Those that are captured first, the largest, decide
-    the sizes; a larger one later takes new memory, and the earlier ones keep theirs."""
+    """What the layers of one kind in the graphs of a lane read, of which one runs at a time. Graphs that are captured
+    first, the largest, decide the sizes; a larger one later takes new memory, and the earlier ones keep theirs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
