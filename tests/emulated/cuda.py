@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend import devices, select
+from hydra_engine.backend.cpu import lanes
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.cuda import attention as cuda_attention
 from hydra_engine.backend.cuda import cache as cuda_cache
@@ -30,7 +31,11 @@ from hydra_engine.backend.cuda import sm_split as cuda_split
 from hydra_engine.backend.device import PeerMemory, SharedMemory
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.models.loading import random_weights
+from hydra_engine.worker import worker
+from hydra_engine.worker.language import lane as language
+from hydra_engine.worker.vision import gate
 from tests.emulated import graphs, streams
+from tests.emulated.clock import Clock
 from tests.emulated.graphs import Capturing
 from tests.emulated.kernels import Extension, Launches, functions_of, kernel
 from tests.emulated.streams import Streams
@@ -38,6 +43,8 @@ from tests.emulated.tensors import DEVICE, Present, new, pinned
 
 WITH_TORCH = (cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes, cuda_split, select)
 WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split)
+WITH_THREADS = (lanes, cuda_split, gate, language)
+MULTIPROCESSORS = 8
 
 
 class TorchCuda:
@@ -54,8 +61,8 @@ class TorchCuda:
     def ExternalStream(self, handle: int, device: Any = None) -> streams.Stream:
         return self._streams.by_handle[handle]
 
-    def Event(self) -> streams.Event:
-        return streams.Event(self._streams)
+    def Event(self, enable_timing: bool = False) -> streams.Event:
+        return streams.Event(self._streams, enable_timing=enable_timing)
 
     def current_stream(self, device: Any = None) -> streams.Stream:
         return self._streams.current
@@ -162,12 +169,20 @@ _REAL_TENSOR = torch.tensor
 
 
 @contextmanager
-def emulated_cuda(*, total_bytes: int = 1 << 32) -> Iterator[Streams]:
-    """`Device` and `Ops` that are made inside are those of an emulated device, also by `Engine(.., device="cuda")`."""
-    present = Present.begin(total_bytes)
+def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> Iterator[Streams]:
+    """`Device` and `Ops` that are made inside are those of an emulated device, also by `Engine(.., device="cuda")`.
+    With a clock, the threads and waits of lanes are in its time, and whoever makes and ends them must take part."""
+    present = Present.begin(total_bytes, clock)
     fake: Any = Torch(present)
-    extension = Extension(lambda: present.make().cuda_stream)
+    multiprocessors = MULTIPROCESSORS if clock is None else clock.machine.multiprocessors
+    extension = Extension(lambda count: present.make(multiprocessors=count).cuda_stream, multiprocessors)
     with pytest.MonkeyPatch.context() as patch:
+        if clock is not None:
+            for module in WITH_THREADS:
+                patch.setattr(module, "threading", clock.time.threading)
+            patch.setattr(lanes, "queue", clock.time.queue)
+            patch.setattr(worker, "SimpleQueue", clock.time.queue.SimpleQueue)
+            patch.setattr(cuda_graphs, "_CAPTURING", clock.time.threading.Lock())
         for module in WITH_TORCH:
             patch.setattr(module, "torch", fake, raising=False)
         patch.setattr(random_weights, "torch", fake)

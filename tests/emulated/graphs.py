@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tests.emulated.clock import Work
 from tests.emulated.streams import Stream, Streams
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Trace:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._steps: list[Callable[[], Any]] = []
+        self.works: list[Work] = []  # of its kernels
         self._kept: list[Tensor] = []
         self._made: list[tuple[weakref.ref[Memory], torch.UntypedStorage]] = []
         self._read: weakref.WeakSet[Memory] = weakref.WeakSet()
@@ -68,6 +70,8 @@ class Trace:
                     storage.fill_(GARBAGE)  # type: ignore[attr-defined]
             for step in self._steps:
                 step()
+        if (clock := self._streams.timing) is not None:
+            clock.replay(stream.line, [stream.scaled(work) for work in self.works])
 
 
 class CUDAGraph:

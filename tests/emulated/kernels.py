@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,9 @@ from hydra_engine import _C
 from hydra_engine.backend.base import DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from hydra_kernels.quantized_linear import PackedWeight
+from tests.emulated.clock import Work
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
+from tests.emulated.works import work_of_kernel
 from tests.kernels.quantized import dequantized
 
 OPS = ReferenceOps()
@@ -77,6 +80,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
             touch(given, [*outs, *changed], streams.current.issue())
         if streams.current.trace is not None:
             streams.current.trace.call(compute)
+        streams.launch(work_of_kernel(function.__name__, args, given, outs))
         return result
 
     return call
@@ -272,6 +276,7 @@ class CacheDesc:
         *shape, self._device = args
         self._desc = _C.CacheDesc(*shape)
         self._block_size = shape[4]
+        self._block_bytes = 4 * prod(shape[4:7])  # of one layer
         self._blocks = Present.blocks.setdefault(shape[0], {})
 
     def write(self, stream: int, layer: int, *args: Any) -> None:
@@ -321,6 +326,7 @@ class CacheDesc:
             launch()
         if stream.trace is not None:
             stream.trace.call(launch)
+        streams.launch(Work(num_bytes=self._block_bytes * len({*read, *written})))
 
 
 def numbers_at(address: int, count: int) -> list[int]:
@@ -333,8 +339,9 @@ class Extension:
 
     CudaCacheDesc = CacheDesc
 
-    def __init__(self, make_stream: Callable[[], int]) -> None:
+    def __init__(self, make_stream: Callable[[int], int], multiprocessors: int) -> None:
         self._make_stream = make_stream
+        self._multiprocessors = multiprocessors
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cuda_"):
@@ -344,7 +351,8 @@ class Extension:
     def cuda_check_faults(self, device: int) -> None: ...
 
     def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int) -> list[Any]:
-        return [(self._make_stream(), self._make_stream(), count, 8 - count) for count in counts]
+        parts = [(count, self._multiprocessors - count) for count in counts]
+        return [(self._make_stream(one), self._make_stream(other), one, other) for one, other in parts]
 
 
 def functions_of(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable[..., Any]]]:

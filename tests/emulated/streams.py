@@ -2,7 +2,7 @@
 
 Nothing is done before somebody waits for it: a copy to the host arrives, and a copy from pinned memory is checked to
 have found that memory as it was, when its stream is waited for. So what is read or changed too early is wrong every
-time and not now and then. Does not know tensors.
+time and not now and then. With a clock (clock.py) what is issued takes time too. Does not know tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tests.emulated.clock import Clock, Line, Mark, Work
 
 if TYPE_CHECKING:
     from tests.emulated.graphs import Trace
@@ -36,9 +40,11 @@ class Finding(NamedTuple):
 
 
 class Streams:
-    """The streams of one device, which of them each thread works on, and what was found. One lock for all."""
+    """The streams of one device, which of them each thread works on, and what was found. One lock for all. With a
+    clock, threads that take part in its time pay for what they launch, and wait until the device has done it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock
         self.lock = threading.RLock()
         self.findings: Counter[Finding] = Counter()
         self.serving = False  # from then on lanes must not wait for the device
@@ -50,9 +56,9 @@ class Streams:
         self.working.set()
         self.waiting = threading.Event()  # somebody waits, or did
 
-    def make(self, name: str = "") -> Stream:
+    def make(self, name: str = "", multiprocessors: int = 0) -> Stream:
         with self.lock:
-            made = Stream(self, name)
+            made = Stream(self, name, multiprocessors)
             self.by_handle[made.cuda_stream] = made
         return made
 
@@ -77,6 +83,19 @@ class Streams:
         with self.lock:
             self.findings[Finding(what, place_in_engine())] += 1
 
+    @property
+    def timing(self) -> Clock | None:
+        """The clock, for a thread that takes part in its time."""
+        return self.clock if self.clock is not None and self.clock.time.takes_part else None
+
+    def launch(self, work: Work) -> None:
+        """A kernel on the calling thread's stream; without the lock, for other threads may run until it returns."""
+        stream = self.current
+        if stream.trace is not None:
+            stream.trace.works.append(work)
+        elif self.timing is not None:
+            self.timing.launch(stream.line, stream.scaled(work))
+
     def wait_for_device(self) -> None:
         self.waiting.set()
         assert self.working.wait(20), "nobody lets the device work"
@@ -93,7 +112,11 @@ class Streams:
 
 
 class Stream:
-    def __init__(self, streams: Streams, name: str) -> None:
+    """`scale`: how many times the work of a kernel counts on the clock, where a small model stands for a large one."""
+
+    def __init__(self, streams: Streams, name: str, multiprocessors: int = 0) -> None:
+        self.line = Line(multiprocessors) if streams.clock is None else streams.clock.line(multiprocessors)
+        self.scale = 1.0
         self.cuda_stream: int = next(streams._handles)
         self.name = name or f"stream {self.cuda_stream}"
         self.issued = 0
@@ -121,15 +144,22 @@ class Stream:
                 self._late.popleft()[1]()
             self.done = max(self.done, number)
 
+    def scaled(self, work: Work) -> Work:
+        return Work(work.flop * self.scale, work.num_bytes * self.scale)
+
     # ---- as torch.cuda.Stream
 
     def synchronize(self) -> None:
         issued = self.issued
+        if (clock := self._streams.timing) is not None:
+            clock.wait(clock.record(self.line))
         if self.done < issued:
             self._streams.wait_for_device()
         self.complete(issued)
 
     def query(self) -> bool:
+        if (clock := self._streams.timing) is not None and clock.is_done(clock.record(self.line)):
+            self.complete(self.issued)
         return self.done == self.issued
 
     def wait_event(self, event: Event) -> None:
@@ -139,6 +169,8 @@ class Stream:
             for other, number in (*event.behind.items(), (event.stream, event.number)):
                 if other is not self:
                     self.behind[other] = max(self.behind.get(other, 0), number)
+        if event.mark is not None and (clock := self._streams.timing) is not None:
+            clock.order(self.line, event.mark)
         stream, number = event.stream, event.number
         self.issue(lambda: stream.complete(number))
 
@@ -151,8 +183,10 @@ class Stream:
 class Event:
     """As torch.cuda.Event."""
 
-    def __init__(self, streams: Streams, **_: Any) -> None:
+    def __init__(self, streams: Streams, *, enable_timing: bool = False) -> None:
         self._streams = streams
+        self._is_timed = enable_timing
+        self.mark: Mark | None = None
         self.stream: Stream | None = None
         self.number = 0
         self.behind: dict[Stream, int] = {}
@@ -162,15 +196,35 @@ class Event:
         assert stream.trace is None, "an event of a stream that is captured"
         with self._streams.lock:
             self.stream, self.number, self.behind = stream, stream.issue(), dict(stream.behind)
+        if (clock := self._streams.timing) is not None:
+            self.mark = clock.record(stream.line)
 
     def synchronize(self) -> None:
         if self.stream is not None:
+            if self.mark is not None and (clock := self._streams.timing) is not None:
+                clock.wait(self.mark)
             if self.stream.done < self.number:
                 self._streams.wait_for_device()
             self.stream.complete(self.number)
 
     def query(self) -> bool:
-        return self.stream is None or self.stream.done >= self.number
+        if self.stream is None:
+            return True
+        if self.mark is not None and (clock := self._streams.timing) is not None and clock.is_done(self.mark):
+            self.stream.complete(self.number)
+        return self.stream.done >= self.number
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds, as float32."""
+        for event in (self, end):
+            if not event._is_timed or event.stream is None:
+                raise ValueError("both events must be recorded before calculating elapsed time")
+            if not event.query():
+                raise RuntimeError("CUDA error: device not ready")
+        if self.mark is None or end.mark is None:
+            return 0.0  # nothing takes time without a clock
+        assert self.mark.done_s is not None and end.mark.done_s is not None
+        return float(np.float32((end.mark.done_s - self.mark.done_s) * 1e3))
 
 
 def place_in_engine() -> str:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.emulated.clock import Clock
 from tests.emulated.graphs import GARBAGE
 from tests.emulated.streams import Stream, Streams
+from tests.emulated.works import work_of_op
 
 NAME = "emulated"
 
@@ -37,8 +39,8 @@ class Present:
     blocks: ClassVar[dict[int, dict[int, Accesses]]] = {}  # of caches, by address and number
 
     @classmethod
-    def begin(cls, total_bytes: int) -> Streams:
-        cls.streams, cls.total_bytes, cls.blocks = Streams(), total_bytes, {}
+    def begin(cls, total_bytes: int, clock: Clock | None = None) -> Streams:
+        cls.streams, cls.total_bytes, cls.blocks = Streams(clock), total_bytes, {}
         cls.used_bytes = cls.peak_bytes = 0
         return cls.streams
 
@@ -291,6 +293,7 @@ def _fetch(target: Tensor, source: OnDevice, *, asynchronous: bool) -> Tensor:
     if asynchronous and is_pinned(target):
         target.view(torch.uint8).fill_(GARBAGE)
         stream.issue(partial(_arrive, target, found))
+        streams.launch(work_of_op("", [source], [target]))
     else:
         streams.waits("a copy to the host")
         target.copy_(found)
@@ -318,6 +321,8 @@ def _compute(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not op.is_view:
             touch(flat((*args, *kwargs.values())), flat(written), number)
         wrapped = _wrapped(result, flat((*args, *kwargs.values())))
+    if not op.is_view and op._schema.name not in _NEW:
+        streams.launch(work_of_op(op._schema.name, flat((*args, *kwargs.values())), flat(wrapped)))
     trace = streams.current.trace
     if trace is not None and not op.is_view and op._schema.name not in _NEW:
         trace.add(compute, plain_args, plain, [] if written else [out.held for out in flat(wrapped) if out is not None])

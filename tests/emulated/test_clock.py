@@ -1,0 +1,195 @@
+"""The clock of an emulated device: what its figures say, in the order of virtual times, whatever real time passes."""
+
+from __future__ import annotations
+
+import time as real
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from hydra_engine.backend.select import create_backend
+from tests.emulated.clock import Clock, Line, Machine, Mark, Work
+from tests.emulated.virtual_time import Stopped, VirtualTime
+
+MACHINE = Machine()
+READ = Work(num_bytes=4.3e8)  # 100 us
+PRODUCT = Work(flop=7.9e10, num_bytes=1e6)  # 100 us
+
+
+def waited(clock: Clock, line: Line) -> float:
+    """When the device has done all that was launched there."""
+    mark = clock.record(line)
+    clock.wait(mark)
+    assert mark.done_s is not None and clock.now() >= mark.done_s
+    return mark.done_s
+
+
+def test_a_thread_that_waits_goes_on_when_the_device_has_come_there() -> None:
+    clock = Clock()
+    line = clock.line()
+    with clock.time:
+        clock.launch(line, READ)
+        clock.launch(line, PRODUCT)
+        assert clock.now() == pytest.approx(2 * MACHINE.launch_s)
+        assert not clock.is_done(clock.record(line))
+        end_s = waited(clock, line)
+        assert end_s == pytest.approx(MACHINE.launch_s + 200e-6 + 2 * MACHINE.gap_s)
+        assert clock.now() == pytest.approx(end_s + MACHINE.wake_s)
+        clock.replay(line, [READ] * 10)
+        assert waited(clock, line) == pytest.approx(end_s + MACHINE.wake_s + MACHINE.replay_s + 10 * (1e-4 + 1.3e-6))
+        assert len(line.spans) == 12
+
+
+def beside(multiprocessors: tuple[int, int], *works: list[Work]) -> list[float]:
+    """When each of two streams has done its works, launched at once."""
+    clock = Clock()
+    with clock.time:
+        lines = [clock.line(count) for count in multiprocessors]
+        marks = list[Mark]()
+        for line, launched in zip(lines, works, strict=True):
+            clock.replay(line, launched)
+            marks.append(clock.record(line))
+        for mark in marks:
+            clock.wait(mark)
+    return [mark.done_s or 0.0 for mark in marks]
+
+
+def test_streams_of_the_whole_device_slow_each_other() -> None:
+    """Products take twice as long; small reads wait for blocks of products, and are not slowed beyond that by much."""
+    assert beside((0, 0), [PRODUCT] * 10, [PRODUCT] * 10)[1] == pytest.approx(2e-3, rel=0.15)
+    assert beside((0, 0), [PRODUCT], [])[0] == pytest.approx(120e-6, rel=0.05)
+    small = [Work(num_bytes=4.3e7)] * 100  # 10 us each
+    alone, slowed = beside((0, 0), [], small)[1], beside((0, 0), [PRODUCT] * 100, small)[1]
+    assert alone == pytest.approx(100 * 11.3e-6, rel=0.05) and 2.5 * alone < slowed < 3.5 * alone
+
+
+def test_streams_with_multiprocessors_of_their_own_share_bandwidth_alone() -> None:
+    small = [Work(num_bytes=4.3e7)] * 100
+    products, reads = beside((100, 32), [PRODUCT] * 50, small)
+    assert products == pytest.approx(50 * (1e-4 * 1.32 + 1.3e-6), rel=0.05)
+    assert reads == pytest.approx(100 * (10e-6 / (32 / 132 / 0.6) + 1.3e-6), rel=0.05)
+    together = beside((66, 66), [READ] * 10, [READ] * 10)
+    assert together == pytest.approx([2e-3, 2e-3], rel=0.05), "the bandwidth is one"
+
+
+def test_a_stream_waits_for_another_one() -> None:
+    clock = Clock()
+    with clock.time:
+        first, second = clock.line(), clock.line()
+        clock.replay(first, [READ])
+        clock.order(second, clock.record(first))
+        clock.replay(second, [READ])
+        assert waited(clock, second) == pytest.approx(20e-6 + 2 * (1e-4 + 1.3e-6))
+        assert first.spans[0][1] == second.spans[0][0]
+
+
+def pings(clock: Clock, pause: Callable[[int], None]) -> list[tuple[str, float]]:
+    """Two threads that launch, wait and hand items on, and a third one that reads these."""
+    time, log = clock.time, list[tuple[str, float]]()
+    queue, lock = time.queue.SimpleQueue(), time.threading.Lock()
+
+    def launches(name: str, line: Line, works: list[Work]) -> None:
+        for count, work in enumerate(works):
+            pause(count)
+            clock.replay(line, [work])
+            with lock:
+                clock.wait(clock.record(line))
+                log.append((name, time.now()))
+            queue.put(name)
+
+    def reads() -> None:
+        for _ in range(20):
+            log.append((f"got {queue.get()}", time.now()))
+
+    with time:
+        made = [
+            time.threading.Thread(target=launches, args=("a", clock.line(), [READ] * 10), name="a"),
+            time.threading.Thread(target=launches, args=("b", clock.line(), [PRODUCT] * 10), name="b"),
+            time.threading.Thread(target=reads, name="reader"),
+        ]
+        for thread in made:
+            thread.start()
+        for thread in made:
+            thread.join()
+    return log
+
+
+def test_real_time_does_not_matter() -> None:
+    calm = pings(Clock(), lambda count: None)
+    assert len(calm) == 40 and [at_s for _, at_s in calm] == sorted(at_s for _, at_s in calm)
+    assert pings(Clock(), lambda count: real.sleep(0.002 * (count % 3))) == calm
+
+
+def test_conditions_and_events_wake_at_the_time_of_who_wakes() -> None:
+    time = VirtualTime()
+    with time:
+        event, times = time.threading.Event(), list[float]()
+
+        def waits() -> None:
+            assert not event.wait(1.0)
+            times.append(time.now())
+            assert event.wait()
+            times.append(time.now())
+
+        thread = time.threading.Thread(target=waits)
+        thread.start()
+        time.spend(3.0)
+        event.set()
+        thread.join()
+        assert times == [1.0, 3.0] and time.now() == 3.0
+
+
+def test_threads_that_wait_for_each_other_say_so() -> None:
+    time = VirtualTime()
+    with pytest.raises(Stopped, match="all threads wait: main, other"), time:
+        never = time.threading.Event()
+        other = time.threading.Thread(target=never.wait, name="other")
+        other.start()
+        other.join()
+
+
+def test_what_a_thread_raises_reaches_who_joins_it() -> None:
+    time = VirtualTime()
+    with time:
+        thread = time.threading.Thread(target=lambda: [][0])  # type: ignore[arg-type, return-value]
+        thread.start()
+        with pytest.raises(IndexError):
+            thread.join()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_lanes_and_events_of_the_engine_are_in_its_time(captured: bool) -> None:
+    """Twenty times a product that reads and writes for 60 us, and a copy of its result for 40 us."""
+    from tests.emulated.cuda import emulated_cuda  # torch learns of the device
+
+    clock = Clock()
+    found = list[float]()
+    with clock.time, emulated_cuda(clock=clock) as streams:
+        device = create_backend("cuda", torch.float32, threads=1).device
+        lane = device.lane("vision")
+
+        def job() -> None:
+            streams.current.scale = 20e-6 * clock.machine.bytes_per_s / 16**2 / 4
+            (weight,) = device.send((np.eye(16, dtype=np.float32),))
+            result = weight.clone()
+
+            def launch() -> None:
+                for _ in range(20):
+                    result.copy_(torch.mm(result, weight))
+
+            run = device.capture(launch).replay if captured else launch
+            device.finish()
+            began_s = clock.now()
+            run()
+            found.append(clock.now() - began_s)
+            assert device.fetch((result,)).result()[0].sum() == 16
+            found.append(clock.now() - began_s)
+
+        lane.submit(job)
+        lane.close()
+    launching_s, done_s = found
+    machine = clock.machine
+    assert launching_s == pytest.approx(machine.replay_s if captured else 40 * machine.launch_s)
+    assert done_s > 20 * 100e-6
