@@ -35,6 +35,7 @@ from hydra_engine.worker import worker
 from hydra_engine.worker.language import lane as language
 from hydra_engine.worker.vision import gate
 from tests.emulated import graphs, streams
+from tests.emulated.captures import Pool
 from tests.emulated.clock import Clock
 from tests.emulated.graphs import Capturing
 from tests.emulated.kernels import Extension, Launches, functions_of, kernel
@@ -85,7 +86,7 @@ class TorchCuda:
     # ---- memory
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return Present.total_bytes - Present.used_bytes, Present.total_bytes
+        return Present.total_bytes - Present.reserved_bytes, Present.total_bytes
 
     def memory_allocated(self, device: Any = None) -> int:
         return Present.used_bytes
@@ -93,23 +94,34 @@ class TorchCuda:
     def max_memory_allocated(self, device: Any = None) -> int:
         return Present.peak_bytes
 
-    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+    def memory_reserved(self, device: Any = None) -> int:
+        return Present.reserved_bytes
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return Present.peak_reserved_bytes
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        Present.peak_bytes = Present.used_bytes
+        Present.peak_bytes, Present.peak_reserved_bytes = Present.used_bytes, Present.reserved_bytes
 
-    def empty_cache(self) -> None: ...
+    def empty_cache(self) -> None:
+        if not self._streams.captures.pools:
+            Present.reserved_bytes = Present.used_bytes
 
     # ---- graphs
 
     def CUDAGraph(self) -> graphs.CUDAGraph:
         return graphs.CUDAGraph(self._streams)
 
-    def graph_pool_handle(self) -> object:
-        return object()
+    def graph_pool_handle(self) -> Pool:
+        return Pool()
 
     def graph(
-        self, graph: graphs.CUDAGraph, *, pool: object, stream: streams.Stream, capture_error_mode: str
+        self,
+        graph: graphs.CUDAGraph,
+        *,
+        pool: Pool | None = None,
+        stream: streams.Stream,
+        capture_error_mode: str,
     ) -> Capturing:
         assert capture_error_mode == "thread_local", "other lanes may launch meanwhile"
         return Capturing(self._streams, graph, stream, pool)
@@ -120,6 +132,7 @@ class Torch:
 
     def __init__(self, present: Streams) -> None:
         self.cuda = TorchCuda(present)
+        self._C = present.captures
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tests.emulated.captures import Pool
 from tests.emulated.clock import Work
 from tests.emulated.streams import Stream, Streams
 
@@ -25,6 +26,7 @@ GARBAGE = 0x7F  # bytes; as indices out of every range, as floats almost infinit
 class Trace:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self.is_invalid = False  # something was done that no capture permits
         self._steps: list[Callable[[], Any]] = []
         self.works: list[Work] = []  # of its kernels
         self._kept: list[Tensor] = []
@@ -79,29 +81,46 @@ class CUDAGraph:
 
     def __init__(self, streams: Streams) -> None:
         self.trace = Trace(streams)
-        self.place: object = None
+        self.place: Pool | None = None
         self.has_ended = False
+        self._streams = streams
 
-    def pool(self) -> object:
+    def pool(self) -> Pool:
+        if self.place is None or not self.has_ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self.place
 
     def replay(self) -> None:
         assert self.has_ended, "a graph is replayed before its capture has ended"
+        self._streams.check_draw()
         self.trace.replay()
+
+    def reset(self) -> None:
+        if self.has_ended:
+            self._streams.captures._cuda_releasePool(0, self.pool())
+        self.has_ended = False
 
 
 class Capturing:
     """As torch.cuda.graph."""
 
-    def __init__(self, streams: Streams, graph: CUDAGraph, stream: Stream, pool: object) -> None:
+    def __init__(self, streams: Streams, graph: CUDAGraph, stream: Stream, pool: Pool | None) -> None:
         assert stream is not streams.default, "the default stream cannot be captured"
-        graph.place = pool
-        self._graph, self._stream = graph, stream
+        graph.place = pool or Pool()
+        self._streams, self._graph, self._stream, self._pool = streams, graph, stream, graph.place
 
     def __enter__(self) -> None:
         self._stream.synchronize()
+        self._before = self._streams.current
+        self._streams.use(self._stream)
+        self._streams.captures.begin(self._pool)
         self._stream.trace = self._graph.trace
 
     def __exit__(self, *_: object) -> None:
         self._stream.trace = None
+        if self._graph.trace.is_invalid:  # nobody is told, and the thread stays on the stream
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self._streams.captures._cuda_endAllocateToPool(0, self._pool)
+        self._streams.captures.draws = False
         self._graph.has_ended = True
+        self._streams.use(self._before)

@@ -20,6 +20,8 @@ import numpy as np
 
 from tests.emulated.clock import Clock, Line, Mark, Work
 
+from tests.emulated.captures import Captures
+
 if TYPE_CHECKING:
     from tests.emulated.graphs import Trace
 
@@ -55,6 +57,7 @@ class Streams:
         self.working = threading.Event()  # unset: whoever waits for the device waits until it is set
         self.working.set()
         self.waiting = threading.Event()  # somebody waits, or did
+        self.captures = Captures()
 
     def make(self, name: str = "", multiprocessors: int = 0) -> Stream:
         with self.lock:
@@ -100,10 +103,16 @@ class Streams:
         self.waiting.set()
         assert self.working.wait(20), "nobody lets the device work"
 
+    def check_draw(self) -> None:
+        """Before random numbers are drawn, and before a graph is replayed, which may draw some."""
+        if self.captures.draws and self.current.trace is None:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
     def waits(self, what: str) -> None:
         """An op that returns only when all before it is done, and that no capture permits."""
         stream = self.current
         if stream.trace is not None:
+            stream.trace.is_invalid = True
             self.found(f"{what} while a graph is captured")
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
         if self.serving and stream is not self.default:

@@ -35,14 +35,23 @@ class Present:
     streams = Streams()
     total_bytes = 1 << 30
     used_bytes = 0
+    reserved_bytes = 0  # what torch holds, also of what was freed
     peak_bytes = 0
+    peak_reserved_bytes = 0
     blocks: ClassVar[dict[int, dict[int, Accesses]]] = {}  # of caches, by address and number
 
     @classmethod
     def begin(cls, total_bytes: int, clock: Clock | None = None) -> Streams:
         cls.streams, cls.total_bytes, cls.blocks = Streams(clock), total_bytes, {}
-        cls.used_bytes = cls.peak_bytes = 0
+        cls.used_bytes = cls.reserved_bytes = cls.peak_bytes = cls.peak_reserved_bytes = 0
         return cls.streams
+
+    @classmethod
+    def take(cls, num_bytes: int) -> None:
+        cls.used_bytes += num_bytes
+        cls.reserved_bytes = max(cls.reserved_bytes, cls.used_bytes)
+        cls.peak_bytes = max(cls.peak_bytes, cls.used_bytes)
+        cls.peak_reserved_bytes = max(cls.peak_reserved_bytes, cls.reserved_bytes)
 
 
 class Accesses:
@@ -83,8 +92,7 @@ class Memory(Accesses):
             if Present.used_bytes + num_bytes > Present.total_bytes:
                 raise torch.OutOfMemoryError(f"the emulated device has no {num_bytes} bytes")
             self._num_bytes = num_bytes
-            Present.used_bytes += num_bytes
-            Present.peak_bytes = max(Present.peak_bytes, Present.used_bytes)
+            Present.take(num_bytes)
 
     def __del__(self) -> None:
         streams = self._streams
@@ -168,6 +176,7 @@ _NEW = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_emp
 _CROSSING = ("aten::copy_", "aten::_to_copy", "aten::set_")
 # Host tensors of these take part as indices: CUDA copies them to the device and waits.
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index")
+_DRAWING = ("aten::normal_", "aten::uniform_", "aten::random_", "aten::randperm", "aten::exponential_")
 _WAITING = {
     "aten::_local_scalar_dense": "a number",
     "aten::nonzero": "nonzero",
@@ -221,6 +230,8 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _cross(op, args, kwargs, hosts)
     if hosts:
         _check_hosts(name, args, hosts)
+    if name in _DRAWING:
+        Present.streams.check_draw()
     _check_waits(name, op, args, kwargs)
     return _compute(op, args, kwargs)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.cuda.device import CudaDevice
+from hydra_engine.errors import BackendError
 from tests.emulated.streams import Streams
-from tests.emulated.tensors import DEVICE, OnDevice
+from tests.emulated.tensors import DEVICE, OnDevice, Present
 
 
 @pytest.fixture
@@ -174,3 +175,28 @@ def test_nothing_waits_in_a_capture(streams: Streams, device: CudaDevice, wait: 
     x = torch.ones(3, device=DEVICE)
     with pytest.raises(Exception, match="capturing"):
         device.capture(done(lambda: wait(x)))
+
+
+def refused(device: CudaDevice) -> None:
+    x = torch.ones(3, device=DEVICE)
+    with pytest.raises(BackendError, match="is capturing"):
+        device.capture(done(lambda: x.cpu()))
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(streams: Streams, device: CudaDevice) -> None:
+    """Memory goes back, random numbers are drawn, graphs of before are replayed and others captured."""
+    x = torch.zeros(2, device=DEVICE)
+    earlier = device.capture(done(lambda: x.add_(1)))
+    refused(device)
+    assert streams.current is streams.default
+    free, _ = device.memory()
+    large = torch.zeros(1 << 20, device=DEVICE)
+    del large
+    device.trim()
+    assert Present.reserved_bytes == Present.used_bytes and device.memory()[0] == free
+    torch.rand(2, device=DEVICE)
+    later = device.capture(done(lambda: x.add_(2)))
+    x.zero_()
+    earlier.replay()
+    later.replay()
+    assert x.tolist() == [3, 3]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -11,8 +13,12 @@ from hydra_engine.backend.cuda.copies import failure
 
 Launch = Callable[[], None]
 
+Pool = Any  # of memory, as torch.cuda.graph_pool_handle names one
+
 # Torch allows one capture at a time in a process.
 _CAPTURING = threading.Lock()
+# Torch's allocator of pinned memory goes on asking these what belongs to them.
+_FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraph:
@@ -38,7 +44,6 @@ class GraphPools:
         # Of each stream, by its handle, the graph that was captured last: torch gives up a pool that no graph has.
         self._last: dict[int, torch.cuda.CUDAGraph] = {}
         self._side: torch.cuda.Stream | None = None  # for threads without a stream of their own
-        self._failed: list[torch.cuda.CUDAGraph] = []  # the allocator may go on asking them what belongs to them
 
     def capture(self, launch: Launch) -> CudaGraph:
         """On the calling thread's current stream, or beside it where that is the default one, which cannot be captured.
@@ -59,7 +64,6 @@ class GraphPools:
         return graph
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> CudaGraph:
-        graph = torch.cuda.CUDAGraph()
         try:
             # Compiles kernels, loads them and makes workspaces for this stream, none of which can be captured.
             launch()
@@ -68,12 +72,35 @@ class GraphPools:
             pool = torch.cuda.graph_pool_handle() if last is None else last.pool()
             torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info(self._device)
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                launch()
+            graph = self._record(launch, pool, stream)
             free_after, _ = torch.cuda.mem_get_info(self._device)
         except RuntimeError as error:
-            self._failed.append(graph)
-            self._last.pop(stream.cuda_stream, None)  # to the allocator its pool may be in use for ever
-            raise failure(self._device, error) from error
+            # The end of a capture says no more than that something failed in it before.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            raise failure(self._device, cause) from error
         self._last[stream.cuda_stream] = graph
         return CudaGraph(graph, max(0, free_before - free_after), launch)
+
+    def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """On the current stream. Where it raises torch is as it was before, unless the device itself has failed."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                launch()
+        except BaseException:
+            with suppress(RuntimeError):
+                self._take_back(graph, pool, stream)
+            raise
+        return graph
+
+    def _take_back(self, graph: torch.cuda.CUDAGraph, pool: Pool, stream: torch.cuda.Stream) -> None:
+        """Of a capture that did not end well, as `capture_end` throws before it tells anybody: torch's allocator takes
+        it to be under way and releases no memory any more; so does the random generator of releases before 2.13, which
+        refuses to draw, and graphs to be replayed. Raises RuntimeError where the capture has ended."""
+        torch._C._cuda_endAllocateToPool(self._device.index, pool)
+        torch._C._cuda_releasePool(self._device.index, pool)
+        graph.reset()
+        _FAILED.append(graph)
+        # The generator learns that captures are over from the next one that ends well.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=self._device)
