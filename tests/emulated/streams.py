@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tests.emulated.clock import Clock, Line, Mark, Work
-
 from tests.emulated.captures import Captures
+from tests.emulated.clock import Clock, Line, Mark, Work
 
 if TYPE_CHECKING:
     from tests.emulated.graphs import Trace
