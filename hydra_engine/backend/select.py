@@ -187,7 +187,14 @@ def _on_cuda(
         assert heads is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
         choice = timing.choose(device, chosen.num_sms, dtype, heads)
-    ops = cuda.CudaOps(device.torch_device, chosen.num_sms, device.send, deterministic=deterministic, attention=choice)
+    ops = cuda.CudaOps(
+        device.torch_device,
+        chosen.num_sms,
+        device.send,
+        deterministic=deterministic,
+        attention=choice,
+        num_sms_here=None if split is None else split.num_sms,
+    )
     notes = filter(None, (None if split is None else split.note, choice.note))
     return Backend(device, ops, dtype, threads, tuple(notes))
 

@@ -1,6 +1,15 @@
-"""What all kernels share: the matrix product that also works when interpreting, and how launches are sized.
+"""What all kernels share: the matrix product that also works when interpreting, how launches are sized, and the rule by
+which a kernel begins before the one ahead of it has ended.
 
 Launch parameters are plain tables, read from here at every call; nothing is tuned while serving.
+
+Programmatic dependent launch (capability 9.0 and newer, CUDA programming guide 4.5). A kernel that is launched with
+`dependent_launch` may begin while the kernel ahead of it in the stream still runs. Its programs first allow the same
+to the kernel behind (`let_next_begin`), then may read what no kernel of a step writes, which is weights alone, and then
+wait (`wait_for_previous`) until the kernel ahead has ended and its writes are seen. Nobody may leave the wait out, nor
+read or write anything else ahead of it: what a kernel behind knows of all earlier ones, also that memory which they
+read may be written again, is that its predecessor has ended, which it cannot have before its own wait was over. Kernels
+that are launched otherwise wait for everything ahead of them, as always, and may stand anywhere between these.
 """
 
 from __future__ import annotations
@@ -11,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETING: bool = triton.knobs.runtime.interpret
 # The interpreter multiplies the bit patterns of bfloat16 operands as integers; on a GPU operands stay as they are.
@@ -30,6 +40,25 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.t
         a = a.to(DTYPE)
         b = b.to(DTYPE)
     return tl.dot(a, b, acc=acc, input_precision="tf32x3")
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr) -> None:
+    """Once all programs have called this, which is when the last ones have begun."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr) -> None:
+    if PDL:
+        gdc_wait()
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Constants and options of a kernel that keeps the rule above: in force where the device has it."""
+    has_it = not INTERPRETING and capability_of(device) >= 90
+    return {"PDL": has_it, "launch_pdl": has_it}
 
 
 class RowLaunch(NamedTuple):

@@ -2,8 +2,9 @@
 
 Two kernels read the cache. With one query head per KV head, every key of a tile keeps a running softmax of its own in
 the lanes that hold it and all are joined at the end, so the loop has no reduction over keys and no barrier. With
-several, the heads of a group are the rows of a matrix product and share what is read. A third kernel joins the splits.
-Bound by memory: the context's K and V are read once.
+several, the heads of a group are the rows of a matrix product and share what is read. The program of a request and KV
+head that ends last joins its splits, in their order: which one that is changes no bit. Bound by memory: the context's K
+and V are read once.
 
 Lengths and block tables are read on the device and the grid depends on shapes alone, so a captured launch serves every
 context. A request's split boundaries depend on its own context and on `num_splits`: with `num_splits` fixed its result
@@ -12,6 +13,8 @@ does not depend on the batch.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,13 +22,24 @@ from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
 from hydra_kernels._checks import check_paged, check_scale, described, output
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, decode_launch, split_for_lanes, split_head_dim
+from hydra_kernels._common import (
+    DOT_DTYPE,
+    LOG2_E,
+    decode_launch,
+    dependent_launch,
+    let_next_begin,
+    split_for_lanes,
+    split_head_dim,
+    wait_for_previous,
+)
+from hydra_kernels._occupancy import places_of
 
-_PROGRAMS_PER_SM = 4
+NUM_COUNTERS = 1 << 14
 _MIN_KEYS = 64  # of a split: below that its own result costs too much of what it reads
 _MAX_SPLITS = 128
-_MERGE_SPLITS = 16  # joined at a time
-_MERGE_WARPS = 4
+_MAX_WAVES = 4  # of split contexts: more waves fill the device well enough with whole ones
+_BEGINNING = 32  # keys that a program could read in the time that it takes to begin and to end
+_MERGED = 4096  # elements of splits' results that are joined at a time
 
 
 @triton.jit
@@ -35,6 +49,64 @@ def _split_bounds(
     """Keys [first, last) of a split: equal numbers of whole tiles, the last splits fewer or none."""
     keys = tl.cdiv(tl.cdiv(context, num_splits), KEYS) * KEYS
     return split * keys, tl.minimum((split + 1) * keys, context)
+
+
+@triton.jit
+def _is_last(counter: tl.tensor, num_splits: tl.tensor) -> tl.tensor:
+    """Whether the programs of all other splits have been here; then the counter is 0 again. What they stored before is
+    seen by all threads behind this: the barriers make the threads of a program one, the atomic orders programs."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def _merge(
+    out: tl.tensor,
+    partial: tl.tensor,
+    log_totals: tl.tensor,
+    group: tl.tensor,
+    context: tl.tensor,
+    num_splits: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """The mean of the splits' results, weighted by their totals, for a tile of ROWS that has the GROUP heads of one KV
+    head, STEP splits at a time. A context of 0 gives zeros."""
+    member = tl.arange(0, ROWS)
+    place = group * GROUP + member
+    logs = log_totals + (place * num_splits)[:, None]
+    highest = tl.full([ROWS], LOWEST, tl.float32)
+    for begin in range(0, num_splits, STEP):
+        split = begin + tl.arange(0, STEP)
+        first, last = _split_bounds(context, split, num_splits, KEYS)
+        used = (member < GROUP)[:, None] & ((split < num_splits) & (first < last))[None, :]
+        highest = tl.maximum(highest, tl.max(tl.load(logs + split[None, :], mask=used, other=LOWEST), axis=1))
+    column = tl.arange(0, PADDED)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    for begin in range(0, num_splits, STEP):
+        split = begin + tl.arange(0, STEP)
+        first, last = _split_bounds(context, split, num_splits, KEYS)
+        used = (member < GROUP)[:, None] & ((split < num_splits) & (first < last))[None, :]
+        weight = tl.exp2(tl.load(logs + split[None, :], mask=used, other=float("-inf")) - highest[:, None])
+        total += tl.sum(weight, axis=1)
+        values = tl.load(
+            partial + ((place * num_splits)[:, None] + split[None, :])[:, :, None] * D + column[None, None, :],
+            mask=used[:, :, None] & (column < D)[None, None, :],
+            other=0.0,
+        )
+        acc += tl.sum(values * weight[:, :, None], axis=1)
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    stored = (member < GROUP)[:, None] & (column < D)[None, :]
+    tl.store(out + place[:, None] * D + column[None, :], mean.to(out.dtype.element_ty), mask=stored)
 
 
 # Numbers that change from step to step: a kernel for each kind of them would be compiled while serving.
@@ -48,7 +120,9 @@ def _decode_mha_kernel(
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     out: tl.tensor,
+    partial: tl.tensor,
     log_totals: tl.tensor,
+    counters: tl.tensor,
     block_tables: tl.tensor,
     num_context: tl.tensor,
     scale: tl.tensor,
@@ -66,9 +140,15 @@ def _decode_mha_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (B, Hkv, splits). out [B, Hq, splits, D], log_totals [B, Hq, splits] in base 2."""
+    """Grid (B, Hkv, splits). out [B, Hq, D]; partial [B, Hq, splits, D] and log_totals [B, Hq, splits] in base 2 are of
+    splits that have keys; counters [B * Hkv] are 0 before and after. With SINGLE there are only `out` and one split."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     context = tl.load(num_context + row)
     first, last = _split_bounds(context, split, num_splits, KEYS)
     table = block_tables + row.to(tl.int64) * stride_table
@@ -104,12 +184,15 @@ def _decode_mha_kernel(
     divisor = tl.where(total_all == 0.0, 1.0, total_all)
     part0 = tl.sum(acc0 * shrink[:, None], axis=0)[None, :] / divisor
     part1 = tl.sum(acc1 * shrink[:, None], axis=0)[None, :] / divisor
-    place = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits + split
-    kept = one == 0
-    if not SINGLE:
-        kept = (one + first) < last
+    group = row.to(tl.int64) * tl.num_programs(1) + head
+    if SINGLE:
+        store_parts(out, one + group * D, part0, part1, one == 0, D, D0, D1)
+    else:
+        place = group * num_splits + split
         tl.store(log_totals + place, highest + tl.log2(divisor), mask=first < last)
-    store_parts(out, one + place * D, part0, part1, kept, D, D0, D1)
+        store_parts(partial, one + place * D, part0, part1, (one + first) < last, D, D0, D1)
+        if _is_last(counters + group, num_splits):
+            _merge(out, partial, log_totals, group, context, num_splits, 1, 1, D, KEYS, PADDED, STEP)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -118,7 +201,9 @@ def _decode_gqa_kernel(
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     out: tl.tensor,
+    partial: tl.tensor,
     log_totals: tl.tensor,
+    counters: tl.tensor,
     block_tables: tl.tensor,
     num_context: tl.tensor,
     scale: tl.tensor,
@@ -138,10 +223,15 @@ def _decode_gqa_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
     """As `_decode_mha_kernel`, with the GROUP query heads of one KV head as rows of a tile of ROWS."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     context = tl.load(num_context + row)
     first, last = _split_bounds(context, split, num_splits, KEYS)
     table = block_tables + row.to(tl.int64) * stride_table
@@ -162,57 +252,60 @@ def _decode_gqa_kernel(
             q0, q1, k0, k1, v0, v1, valid[None, :], top, total, acc0, acc1, scale, True, D1, DTYPE
         )
     divisor = tl.where(total == 0.0, 1.0, total)
-    places = (row.to(tl.int64) * tl.num_programs(1) * GROUP + query_head) * num_splits + split
-    kept = member < GROUP
-    if not SINGLE:
+    part0, part1 = acc0 / divisor[:, None], acc1 / divisor[:, None]
+    group = row.to(tl.int64) * tl.num_programs(1) + head
+    places = group * GROUP + member
+    if SINGLE:
+        store_parts(out, places * D, part0, part1, member < GROUP, D, D0, D1)
+    else:
+        places = places * num_splits + split
         kept = member < tl.where(first < last, GROUP, 0)
         tl.store(log_totals + places, top + tl.log2(divisor), mask=kept)
-    store_parts(out, places * D, acc0 / divisor[:, None], acc1 / divisor[:, None], kept, D, D0, D1)
+        store_parts(partial, places * D, part0, part1, kept, D, D0, D1)
+        if _is_last(counters + group, num_splits):
+            _merge(out, partial, log_totals, group, context, num_splits, GROUP, ROWS, D, KEYS, PADDED, STEP)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["num_context"])
-def _merge_kernel(
-    partial: tl.tensor,
-    log_totals: tl.tensor,
-    num_context: tl.tensor,
-    out: tl.tensor,
-    num_splits: tl.tensor,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEYS: tl.constexpr,
-    ALL: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    """Grid (B, Hq): the mean of the splits' results, weighted by their totals. A context of 0 gives zeros."""
-    row = tl.program_id(0)
-    context = tl.load(num_context + row)
-    place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    logs = log_totals + place * num_splits
-    split = tl.arange(0, ALL)
-    first, last = _split_bounds(context, split, num_splits, KEYS)
-    all_logs = tl.load(logs + split, mask=(split < num_splits) & (first < last), other=LOWEST)
-    highest = tl.max(all_logs, axis=0)
-    total = tl.sum(tl.exp2(all_logs - highest), axis=0)
-    column = tl.arange(0, PADDED)
-    acc = tl.zeros([PADDED], tl.float32)
-    for begin in range(0, num_splits, STEP):
-        some = begin + tl.arange(0, STEP)
-        some_first, some_last = _split_bounds(context, some, num_splits, KEYS)
-        used = (some < num_splits) & (some_first < some_last)
-        weight = tl.exp2(tl.load(logs + some, mask=used, other=LOWEST) - highest)
-        values = tl.load(
-            partial + (place * num_splits + some[:, None]) * D + column[None, :],
-            mask=used[:, None] & (column < D)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(values * weight[:, None], axis=0)
-    tl.store(out + place * D + column, (acc / total).to(out.dtype.element_ty), mask=column < D)
+def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: int) -> int:
+    """Splits whose programs take the least time where `places` of them run at once: they come in waves, each as long as
+    a split, and a wave that is not full is as long as a full one. Of equals the fewest. A split has at least 64 keys of
+    the longest context."""
+    groups = max(1, batch * num_kv_heads)
+    most = min(triton.cdiv(max_context, _MIN_KEYS), _MAX_SPLITS, _MAX_WAVES * places // groups)
+    if groups > NUM_COUNTERS:
+        most = 1
+    beginning = _BEGINNING / max(1, max_context)
+
+    def time(splits: int) -> float:
+        return triton.cdiv(groups * splits, places) * (1 / splits + beginning)
+
+    return min(range(1, max(1, most) + 1), key=time)
 
 
-def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Splits that give every SM about four programs, each with at least 64 keys of the longest context."""
-    wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms, max(1, batch * num_kv_heads))
-    return max(1, min(wanted, triton.cdiv(max_context, _MIN_KEYS), _MAX_SPLITS))
+def new_counters(device: torch.device) -> Tensor:
+    """For decodes with several splits that never run at the same time: int32, zeros before and after each."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+class _Prepared(NamedTuple):
+    """A launch: the kernel with its arguments."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def places_per_sm(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, num_context: Tensor, scale: float
+) -> int:
+    """Programs of `decode_attention` with these arguments and several splits that one multiprocessor holds at once, as
+    the compiled kernel's registers and shared memory allow. Compiles it where it is not yet, and launches nothing."""
+    check_paged(q, k_cache, v_cache, block_tables, num_context)
+    floats, ints = (torch.empty(0, dtype=dtype, device=q.device) for dtype in (torch.float32, torch.int32))
+    kernel, arguments, constants = _prepared(
+        q, k_cache, v_cache, block_tables, num_context, scale, 2, torch.empty_like(q), (floats, floats, ints)
+    )
+    return places_of(kernel, arguments, constants, q.device)
 
 
 def decode_attention(
@@ -224,6 +317,7 @@ def decode_attention(
     scale: float,
     *,
     num_splits: int,
+    counters: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V of one query per request over all of its context -> contiguous [B, Hq, D], `out` or new.
@@ -231,11 +325,13 @@ def decode_attention(
     q [B, Hq, D], requests and heads at any stride. k_cache, v_cache [N, S, Hkv, D]: the views `data[:, layer, 0]` and
     `data[:, layer, 1]` of a block-major cache [N, L, 2, S, Hkv, D]. block_tables [B, max_blocks] int32 with dense rows,
     entries beyond the context arbitrary; num_context [B] int32; a request with context 0 gets zeros. Query head h reads
-    KV head h // (Hq / Hkv). num_splits 1 to 128, see `choose_num_splits`. Nothing is read back from the device.
+    KV head h // (Hq / Hkv). num_splits 1 to 128, see `choose_num_splits`; with more than one, `counters` are those of
+    `new_counters`, by default new ones. Nothing is read back from the device.
     """
-    group = check_paged(q, k_cache, v_cache, block_tables, num_context)
+    check_paged(q, k_cache, v_cache, block_tables, num_context)
     check_scale(scale)
     batch, num_heads, dim = q.shape
+    num_kv_heads = k_cache.shape[2]
     if num_context.shape[0] != batch:
         raise ValueError(f"num_context: expected [{batch}], one for each query, got {described(num_context)}")
     if not 1 <= num_splits <= _MAX_SPLITS:
@@ -243,16 +339,41 @@ def decode_attention(
     out = output(out, q)
     if batch == 0:
         return out
-    single = num_splits == 1
-    partial = log_totals = out  # the second is not touched when there is nothing to merge
-    if not single:
+    between = None
+    if num_splits > 1:
+        if counters is None:
+            counters = torch.zeros(batch * num_kv_heads, dtype=torch.int32, device=q.device)
+        if counters.shape[0] < batch * num_kv_heads or counters.dtype is not torch.int32:
+            raise ValueError(f"counters: expected int32 [{batch * num_kv_heads}] or more, got {described(counters)}")
         partial = torch.empty((batch, num_heads, num_splits, dim), dtype=torch.float32, device=q.device)
         log_totals = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
+        between = (partial, log_totals, counters)
+    kernel, arguments, constants = _prepared(
+        q, k_cache, v_cache, block_tables, num_context, scale, num_splits, out, between
+    )
+    kernel[(batch, num_kv_heads, num_splits)](*arguments, **constants)
+    return out
+
+
+def _prepared(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    num_context: Tensor,
+    scale: float,
+    num_splits: int,
+    out: Tensor,
+    between: tuple[Tensor, Tensor, Tensor] | None,
+) -> _Prepared:
+    """between: what several splits need, their results, their totals and the counters."""
+    dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]
     launch = decode_launch(dim, group, q.dtype)
     first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
     strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), block_tables.stride(0))
-    tensors = (q, k_cache, v_cache, partial, log_totals, block_tables, num_context, scale * LOG2_E, num_splits)
-    constants = {
+    ends = (out, *(between or (None, None, None)))
+    padded = triton.next_power_of_2(dim)
+    constants: dict[str, Any] = {
         "STRIDE_Q_HEAD": q.stride(1),
         "STRIDE_HEAD": k_cache.stride(2),
         "BLOCK_SIZE": k_cache.shape[1],
@@ -261,26 +382,14 @@ def decode_attention(
         "D1": rest,
         "KEYS": launch.keys,
         "STAGES": launch.stages,
-        "SINGLE": single,
+        "SINGLE": between is None,
+        "PADDED": padded,
+        "STEP": max(1, _MERGED // (launch.rows * padded)),
         "num_warps": launch.warps,
+        **dependent_launch(q.device),
     }
-    grid = (batch, k_cache.shape[2], num_splits)
+    arguments = (q, k_cache, v_cache, *ends, block_tables, num_context, scale * LOG2_E, num_splits, *strides)
     if group == 1:
-        _decode_mha_kernel[grid](*tensors, *strides, **constants)
-    else:
-        _decode_gqa_kernel[grid](*tensors, *strides, **constants, GROUP=group, ROWS=launch.rows, DTYPE=DOT_DTYPE)
-    if not single:
-        _merge_kernel[(batch, num_heads)](
-            partial,
-            log_totals,
-            num_context,
-            out,
-            num_splits,
-            D=dim,
-            PADDED=triton.next_power_of_2(dim),
-            KEYS=launch.keys,
-            ALL=_MAX_SPLITS,
-            STEP=_MERGE_SPLITS,
-            num_warps=_MERGE_WARPS,
-        )
-    return out
+        return _Prepared(_decode_mha_kernel, arguments, constants)
+    constants |= {"GROUP": group, "ROWS": launch.rows, "DTYPE": DOT_DTYPE}
+    return _Prepared(_decode_gqa_kernel, arguments, constants)

@@ -159,6 +159,7 @@ def _decode_attention(
     scale: float,
     *,
     num_splits: int,
+    counters: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     cu_q = torch.arange(q.shape[0] + 1, dtype=torch.int32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.cuda.device import CudaDevice
+from hydra_engine.backend.cuda.sm_split import SplitDevice
 from hydra_engine.errors import BackendError
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE, OnDevice, Present
@@ -31,6 +32,19 @@ def done(job: Callable[[], object]) -> Callable[[], None]:
         job()
 
     return run
+
+
+def test_a_divided_lane_knows_how_many_multiprocessors_it_gets(streams: Streams) -> None:
+    device = CudaDevice(0, 1, split=SplitDevice(DEVICE, (2, 6), {}))
+    found = []
+
+    def look() -> None:
+        for partition in range(3):
+            with device.partitions.at(partition):
+                found.append(device.partitions.num_sms(8))  # type: ignore[attr-defined]
+
+    in_lane(device, look)
+    assert found == [8, 2, 6] and device.partitions.num_sms(8) == 8  # type: ignore[attr-defined]
 
 
 def whats(streams: Streams) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.quantized import quantized as quantized_weight
+from hydra_kernels._occupancy import Limits, places
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
@@ -221,7 +222,7 @@ def on_the_newest(names: list[str]) -> list[Any]:
 
 def launches_of(name: str, capability: int) -> list[Launch]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in ("linear", "quantized_linear"):
+        for module in ("_common", "linear", "quantized_linear"):
             monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
         return record(monkeypatch, CASES[name])
 
@@ -254,6 +255,14 @@ def test_tensor_cores(name: str, capability: int) -> None:
 def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None:
     assert compiled("linear-few-3584", capability)["_few_rows_linear_kernel"].count(r"mma\.sync") > 0
     assert compiled("linear-vector-3584", capability)["_vector_linear_kernel"].count("mma") == 0
+
+
+def test_decodes_are_split_into_whole_waves() -> None:
+    """Of what the compiled kernels leave room for: shared memory, whatever the joint at the end takes in registers."""
+    limits = Limits(233472, 2048)
+    for name, expected in (("decode-mha-128", 4), ("decode-gqa-128", 3)):
+        (result,) = compiled(name, 90).values()
+        assert places(result.shared, result.registers, result.warps, limits) == expected
 
 
 def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> None:

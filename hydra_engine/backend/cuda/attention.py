@@ -9,7 +9,7 @@ or prefilled. Head dims that no kernel holds take torch's attention over the gat
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.device import Send
-from hydra_kernels.decode_attention import choose_num_splits, decode_attention
+from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, places_per_sm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
 
@@ -61,14 +61,25 @@ def num_leading_decodes(cu_q: Ints) -> int:
 
 
 class CudaAttention:
-    """Attention of one device with `num_sms` multiprocessors; `send` as that of its `Device`."""
+    """Attention of one device with `num_sms` multiprocessors; `send` as that of its `Device`. `num_sms_here`: how many
+    of these the calling thread's launches get, where that changes."""
 
-    def __init__(self, device: torch.device, num_sms: int, send: Send, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_sms: int,
+        send: Send,
+        *,
+        deterministic: bool,
+        num_sms_here: Callable[[int], int] | None = None,
+    ) -> None:
         self._device = device
         self._num_sms = num_sms
+        self._num_sms_here = num_sms_here
         self._send = send
         self._deterministic = deterministic
-        self._of_thread = threading.local()  # what a lane has sent is good for that lane
+        self._of_thread = threading.local()  # what a lane has sent or counts is good for that lane
+        self._places: dict[tuple[object, ...], int] = {}  # programs of a multiprocessor, by what they are compiled for
 
     # ---- plans
 
@@ -123,16 +134,9 @@ class CudaAttention:
             longest = native.max_decode_context
             if longest is None:
                 longest = plan.block_tables.shape[1] * cache.block_size
-            decode_attention(
-                q[:split],
-                k_cache,
-                v_cache,
-                plan.block_tables[:split],
-                plan.num_context[:split],
-                scale,
-                num_splits=choose_num_splits(split, cache.data.shape[4], longest, self._num_sms),
-                out=out[:split],
-            )
+            rows = (q[:split], k_cache, v_cache, plan.block_tables[:split], plan.num_context[:split], scale)
+            splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows))
+            decode_attention(*rows, num_splits=splits, counters=self._counters(), out=out[:split])
         if native.max_rest_q:
             prefill_attention(
                 q[split:],
@@ -146,6 +150,23 @@ class CudaAttention:
                 out=out[split:],
             )
         return out
+
+    def _num_places(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, num_context: Tensor, scale: float
+    ) -> int:
+        """How many programs of the decode kernel run at once on what the calling thread's launches get."""
+        key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3])
+        places = self._places.get(key)
+        if places is None:
+            places = self._places[key] = places_per_sm(q, k_cache, v_cache, tables, num_context, scale)
+        return places * (self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms))
+
+    def _counters(self) -> Tensor:
+        """Of the calling lane, whose launches follow each other. Never made anew, for captured steps use them."""
+        counters: Tensor | None = getattr(self._of_thread, "counters", None)
+        if counters is None:
+            counters = self._of_thread.counters = new_counters(self._device)
+        return counters
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         planned = isinstance(cu_seqlens, PackedPlan)

@@ -6,6 +6,7 @@ delta_rule.py, everything else is one kernel of hydra_kernels. Nothing here wait
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ _DETERMINISTIC = {
 
 class CudaOps(CudaCacheOps):
     """`Ops` of backend/base.py for one device with `num_sms` multiprocessors. `send` as that of its `Device`;
-    FlashInfer's `attention` is not deterministic."""
+    FlashInfer's `attention` is not deterministic. `num_sms_here`: as that of `CudaAttention`."""
 
     name = "cuda"
 
@@ -78,10 +79,11 @@ class CudaOps(CudaCacheOps):
         *,
         deterministic: bool = False,
         attention: ChosenAttention | None = None,
+        num_sms_here: Callable[[int], int] | None = None,
     ) -> None:
         self.deterministic = deterministic
         super().__init__(device)
-        by_triton = CudaAttention(device, num_sms, send, deterministic=deterministic)
+        by_triton = CudaAttention(device, num_sms, send, deterministic=deterministic, num_sms_here=num_sms_here)
         paged: CudaAttention | FlashInferAttention = by_triton
         packed: CudaAttention | FlashInferAttention = by_triton
         self._attention_choices: dict[str, tuple[str, str]] = {}

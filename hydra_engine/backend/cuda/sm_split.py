@@ -117,7 +117,7 @@ class SplitLane(CudaLane):
 
     def _begin(self, threads: int) -> None:
         super()._begin(threads)
-        self._of_thread.track = self._track
+        self._of_thread.track, self._of_thread.lane = self._track, self.name
 
     def _behind_caller(self, job: Job) -> Job:
         behind = super()._behind_caller(job)
@@ -151,6 +151,7 @@ class SplitDevice:
             lane: [torch.cuda.ExternalStream(streams[i], device=device) for streams in splits]
             for i, lane in enumerate((LANGUAGE, VISION))
         }
+        self._sms = {lane: [sms[i] for _, _, *sms in splits] for i, lane in enumerate((LANGUAGE, VISION))}
         self.sharing = Sharing(policy)
         self.of_thread = threading.local()
         self.count = 1 + len(splits)
@@ -165,6 +166,11 @@ class SplitDevice:
     def current(self) -> int:
         track: Track | None = getattr(self.of_thread, "track", None)
         return 0 if track is None else track.partition
+
+    def num_sms(self, whole: int) -> int:
+        """Multiprocessors that the calling thread's launches get, of `whole`."""
+        partition = self.current()
+        return whole if partition == 0 else self._sms[self.of_thread.lane][partition - 1]
 
     def at(self, partition: int) -> AbstractContextManager[None]:
         if not 0 <= partition < self.count:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 
-from hydra_kernels.decode_attention import choose_num_splits, decode_attention
+from hydra_kernels._occupancy import Limits, places
+from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters
 from tests.kernels.comparison import DTYPES, assert_attention_close
 from tests.kernels.paged import Step, make_step
 
@@ -71,18 +73,61 @@ def test_no_requests() -> None:
     assert decode(step, 0.1, 4).shape == (0, 2, 64)
 
 
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 80)], ids=str)
+def test_the_program_that_ends_last_joins_the_splits_in_their_order(
+    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever that is; and it leaves the counters as they were, for the next launch."""
+    step = make_step([(1, 300), (1, 65), (1, 1)], heads, 16, torch.float32)
+    counters = torch.zeros(9, dtype=torch.int32)
+    tables, context = step.block_tables, step.num_context
+
+    def run() -> torch.Tensor:
+        return decode_attention(
+            step.q, step.k_cache, step.v_cache, tables, context, 0.1, num_splits=5, counters=counters
+        )
+
+    forwards = run()
+    assert_attention_close(forwards, step.expected(0.1))
+    set_index = interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_index(x, y, 4 - z))
+    assert torch.equal(run(), forwards) and not counters.any()
+
+
 def test_number_of_splits() -> None:
-    assert choose_num_splits(1, 32, 1024, 132) == 16  # at least 64 keys each
-    assert choose_num_splits(1, 32, 8192, 132) == 17  # 544 programs for 132 SMs
-    assert choose_num_splits(64, 32, 8192, 132) == 1
-    assert choose_num_splits(0, 4, 0, 132) == 1
-    assert choose_num_splits(1, 1, 10**6, 132) == 128
+    """Whole waves of 132 multiprocessors with 4 places for programs each, or 3."""
+    assert choose_num_splits(1, 32, 1024, 528) == 16  # at least 64 keys each
+    assert choose_num_splits(1, 32, 8192, 528) == 16  # 512 programs: 17 would be 16 too many
+    assert choose_num_splits(8, 32, 8192, 528) == 2
+    assert choose_num_splits(16, 4, 4096, 396) == 6  # 384 programs, where 4 programs an SM would be 528
+    assert choose_num_splits(64, 4, 4096, 396) == 3  # two waves of 384
+    assert choose_num_splits(24, 32, 8192, 528) == 2  # three waves of 512
+    assert choose_num_splits(64, 32, 8192, 528) == 1
+    assert choose_num_splits(16, 4, 4096, 3 * 48) == 9  # four waves of 144 on 48 multiprocessors
+    assert choose_num_splits(0, 4, 0, 396) == 1
+    assert choose_num_splits(1, 1, 10**6, 528) == 128
+    assert choose_num_splits(5000, 4, 10**6, 10**6) == 1  # there are not as many counters
+
+
+def test_places_of_programs_on_a_multiprocessor() -> None:
+    hopper = Limits(233472, 2048)
+    assert places(49536, 110, 4, hopper) == 4  # one head per KV head: shared memory
+    assert places(72192, 96, 4, hopper) == 3  # several
+    assert places(37376, 200, 4, hopper) == 2  # registers
+    assert places(0, 32, 32, hopper) == 2  # threads
+    assert places(0, 16, 1, hopper) == 32
+    assert places(230000, 255, 8, hopper) == 1
 
 
 def test_messages() -> None:
     step = make_step([(1, 5)], (2, 1, 64), 16, torch.float32)
     with pytest.raises(ValueError, match="num_splits: expected 1 to 128, got 0"):
         decode(step, 0.1, 0)
+    with pytest.raises(ValueError, match=r"counters: expected int32 \[1\] or more"):
+        few = new_counters(step.q.device)[:0]
+        decode_attention(
+            step.q, step.k_cache, step.v_cache, step.block_tables, step.num_context, 0.1, num_splits=2, counters=few
+        )
     with pytest.raises(ValueError, match="scale: expected a positive number"):
         decode(step, -1.0, 1)
     with pytest.raises(ValueError, match=r"num_context: expected \[2\], one for each query, got \[1\]"):
