@@ -58,6 +58,29 @@ def store_parts(
 
 
 @triton.jit
+def tile_of_segment(
+    cu_seqlens: tl.tensor, num_segments: tl.tensor, ROWS: tl.constexpr, SEARCH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(segment, its first row) of this program's tile: axes 2 and 0 of the grid. With SEARCH, a power of two of at
+    least `num_segments`, axis 0 goes through the tiles of all segments; the row of one behind the last is behind every
+    segment's end."""
+    if SEARCH > 0:
+        index = tl.arange(0, SEARCH)
+        begins = tl.load(cu_seqlens + index, mask=index < num_segments, other=0)
+        ends = tl.load(cu_seqlens + index + 1, mask=index < num_segments, other=0)
+        tiles = (ends - begins + ROWS - 1) // ROWS
+        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # the segments whose tiles all come before this one
+        segment = tl.sum(before.to(tl.int32), 0)
+        first_row = (tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)) * ROWS
+        first_row = tl.where(segment < num_segments, first_row, 1 << 30)
+        segment = tl.minimum(segment, num_segments - 1)
+    else:
+        segment = tl.program_id(2)
+        first_row = tl.program_id(0) * ROWS
+    return segment, first_row
+
+
+@triton.jit
 def paged_rows(
     table: tl.tensor,
     position: tl.tensor,

@@ -114,6 +114,12 @@ _PACKED = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(128, 64, 8, 
 _WINDOW = {64: AttentionLaunch(64, 64, 4, 2), 128: AttentionLaunch(64, 64, 4, 2), 256: AttentionLaunch(64, 32, 4, 2)}
 
 
+# With descriptors instead of addresses. Fewer registers than a kernel asks for make ptxas wait after every product.
+TMA_KEYS = 64
+TMA_WIDTH = 128  # columns of a padded head dim
+_TMA = {64: AttentionLaunch(128, TMA_KEYS, 8, 3), TMA_WIDTH: AttentionLaunch(128, TMA_KEYS, 8, 3)}
+
+
 def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
     """For `group` query heads per KV head; more than one of them go through the tensor cores, 16 or more rows."""
     if group == 1:
@@ -128,6 +134,10 @@ def prefill_launch(dim: int, dtype: torch.dtype) -> AttentionLaunch:
 def packed_launch(dim: int, max_length: int, dtype: torch.dtype) -> AttentionLaunch:
     """Segments of up to 64 rows (windows) take one tile of 64."""
     return _launch(_WINDOW if max_length <= _WINDOW[64].rows else _PACKED, dim, dtype)
+
+
+def tma_launch(dim: int) -> AttentionLaunch:
+    return _launch(_TMA, dim, torch.bfloat16)
 
 
 def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> AttentionLaunch:

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts
+from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts, tile_of_segment
 from hydra_kernels._checks import check_heads, check_scale, check_vector, described
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim
+from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim, tma_launch
+from hydra_kernels.tma_attention import packed_tma_kernel, scratch
 
 _LONG = 1 << 30  # rows: longer than any window
 _MAX_SEARCHED = 1024  # segments that every program goes through
@@ -47,19 +48,7 @@ def _packed_kernel(
     """Grid (tiles of the longest segment, H, segments). With SEARCH, a power of two of at least `num_segments`, it
     is (tiles of all segments at most, H), and a program looks up which segment its tile belongs to."""
     head = tl.program_id(1)
-    if SEARCH > 0:
-        index = tl.arange(0, SEARCH)
-        begins = tl.load(cu_seqlens + index, mask=index < num_segments, other=0)
-        ends = tl.load(cu_seqlens + index + 1, mask=index < num_segments, other=0)
-        tiles = (ends - begins + ROWS - 1) // ROWS
-        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # the segments whose tiles all come before this one
-        segment = tl.sum(before.to(tl.int32), 0)
-        if segment >= num_segments:
-            return
-        first_row = (tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)) * ROWS
-    else:
-        segment = tl.program_id(2)
-        first_row = tl.program_id(0) * ROWS
+    segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
     begin = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - begin
     if first_row >= length:
@@ -104,6 +93,7 @@ def packed_attention(
     max_length: int,
     one_tile: bool = False,
     search: bool = False,
+    tma: bool = False,
 ) -> Tensor:
     """softmax(scale * q K^T) V within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> new contiguous [P, H, D].
 
@@ -111,7 +101,8 @@ def packed_attention(
     rising from 0 to P, no segment longer than `max_length`; empty segments are legal. With `one_tile` a segment's
     result does not depend on how long the others are. `search` is for a `max_length` that most segments stay far below,
     as where only the device knows them: then programs are launched for as many tiles as P rows can have, and not for
-    the longest segment as often as there are segments. Nothing is read back from the device.
+    the longest segment as often as there are segments. `tma` takes the kernel for Hopper, if `tma_attention.takes`
+    k and v. Nothing is read back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -129,13 +120,16 @@ def packed_attention(
     segments = cu_seqlens.shape[0] - 1
     if segments == 0 or max_length == 0 or num_heads == 0:
         return out
-    launch = packed_launch(dim, _LONG if one_tile else max_length, q.dtype)
+    launch = tma_launch(dim) if tma else packed_launch(dim, _LONG if one_tile else max_length, q.dtype)
+    if tma:
+        triton.set_allocator(scratch)  # of this thread
     first, rest = split_head_dim(dim)
     tiles = triton.cdiv(max_length, launch.rows)
     most_tiles = num_rows // launch.rows + segments  # each segment has at most one that is not full
     search = search and segments <= _MAX_SEARCHED and most_tiles < segments * tiles
     grid = (most_tiles, num_heads) if search else (tiles, num_heads, segments)
-    _packed_kernel[grid](
+    kernel = packed_tma_kernel if tma else _packed_kernel
+    kernel[grid](
         q,
         k,
         v,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
 from hydra_kernels._checks import check_paged, check_scale, check_vector, output
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim
+from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim, tma_launch
+from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
 
 
 # Changes from step to step, and lies anywhere, being what follows the decodes: nothing is compiled while serving.
@@ -104,6 +105,7 @@ def prefill_attention(
     *,
     max_q: int,
     out: Tensor | None = None,
+    tma: bool = False,
 ) -> Tensor:
     """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> contiguous [T, Hq, D], `out`
     or new.
@@ -112,7 +114,8 @@ def prefill_attention(
     num_context[r] tokens, at most `max_q` of them. k_cache, v_cache [N, S, Hkv, D] strided views of a block-major
     cache, block_tables [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context, cu_q [B + 1]
     and num_context [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows behind cu_q[B] are not written; a query
-    of a context of 0, as rows that fill up a batch have it, gets zeros. Nothing is read back from the device.
+    of a context of 0, as rows that fill up a batch have it, gets zeros. `tma` takes the kernel for Hopper, if
+    `tma_attention.takes_cache` both caches. Nothing is read back from the device.
     """
     group = check_paged(q, k_cache, v_cache, block_tables, num_context)
     check_scale(scale)
@@ -124,9 +127,12 @@ def prefill_attention(
     if batch == 0 or max_q == 0:
         return out
     dim = q.shape[2]
-    launch = prefill_launch(dim, q.dtype)
+    launch = tma_launch(dim) if tma else prefill_launch(dim, q.dtype)
+    if tma:
+        triton.set_allocator(scratch)  # of this thread
     first, rest = split_head_dim(dim)
-    _prefill_kernel[(triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)](
+    kernel = prefill_tma_kernel if tma else _prefill_kernel
+    kernel[(triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)](
         q,
         k_cache,
         v_cache,

@@ -57,9 +57,13 @@ class Compiled:
     stack: int
     shared: int
     warps: int
+    cubin: bytes
 
     def count(self, instruction: str) -> int:
         return len(re.findall(instruction, self.ptx))
+
+    def machine_code(self) -> str:
+        return _disassembled(self.cubin, "-sass")
 
 
 def record(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[Launch]:
@@ -110,19 +114,30 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = _resources(compiled.asm["cubin"])
-    return Compiled(compiled.asm["ptx"], registers, stack, compiled.metadata.shared, int(compiled.metadata.num_warps))
+    return Compiled(
+        compiled.asm["ptx"],
+        registers,
+        stack,
+        compiled.metadata.shared,
+        int(compiled.metadata.num_warps),
+        compiled.asm["cubin"],
+    )
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """(registers, stack bytes) per thread, as the disassembler reports them."""
-    tool = triton.knobs.nvidia.cuobjdump.path
+    text = _disassembled(cubin, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+def _disassembled(cubin: bytes, what: str) -> str:
     path = Path(triton.knobs.cache.dir) / f"resources-{hash(cubin) & 0xFFFFFFFF:08x}.cubin"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(cubin)
     try:
-        text = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, what, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     finally:
         path.unlink()
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
