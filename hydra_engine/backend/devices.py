@@ -170,5 +170,5 @@ def _triton_problem() -> str:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            return f"{name} cannot be imported ({error}); install hydra-engine[kernels]"[:200]
+            return f"{name} cannot be imported ({error}); install hydra-engine[cuda]"[:200]
     return ""

@@ -1,12 +1,18 @@
 """FlashInfer's calls as far as they are used, which compute with the reference what they were told, and object to what
-the real ones cannot do: a plan while a graph is captured, another batch size, a schedule that another plan has written
-over, a pinned copy that is still under way."""
+the real ones cannot do: arguments that the package's signatures do not have, a plan while a graph is captured, another
+batch size, a schedule that another plan has written over, a pinned copy that is still under way.
+
+The signatures are those of the wheel, which tools/library_signatures.py has read into flashinfer_signatures.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +24,16 @@ from torch import Tensor
 from hydra_engine.backend.cuda import flashinfer_attention
 from hydra_engine.backend.reference.attention import causal
 
+FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "flashinfer_signatures.json").read_text())
+
+
+def _parsed(signature: str) -> inspect.Signature:
+    namespace: dict[str, Any] = {}
+    exec(f"def call{signature}: ...", namespace)
+    return inspect.signature(namespace["call"])
+
+
+SIGNATURES = {name: _parsed(text) for name, text in FACTS["calls"].items()}
 NUM_SMS = 4
 OWN_SCHEDULE = 8 << 20  # bytes that a wrapper makes for itself
 
@@ -176,25 +192,41 @@ class Packed(_Wrapper):
 
 
 class Library:
-    """One of it at a time: `Event` has to know it."""
+    """One of it at a time: `Event` has to know it. `called`: which of the signatures calls were held against."""
 
-    def __init__(self) -> None:
+    def __init__(self, signatures: Mapping[str, inspect.Signature] = SIGNATURES) -> None:
+        self._signatures = signatures
+        self.called: set[str] = set()
         self.plans: list[str] = []
         self.workspaces: set[int] = set()
         self.made: list[Any] = []
         self.under_way: set[Any] = set()  # wrappers whose pinned memory the device has not copied for sure
         self.capturing = False
         self.drift = 0  # another number: plans ask for another launch
-        self.BatchPrefillWithPagedKVCacheWrapper = self._bound(Prefill)
-        self.BatchDecodeWithPagedKVCacheWrapper = self._bound(Decode)
-        self.BatchPrefillWithRaggedKVCacheWrapper = self._bound(Packed)
+        self.BatchPrefillWithPagedKVCacheWrapper = self._bound("BatchPrefillWithPagedKVCacheWrapper", Prefill)
+        self.BatchDecodeWithPagedKVCacheWrapper = self._bound("BatchDecodeWithPagedKVCacheWrapper", Decode)
+        self.BatchPrefillWithRaggedKVCacheWrapper = self._bound("BatchPrefillWithRaggedKVCacheWrapper", Packed)
+        self.fast_decode_plan = self._held("fast_decode_plan", self._fast_decode_plan)
         Event.library = self
         Event.waits = 0
 
-    def _bound(self, kind: type[_Wrapper]) -> type[_Wrapper]:
-        return type(kind.__name__, (kind,), {"library": self})
+    def _bound(self, name: str, kind: type[_Wrapper]) -> type[_Wrapper]:
+        methods = [one.removeprefix(f"{name}.") for one in self._signatures if one.startswith(f"{name}.")]
+        held = {method: self._held(f"{name}.{method}", getattr(kind, method)) for method in methods}
+        return type(kind.__name__, (kind,), {"library": self, **held})
 
-    def fast_decode_plan(
+    def _held(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Raises TypeError where the package would."""
+
+        @wraps(call)
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._signatures[name].bind(*args, **kwargs)
+            self.called.add(name)
+            return call(*args, **kwargs)
+
+        return held
+
+    def _fast_decode_plan(
         self, wrapper: Any, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **how: Any
     ) -> None:
         """Leaves the pages' buffers alone, and needs the kernels that a plan before it found."""
