@@ -201,6 +201,24 @@ class SamplingTensors(NamedTuple):
     numbers: Tensor  # float32 in [0, 1): where in the cumulative distribution
 
 
+LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of tokens that are masked: of weight 0, and a number still
+
+
+class Adjustments(NamedTuple):
+    """What `Ops.adjust_logits` does to the logits of each row, on their device, with entries that are valid wherever a
+    row names them. Order and meaning are those of worker/language/sampler.py."""
+
+    bias_begins: Tensor  # [B] int32: row b has the biases [bias_begins[b], bias_ends[b]) of these lists
+    bias_ends: Tensor  # [B] int32
+    bias_ids: Tensor  # [N] int32
+    bias_values: Tensor  # [N] float64
+    penalties: Tensor  # [B, 3] float64: repetition, frequency, presence
+    counted: Tensor  # [B] int32: the row of `counts` that they act on, -1: no penalty
+    counts: Tensor  # [M, V] int32: twice how often an output has the token, and 1 more where its prompt has it
+    masked: Tensor  # [B] int32: the row of `masks`, -1: every token may come
+    masks: Tensor  # [M, ceil(V / 32)] int32: token t may come where bit t % 32 of word t // 32 is set
+
+
 class DeltaInputs(NamedTuple):
     """What the gated delta rule reads of T tokens; Hv is a multiple of Hk. The decay of a token is
     exp(-exp(rates) softplus(a + shift)), its strength sigmoid(b), rounded."""
@@ -416,6 +434,19 @@ class Ops(Protocol):
         """logits [B, V] float32 -> (tokens [B] int64, finite [B] bool). The token at `numbers` of the filtered
         distribution's cumulative sum in vocabulary order; the lowest id among the largest logits at temperature 0. A
         row that is not finite gets some valid token. A row's token depends on its own row alone."""
+        ...
+
+    def adjust_logits(self, logits: Tensor, adjustments: Adjustments) -> Tensor:
+        """What the rows of logits [B, V] float32 are drawn from, a new tensor. Computed in float64 and rounded once;
+        masked tokens get LOWEST_LOGIT; a logit that is not finite stays as it is."""
+        ...
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """What log probabilities are made of: of logits [B, V] float32, tokens [B] int64 and num_top [B] int32 of at
+        most `most`, -1 for rows that ask for none -> (numbers [B, 3 + most] float32: the token's logit, the largest,
+        the sum of exp(logit - largest), the num_top largest; places [B, 1 + most] int32: the token's rank, ids of the
+        largest). Tokens are ordered by (logit descending, id ascending). Entries beyond have any value, as those of
+        rows that are not finite."""
         ...
 
 

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import DeltaInputs, HeadNorms, PagedCache, Rotary, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import (
+    Adjustments,
+    DeltaInputs,
+    HeadNorms,
+    PagedCache,
+    Rotary,
+    SamplingTensors,
+    StateCache,
+    StateRows,
+)
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_TYPES = "float32, bfloat16 or float16"
@@ -242,6 +251,34 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
         if column.shape != logits.shape[:1] or column.dtype is not dtype:
             raise ValueError(f"{name}: expected [{logits.shape[0]}] {dtype}, got {described(column)}")
     return sizes
+
+
+def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, int]:
+    """Returns B and V. Entries are not looked at."""
+    batch, vocabulary = sizes = check_logits(logits)
+    num_biases, num_counted, num_masks = (len(x) for x in (adjustments.bias_ids, adjustments.counts, adjustments.masks))
+    shapes = {
+        **dict.fromkeys(("bias_begins", "bias_ends", "counted", "masked"), ((batch,), torch.int32)),
+        "bias_ids": ((num_biases,), torch.int32),
+        "bias_values": ((num_biases,), torch.float64),
+        "penalties": ((batch, 3), torch.float64),
+        "counts": ((num_counted, vocabulary), torch.int32),
+        "masks": ((num_masks, -(-vocabulary // 32)), torch.int32),
+    }
+    for name, (shape, dtype) in shapes.items():
+        given = getattr(adjustments, name)
+        if given.shape != shape or given.dtype is not dtype:
+            raise ValueError(f"{name}: expected {list(shape)} {dtype}, got {described(given)}")
+    return sizes
+
+
+def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, int]:
+    """Returns B and V."""
+    batch, vocabulary = check_logits(logits)
+    for name, given, dtype in (("tokens", tokens, torch.int64), ("num_top", num_top, torch.int32)):
+        if given.shape != (batch,) or given.dtype is not dtype:
+            raise ValueError(f"{name}: expected [{batch}] {dtype}, got {described(given)}")
+    return batch, vocabulary
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:

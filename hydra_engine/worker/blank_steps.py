@@ -17,6 +17,7 @@ import torch
 from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows, States
 from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
+from hydra_engine.worker.language.special import WORDS, SpecialTensors, sample_special
 from hydra_engine.worker.ports import ServedModel
 
 
@@ -69,6 +70,19 @@ def blank_sampling(count: int, device: torch.device) -> SamplingTensors:
     top_k = torch.full((count,), 50, dtype=torch.int32, device=device)
     temperatures, top_p, min_p, numbers = (torch.full((count,), x, device=device) for x in (1.0, 0.9, 0.01, 0.5))
     return SamplingTensors(temperatures, top_k, top_p, min_p, numbers)
+
+
+def draw_blank(ops: Ops, logits: torch.Tensor) -> None:
+    """Samples rows of logits [B, V] as a step does, and as one with special rows does, of which each is one."""
+    (count, vocabulary), device = logits.shape, logits.device
+    sampling = blank_sampling(count, device)
+    ops.sample(logits, sampling)
+    packed = torch.zeros(WORDS * count, dtype=torch.int64, device=device)
+    ids, values = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.float64))
+    counts, masks = (
+        torch.zeros((1, columns), dtype=torch.int32, device=device) for columns in (vocabulary, -(-vocabulary // 32))
+    )
+    sample_special(ops, logits, sampling, SpecialTensors.of(packed, count, ids, values, masks), counts)
 
 
 def _drop(logits: torch.Tensor) -> None:
@@ -132,5 +146,5 @@ def warm_language(
         inputs = blank_rows(ops, language, kv_cache, states, counts, contexts, device, merged=merged)
         logits = model.forward(inputs, kv_cache, image_cache)
         if samples:
-            ops.sample(logits, blank_sampling(logits.shape[0], device))
+            draw_blank(ops, logits)
         ops.best_tokens(logits.cpu())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine import _C
-from hydra_engine.backend.base import DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import Adjustments, DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.clock import Work
@@ -135,6 +135,10 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
 
 def _sample(logits: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
     return OPS.sample(logits, SamplingTensors(*draws))
+
+
+def _adjust_logits(logits: Tensor, *adjustments: Tensor) -> Tensor:
+    return OPS.adjust_logits(logits, Adjustments(*adjustments))
 
 
 def _paged(
@@ -256,6 +260,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "sigmoid_mul": OPS.sigmoid_mul,
     "rotate": OPS.rotate,
     "sample": _sample,
+    "adjust_logits": _adjust_logits,
+    "score_tokens": OPS.score_tokens,
     "causal_conv": _causal_conv,
     "delta_rule": _delta_rule,
     "decode_attention": _decode_attention,

@@ -70,9 +70,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[CUDAGraph]:
 
 
 @cache
-def expected(model_dir: Path, *, on_host: bool) -> list[list[int]]:
+def expected(model_dir: Path, *, special: bool) -> list[list[int]]:
     rig = make_rig(model_dir, "reference")
-    tokens = rig.generate(*requests(rig, 10, on_host=on_host))
+    tokens = rig.generate(*requests(rig, 10, special=special))
     rig.worker.close()
     return tokens
 
@@ -83,31 +83,39 @@ def test_tokens_are_those_of_a_processor(
     on_device: Rigs, models: Models, replays: list[CUDAGraph], family: str
 ) -> None:
     rig = on_device(family)
-    for number, (on_host, chunk) in enumerate(((True, 7), (False, 1000)), start=1):
+    for number, (special, chunk) in enumerate(((True, 7), (False, 1000)), start=1):
         for generate in (rig.generate, rig.generate_ahead):
             replays.clear()
-            made = requests(rig, 100 * number, on_host=on_host)
-            assert generate(*made, chunk=chunk) == expected(models(family), on_host=on_host)
-            assert replays or on_host
+            made = requests(rig, 100 * number, special=special)
+            assert generate(*made, chunk=chunk) == expected(models(family), special=special)
+            assert replays
             for request in made:
                 rig.leave(request)
 
 
-def test_steps_are_launched_while_the_device_does_nothing(on_device: Rigs, models: Models, streams: Streams) -> None:
-    """What steps and results lie in is not used again before it was read."""
+@pytest.mark.parametrize("special", [False, True])
+def test_steps_are_launched_while_the_device_does_nothing(
+    on_device: Rigs, models: Models, streams: Streams, replays: list[CUDAGraph], special: bool
+) -> None:
+    """What steps and results lie in is not used again before it was read. With rows of log probabilities, penalties
+    and masks a decode replays as well, and what they need behind it."""
     rig = on_device("llava")
-    made = requests(rig, 10)
+    made = requests(rig, 10, special=special)
     streams.working.clear()
+    replays.clear()
     rows = [[rig.row(r, 0, r.prompt_token_ids, 0) for r in made]]
     rows += [[rig.row(r, r.num_prompt + count - 1, [-1], count) for r in made] for count in range(1, 4)]
     steps = [rig.submit(*row) for row in rows]
     assert streams.waiting.wait(10)
-    time.sleep(0.2)
+    deadline = time.monotonic() + 10
+    while len(replays) < (6 if special else 3):
+        assert time.monotonic() < deadline, "steps are not launched"
+        time.sleep(0.01)
     assert rig.worker.poll() == []
     streams.working.set()
     found = [rig.wait(step).token_ids for step in steps]
     assert [list(tokens) for tokens in zip(*found[1:], strict=True)] == [
-        tokens[1:4] for tokens in expected(models("llava"), on_host=False)
+        tokens[1:4] for tokens in expected(models("llava"), special=special)
     ]
 
 
@@ -115,11 +123,11 @@ def test_steps_are_launched_while_the_device_does_nothing(on_device: Rigs, model
 def test_a_row_that_fails_fails_alone(on_device: Rigs, models: Models) -> None:
     rig = on_device("llava", cuda_graph_sizes=(8,))
     for number, (point, action) in enumerate(product(POINTS, ("raise", "nan", "oom")), start=1):
-        made, poison = requests(rig, 20 * number, on_host=number % 2 == 0), make_request(1000 + number, [60, 61, 62])
+        made, poison = requests(rig, 20 * number, special=number % 2 == 0), make_request(1000 + number, [60, 61, 62])
         rig.add(poison)
         rig.worker.faults.arm(point, action, "token=61")
         tokens = rig.generate_ahead(*made, poison, chunk=20)
-        assert tokens == [*expected(models("llava"), on_host=number % 2 == 0), []], (point, action)
+        assert tokens == [*expected(models("llava"), special=number % 2 == 0), []], (point, action)
         for request in (*made, poison):
             rig.leave(request)
 
@@ -170,7 +178,7 @@ def test_a_lane_that_moves_between_partitions_keeps_its_order(
         busy.set()
         while vision._sharing._open["vision"]:  # a job has ended a moment after it has returned
             time.sleep(0.001)
-    assert [list(tokens) for tokens in zip(*found, strict=True)] == expected(models("llava"), on_host=False)
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == expected(models("llava"), special=False)
     assert len({id(graph.place) for graph in replays}) == 2 and len(replays) == 7
     with_pictures(rig, 50, seed=3, count=1)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, DeltaInputs, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import Activation, Adjustments, DeltaInputs, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, QuantizedCudaLinear, implementation
 from hydra_engine.backend.quantized import QuantizedWeight, quantized
@@ -467,6 +467,29 @@ def test_sampling(side: Side) -> None:
     tokens, finite = side.ops.sample(side.there(logits), SamplingTensors(*(side.there(column) for column in draws)))
     assert tokens.dtype is torch.int64 and finite.tolist() == [True, True, True, False]
     assert tokens.tolist()[:3] == [40, token, int(logits[2].argmax())] and 0 <= int(tokens[3]) < 300
+
+
+def test_special_rows(side: Side) -> None:
+    """Rows: a bias, penalties, a mask with all of them, nothing, one that is not finite; those that ask are scored."""
+    logits = (random(5, 9001) * 8).round() / 2
+    logits[4, 7] = float("nan")
+    generator = torch.Generator().manual_seed(5)
+    counts = torch.randint(0, 4, (2, 9001), generator=generator, dtype=torch.int32)
+    masks = torch.randint(-(1 << 31), (1 << 31) - 1, (1, 282), generator=generator).int()
+    columns = [[0, 0, 0, 2, 0], [2, 0, 2, 2, 0], [-1, 1, 0, -1, 0], [-1, -1, 0, -1, 0]]
+    begins, ends, counted, masked = (torch.tensor(column, dtype=torch.int32) for column in columns)
+    penalties = torch.tensor([[1.0, 0.0, 0.0], [1.3, 0.4, -0.2], [0.7, -1.1, 2.0], [1, 0, 0], [1, 0, 0]]).double()
+    ids, values = torch.tensor([8191, 4], dtype=torch.int32), torch.tensor([3.25, -1.75], dtype=torch.float64)
+    adjustments = Adjustments(begins, ends, ids, values, penalties, counted, counts, masked, masks)
+    found = side.ops.adjust_logits(side.there(logits), Adjustments(*(side.there(part) for part in adjustments)))
+    expected = REFERENCE.adjust_logits(logits, adjustments)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-7, atol=0, equal_nan=True)
+    tokens, num_top = torch.tensor([3, 9000, 17, 0, 5]), torch.tensor([20, 0, 3, -1, 2], dtype=torch.int32)
+    numbers, places = (x.cpu() for x in side.ops.score_tokens(*map(side.there, (logits, tokens, num_top)), 20))
+    wanted_numbers, wanted_places = REFERENCE.score_tokens(logits, tokens, num_top, 20)
+    for row, count in ((0, 20), (1, 0), (2, 3)):
+        assert torch.equal(places[row, : 1 + count], wanted_places[row, : 1 + count])
+        torch.testing.assert_close(numbers[row, : 3 + count], wanted_numbers[row, : 3 + count], rtol=2e-6, atol=0)
 
 
 def test_every_op_says_what_computes_it_and_why(side: Side) -> None:

@@ -23,6 +23,7 @@ from hydra_kernels.decode_attention import decode_attention
 from hydra_kernels.delta_rule import delta_rule
 from hydra_kernels.epilogue import finish
 from hydra_kernels.linear import invariant_linear, small_linear
+from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
@@ -103,6 +104,15 @@ def draws(vocabulary: int) -> object:
     return sample(torch.zeros(4, vocabulary), field, field.int(), field, field, field)
 
 
+def adjustments(logits: torch.Tensor, first: int = 0) -> object:
+    """`first`: where the columns of a captured step begin."""
+    count, vocabulary = logits.shape
+    column, numbers = (torch.zeros(count + first, dtype=dtype)[first:] for dtype in (torch.int32, torch.float64))
+    penalties = torch.zeros(3 * (count + first), dtype=torch.float64)[3 * first :].view(count, 3)
+    tables = torch.zeros(2, vocabulary, dtype=torch.int32), torch.zeros(2, -(-vocabulary // 32), dtype=torch.int32)
+    return adjust_logits(logits, column, column, column, numbers, penalties, column, tables[0], column, tables[1])
+
+
 QUANTIZED = pack(torch.zeros(512, 4096, dtype=torch.int8), torch.zeros(512, 1), None, 8)
 PLACES = torch.zeros(5, dtype=torch.int64)
 TILES = torch.zeros(4, 2, dtype=torch.int32)
@@ -145,6 +155,8 @@ CASES: dict[str, Callable[[], object]] = {
     "greedy": lambda: greedy(rows(32064, torch.float32)),
     "sample-32064": lambda: draws(32064),
     "sample-152064": lambda: draws(152064),
+    "adjust-152064": lambda: adjustments(rows(152064, torch.float32)),
+    "score-152064": lambda: score_tokens(rows(152064, torch.float32), PLACES.new_zeros(8), TILES.new_zeros(8), 20),
     "linear-vector-4096": lambda: linear(1, 4096, 11008, residual=True),
     "linear-vector-3584": lambda: linear(1, 3584, 18944, residual=True),
     "linear-vector-head": lambda: linear(1, 152064, 3584, out_dtype=torch.float32),
@@ -181,9 +193,9 @@ _PIPELINED = ("decode", "prefill", "packed", "linear-few", "linear-tiled", "quan
 PIPELINED = [name for name in CASES if name.startswith(_PIPELINED)]
 DIRECT = [name for name in CASES if name not in PIPELINED]
 # One number of a row or a few of them are all that a program stores, or stores of every token.
-REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "linear-vector", "delta_rule"))]
-# Reads what it was given a list of, in any order.
-GATHERING = "_draw_kernel"
+REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "score", "linear-vector", "delta_rule"))]
+# Reads what it was given a list of, in any order; reads the beginnings of short lists.
+GATHERING = ("_draw_kernel", "_score_kernel")
 
 
 # Further shapes of a kernel that another case has.
@@ -273,7 +285,7 @@ def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> N
 @pytest.mark.parametrize("name", on_the_newest(DIRECT))
 def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
     for kernel, result in compiled(name, 90).items():
-        assert kernel == GATHERING or result.count(r"ld\.global[.\w:]*\.v4") > 0
+        assert kernel in GATHERING or result.count(r"ld\.global[.\w:]*\.v4") > 0
         assert name in REDUCING or result.count(r"st\.global[.\w:]*\.v4") > 0
         # What is left is one piece of a weight that all rows share, if anything.
         assert result.count(r"st\.global") == result.count(r"st\.global[.\w:]*\.v4") or name in REDUCING
@@ -360,6 +372,8 @@ def of_step(tokens: int, first: int) -> object:
         prefill_attention(q, k_cache, v_cache, tables, cu_q, context, 0.1, max_q=tokens),
         *(decode_attention(q, k_cache, v_cache, tables, context, 0.1, num_splits=splits) for splits in (3, 1)),
         sample(torch.zeros(tokens, 32064), fields[0], fields[1].int(), *fields[2:]),
+        adjustments(torch.zeros(tokens, 32064), first),
+        score_tokens(torch.zeros(tokens, 32064), places[:tokens], cu_q[:tokens], 20),
         causal_conv(hidden, taps, conv, tiles, *vectors, tokens=TILE),
         delta_rule(*parts, x[:, :16], x[:, 16:32], *scales, state, *vectors),
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_engine.backend.reference.sampling import best_tokens, sample
+from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, sample, score_tokens
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
@@ -76,6 +76,8 @@ class FakeOps:
 
     best_tokens = staticmethod(best_tokens)
     sample = staticmethod(sample)
+    adjust_logits = staticmethod(adjust_logits)
+    score_tokens = staticmethod(score_tokens)
 
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         assert cu_q.dtype == num_context.dtype == block_tables.dtype == torch.int32

@@ -7,18 +7,22 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hydra_engine.backend.base import Backend
+from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.vision.gate import LaneGate
 from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import NAN_TOKEN, FakeModel, Rig, Row, make_request, outcomes_of
@@ -54,6 +58,11 @@ def prefill(rig: Rig, *requests: Request) -> list[Row]:
 def decodes(rig: Rig, count: int, *requests: Request) -> list[Row]:
     """Behind `count` tokens, of which the last one was not read."""
     return [rig.row(request, request.num_prompt + count - 1, [-1], count) for request in requests]
+
+
+def row_of(rows: Sequence[Row], request: Request) -> int:
+    """In a plan of rows of one kind."""
+    return [row.request_id for row in rows].index(request.id)
 
 
 def wait_until(condition: Any, what: str) -> None:
@@ -93,27 +102,32 @@ def test_a_step_is_timed_from_its_launch_where_nothing_ran_before_it(rig: Rig) -
     assert second.started_s - first.ended_s >= 0.02 and second.ended_s >= second.started_s
 
 
-def test_a_step_with_a_row_for_the_host_waits_for_its_logits_and_no_other_does(rig: Rig, device: LateDevice) -> None:
-    plain, special = make_request(1, [5, 6]), make_request(2, [7, 8], logprobs=2, presence_penalty=1.0)
-    rig.add(plain)
-    rig.add(special)
+SPECIAL: list[dict[str, Any]] = [
+    {"logprobs": 2, "presence_penalty": 1.0, "min_tokens": 3},
+    {"logit_bias": {3: 2.0}, "allowed_token_ids": (3, 4, 5), "temperature": 1.0, "seed": 4},
+    {"repetition_penalty": 0.5, "frequency_penalty": -1.0, "logprobs": 0},
+]
+
+
+def test_steps_with_special_rows_wait_for_nothing(rig: Rig, device: LateDevice) -> None:
+    """Tokens that nobody has read are counted by penalties."""
+    requests = [make_request(1, [5, 6]), *(make_request(i, [7, i], **kind) for i, kind in enumerate(SPECIAL, 2))]
+    for request in requests:
+        rig.add(request)
     device.working.clear()
-    first = rig.submit(*prefill(rig, plain))
-    second_rows = [*prefill(rig, special), *decodes(rig, 1, plain)]
-    second, third = rig.submit(*second_rows), rig.submit(*decodes(rig, 2, plain))
-    wait_until(lambda: len(rig.model.row_counts) == 2, "the second step is not launched")
-    time.sleep(0.02)
-    assert len(rig.model.row_counts) == 2, "the third step was launched before the host had sampled"
+    rows = [prefill(rig, *requests), *(decodes(rig, count, *requests) for count in range(1, 6))]
+    steps = [rig.submit(*row) for row in rows]
+    wait_until(lambda: len(rig.model.row_counts) == 6, "later steps wait for the first")
     device.working.set()
-    expected = expected_of([plain, special])
-    assert rig.wait(first).token_ids.tolist() == expected[0][:1]
-    sampled = outcomes_of(second_rows, rig.wait(second))
-    assert [o.token_id for o in sampled] == [expected[1][0], expected[0][1]]
-    assert sampled[0].logprobs is not None and sampled[1].logprobs is None
-    assert rig.wait(third).token_ids.tolist() == [expected[0][2]]
+    found = [outcomes_of(row, rig.wait(step)) for row, step in zip(rows, steps, strict=True)]
+    tokens = [[outcome.token_id for outcome in outcomes] for outcomes in found]
+    assert list(zip(*tokens, strict=True)) == [tuple(t[:6]) for t in expected_of(requests)]
+    asked = [[outcome.logprobs is not None for outcome in outcomes] for outcomes in found]
+    assert asked == [[False, True, False, True]] * 6
 
 
-def test_only_the_hosts_rows_come_to_the_host(rig: Rig, device: LateDevice) -> None:
+def test_no_logits_come_to_the_host(rig: Rig, device: LateDevice) -> None:
+    """Without log probabilities tokens alone, with them a few numbers of each row."""
     requests = all_kinds()
     for request in requests:
         rig.add(request)
@@ -121,9 +135,57 @@ def test_only_the_hosts_rows_come_to_the_host(rig: Rig, device: LateDevice) -> N
     fetch = device.fetch
     device.fetch = lambda tensors: (seen.append([tuple(t.shape) for t in tensors]), fetch(tensors))[1]  # type: ignore
     rig.language(*prefill(rig, *requests))
-    on_host = sum(request.sampling.needs_history or request.sampling.logprobs is not None for request in requests)
-    on_host += sum(request.sampling.min_tokens > 0 and not request.sampling.needs_history for request in requests)
-    assert seen == [[(8,), (8,), (on_host, rig.model.vocabulary)]] and 0 < on_host < 8
+    plain = [request for request in requests if request.sampling.logprobs is None]
+    rig.language(*decodes(rig, 1, *plain))
+    assert seen == [[(8,), (8,), (8, 23), (8, 21)], [(6,), (6,)]]
+
+
+def test_a_row_without_a_token_to_choose_from_fails_alone(rig: Rig, device: LateDevice) -> None:
+    """What was launched for it meanwhile is worth nothing."""
+    plain, strict = make_request(1, [5, 6]), make_request(2, [7, 8], allowed_token_ids=(2,), min_tokens=3)
+    for request in (plain, strict):
+        rig.add(request)
+    rows = [prefill(rig, strict, plain), *(decodes(rig, count, strict, plain) for count in range(1, 4))]
+    device.working.clear()
+    steps = [rig.submit(*row) for row in rows]
+    wait_until(lambda: len(rig.model.row_counts) == 4, "steps are not launched")
+    device.working.set()
+    results = [rig.wait(step) for step in steps]
+    row = [row_of(rows[0], strict), *(row_of(some, strict) for some in rows[1:])]
+    assert [[*errors(result)] for result in results] == [[index] for index in row]
+    assert errors(results[0])[row[0]].param == "min_tokens"
+    assert all(errors(result)[index].message == EARLIER for result, index in zip(results[1:], row[1:], strict=True))
+    assert [int(result.token_ids[1]) for result in results] == expected_of([plain])[0][:4]
+
+
+class Alternately:
+    """A grammar that goes on with one of two tokens that depend on the last one."""
+
+    def allowed(self, output_ids: Sequence[int]) -> Any:
+        last = output_ids[-1] if output_ids else 0
+        mask = np.zeros(97, dtype=np.bool_)
+        mask[[(7 * last + 3) % 89, (11 * last + 5) % 89]] = True
+        return mask
+
+
+def test_a_grammar_waits_for_its_last_token_behind_the_forward(rig: Rig, device: LateDevice) -> None:
+    """And the step's other rows with it, but for no more than that."""
+    grammar = Grammar("regex", "a*")
+    plain, bound = make_request(1, [5, 6]), make_request(2, [7, 8], grammar=grammar, temperature=1.0, seed=3)
+    for request in (plain, bound):
+        rig.add(request)
+    state = SamplingState.of(bound, Alternately())
+    rig.worker._requests[bound.id] = replace(rig.worker._requests[bound.id], sampling_state=state)
+    rows = [prefill(rig, plain, bound), *(decodes(rig, count, plain, bound) for count in range(1, 5))]
+    device.working.clear()
+    steps = [rig.submit(*row) for row in rows]
+    wait_until(lambda: len(rig.model.row_counts) == 2, "the second step is not launched before the first was read")
+    time.sleep(0.02)
+    assert len(rig.model.row_counts) == 2, "a mask was made without the token before"
+    device.working.set()
+    tokens = [[o.token_id for o in outcomes_of(row, rig.wait(step))] for row, step in zip(rows, steps, strict=True)]
+    found = [*zip(*tokens, strict=True)]
+    assert found == [tuple(t[:5]) for t in expected_of([plain, bound], constraints={2: Alternately()})]
 
 
 def test_a_failure_that_was_read_late_bars_what_was_launched_meanwhile(rig: Rig, device: LateDevice) -> None:

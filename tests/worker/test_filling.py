@@ -34,6 +34,7 @@ from hydra_engine.worker.memory.working import (
     counts_of_largest,
     estimate,
     largest_encode,
+    special_row_bytes,
 )
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
 from tests.worker.late import LatePartitions
@@ -269,7 +270,9 @@ def test_graphs_take_memory_on_every_partition(tiny: Path) -> None:
     made = plan_memory(spec, Role.D, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tiny, spec, backend, Role.D, random_weights=True)
     with torch.inference_mode():
-        assert measure(model, backend, spec, Role.D, settings, made).graph_bytes == 3 * (40 + GRAPH_BYTES)
+        assert measure(model, backend, spec, Role.D, settings, made).graph_bytes == 3 * (
+            40 + GRAPH_BYTES + special_row_bytes(spec, settings)
+        )
 
 
 def test_estimates_count_what_the_role_runs() -> None:
@@ -279,15 +282,17 @@ def test_estimates_count_what_the_role_runs() -> None:
     assert whole.encode_bytes == 2 * 5 * 4 * 4  # two pictures of five patches, four values a patch
     assert whole.language_bytes == max(1000 * 3 * 2 * 4, (4 * 10 + 256) * spec.language.vocab_size * 4)
     encodes = whole.encode_bytes + ENCODE_GRAPH_BYTES  # the largest is captured too
-    assert whole.graph_bytes == decode + GRAPH_BYTES + encodes
+    special = special_row_bytes(spec, settings)
+    assert special == (10 + 1) * 4 * (spec.language.vocab_size + 4)
+    assert whole.graph_bytes == decode + GRAPH_BYTES + encodes + special
     assert estimate(spec, Role.E, settings, 4) == WorkingMemory(whole.encode_bytes, 0, encodes)
     few, eager = replace(settings, encoder_cuda_graph_sizes=(5,)), replace(settings, enforce_eager=True)
     assert estimate(spec, Role.E, few, 4).graph_bytes == whole.encode_bytes // 2 + ENCODE_GRAPH_BYTES
     paused = replace(settings, scheduler=replace(settings.scheduler, tpot_slo=0.05))
     assert estimate(spec, Role.E, eager, 4).graph_bytes == 0
-    assert estimate(spec, EPD, paused, 4).graph_bytes == decode + GRAPH_BYTES
+    assert estimate(spec, EPD, paused, 4).graph_bytes == decode + GRAPH_BYTES + special
     assert estimate(spec, Role.E, paused, 4).graph_bytes == encodes, "beside no decodes an encode never pauses"
-    assert estimate(spec, Role.P, settings, 4) == WorkingMemory(0, whole.language_bytes)
+    assert estimate(spec, Role.P, settings, 4) == WorkingMemory(0, whole.language_bytes, special)
     assert estimate(spec, Role.D, settings, 4).language_bytes == decode
 
 

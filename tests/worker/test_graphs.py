@@ -55,14 +55,14 @@ def rig(model_dir: Path, device: LateDevice) -> Iterator[Rig]:
     rig.worker.close()
 
 
-def requests(rig: Rig, base: int, *, on_host: bool = False) -> list[Request]:
-    """Five that the device can sample for, and with `on_host` three that it cannot."""
+def requests(rig: Rig, base: int, *, special: bool = False) -> list[Request]:
+    """Five that ask for filters and a draw, and with `special` three that ask for more."""
     made = [
         make_request(base, range(10, 40)),
         make_request(base + 1, range(50, 57), temperature=1.0, seed=4, top_p=0.95),
         make_request(base + 2, [9], temperature=0.7, seed=5, top_k=4, min_p=0.1),
     ]
-    if on_host:
+    if special:
         made += [
             make_request(base + 5, range(20, 33), min_tokens=3, temperature=1.0, seed=2),
             make_request(base + 6, [4, 4, 4], repetition_penalty=1.4),
@@ -85,10 +85,10 @@ def leave(rig: Rig, made: list[Request]) -> None:
 
 
 @cache
-def expected(model_dir: Path, *, on_host: bool = False) -> list[list[int]]:
+def expected(model_dir: Path, *, special: bool = False) -> list[list[int]]:
     """Of steps that are over when they return."""
     rig = make_rig(model_dir, "reference")
-    tokens = rig.generate(*requests(rig, 10, on_host=on_host))
+    tokens = rig.generate(*requests(rig, 10, special=special))
     rig.worker.close()
     return tokens
 
@@ -97,13 +97,13 @@ def expected(model_dir: Path, *, on_host: bool = False) -> list[list[int]]:
 @pytest.mark.parametrize("backend_name", ["reference", "native"])
 def test_steps_behind_their_launch_give_the_same_tokens(model_dir: Path, backend_name: str) -> None:
     plain = make_rig(model_dir, backend_name)
-    together = plain.generate(*requests(plain, 10, on_host=True))
+    together = plain.generate(*requests(plain, 10, special=True))
     plain.worker.close()
     device = LateDevice()
     rig = make_rig(model_dir, backend_name, asynchronous=True, device=device, enforce_eager=True)
     rig.worker.capture_graphs(lambda done, total: pytest.fail("something was captured"))
     for number, (generate, chunk) in enumerate(((rig.generate, 1000), (rig.generate_ahead, 7))):
-        made = requests(rig, 100 * (1 + number), on_host=True)
+        made = requests(rig, 100 * (1 + number), special=True)
         assert generate(*made, chunk=chunk) == together
         leave(rig, made)
     assert not device.replays
@@ -141,9 +141,49 @@ def test_tables_may_be_wider_than_any_context(
 
 
 @pytest.mark.quick("[llava")
-def test_steps_with_rows_for_the_host_are_not_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
-    assert rig.generate_ahead(*requests(rig, 20, on_host=True)) == expected(model_dir, on_host=True)
-    assert not device.replays
+def test_steps_with_special_rows_are_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    """Each by the graph of its rows and the one of their special rows; slots go to later requests, of other kinds."""
+    for base, special in ((20, True), (40, False), (60, True)):
+        device.replays.clear()
+        made = requests(rig, base, special=special)
+        assert rig.generate_ahead(*made) == expected(model_dir, special=special)
+        assert len(device.replays) == (14 if special else 7)
+        leave(rig, made)
+
+
+@pytest.mark.quick("[llava")
+def test_biases_that_no_graph_has_room_for(rig: Rig, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_engine.worker.language.asynchronous_step.MOST_BIASES", 2)
+    found = []
+    for base, count in ((20, 2), (40, 3)):
+        device.replays.clear()
+        biases = {**dict.fromkeys(range(30, 28 + count), -9.0), 31: 9.0}
+        rig.add(request := make_request(base, [9, 8], logit_bias={**biases, 33: 1.0}))
+        found.append(rig.generate_ahead(request)[0])
+        assert bool(device.replays) == (count == 2)
+    assert found[0] == found[1]
+
+
+@pytest.mark.quick("[llava")
+def test_what_raises_behind_a_replay_fails_its_rows(
+    rig: Rig, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their last tokens have been written over, so the step is not run again."""
+    special, plain = make_request(20, [9, 8], logprobs=1), make_request(21, [7, 6])
+    for request in (special, plain):
+        rig.add(request)
+    rig.language(*(rig.row(r, 0, r.prompt_token_ids, 0) for r in (special, plain)))
+    graphs = rig.worker._language.graphs
+    assert graphs is not None
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "replay_special", broken)
+        outcomes = rig.language(*(rig.row(r, r.num_prompt, [-1], 1) for r in (special, plain)))
+    assert all(outcome.error is not None and outcome.token_id is None for outcome in outcomes)
+    assert len(device.replays) == 1
 
 
 @pytest.mark.quick("[llava")
@@ -259,7 +299,10 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(model
     graphs, encodes = rig.worker._language.graphs, rig.worker._vision.graphs
     assert graphs is not None and [size for _, size in graphs.wanted] == [6, 4, 2, 1] * 2 and encodes is not None
     total = 8 + len(encodes.wanted)
-    assert seen == [(done, total) for done in range(1, total + 1)] and rig.worker.graph_bytes == 1000 * total
+    assert seen == [(done, total) for done in range(1, total + 1)]
+    assert graphs._special_inputs is not None  # which all sizes share, as the counts of tokens
+    tables = *graphs._special_inputs, graphs._slot_table.counts(0)
+    assert rig.worker.graph_bytes == 1000 * (total + 8) + sum(table.nbytes for table in tables)
     device.replays.clear()
     device.partitions.here = 1
     rig.add(request := make_request(1, [5, 6, 7]))

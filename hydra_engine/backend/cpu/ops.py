@@ -17,7 +17,7 @@ from hydra_engine.backend.cpu.cache import CacheOps
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.cpu.recording import RecordedDecode
 from hydra_engine.backend.reference.ops import ALL_OPS
-from hydra_engine.backend.reference.sampling import sample
+from hydra_engine.backend.reference.sampling import adjust_logits, sample, score_tokens
 
 _COPIES = ("write_cache", "merge_image_tokens", "gather_cache", "copy_blocks")
 _MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
@@ -45,6 +45,8 @@ class NativeOps(CacheOps):
     recorded = staticmethod(RecordedDecode)
     best_tokens = staticmethod(native_linear.best_tokens)
     sample = staticmethod(sample)
+    adjust_logits = staticmethod(adjust_logits)
+    score_tokens = staticmethod(score_tokens)
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)

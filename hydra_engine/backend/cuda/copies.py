@@ -24,7 +24,7 @@ from hydra_engine.errors import BackendError
 Array = npt.NDArray[np.generic]
 
 ALIGNMENT = 16  # bytes
-NUM_BUFFERS = 4  # copies of one thread that may be under way before the next one waits
+NUM_BUFFERS = 8  # copies of one thread that may be under way before the next one waits: of two steps, four each
 MIN_BUFFER = 1 << 16
 MAX_STAGED = 64 << 20  # what is larger is copied from where it lies, which waits: pinned memory is taken from all
 

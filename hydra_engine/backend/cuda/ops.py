@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Decode, OpChoice, PackedLinear, SamplingTensors, StateRows
+from hydra_engine.backend.base import Adjustments, Decode, OpChoice, PackedLinear, SamplingTensors, StateRows
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
@@ -25,6 +25,7 @@ from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
 from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
+from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
 from hydra_kernels.sampling import sample
@@ -47,7 +48,10 @@ _CHOICES = {
     "attention_paged": ("triton", f"split contexts for decodes, tiles of queries for prompts; {_HEADS}"),
     "attention_packed": ("triton", f"tiles of queries; {_HEADS}"),
     "sample": ("triton", "draws without a sort"),
+    "adjust_logits": ("triton", "one launch; rows without biases, penalties and masks are copied"),
+    "score_tokens": ("triton", "two launches; rows without log probabilities leave at once"),
 }
+_SAMPLING = ("sample", "adjust_logits", "score_tokens")
 _DETERMINISTIC = {
     "linear": ("triton-invariant", "deterministic was asked for: one order of sums for every number of rows"),
     "attention_paged": ("triton", f"deterministic was asked for: contexts are never split; {_HEADS}"),
@@ -70,6 +74,7 @@ class CudaOps(CudaCacheOps):
     causal_conv = staticmethod(cuda_states.causal_conv)
     delta_rule = staticmethod(cuda_states.delta_rule)
     best_tokens = staticmethod(best_tokens)
+    score_tokens = staticmethod(score_tokens)
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class CudaOps(CudaCacheOps):
 
     def choices(self) -> tuple[OpChoice, ...]:
         chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
-        return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, "sample"))
+        return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, *_SAMPLING))
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
@@ -123,3 +128,6 @@ class CudaOps(CudaCacheOps):
 
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         return sample(logits, *sampling)
+
+    def adjust_logits(self, logits: Tensor, adjustments: Adjustments) -> Tensor:
+        return adjust_logits(logits, *adjustments)

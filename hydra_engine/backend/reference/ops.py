@@ -35,7 +35,7 @@ from hydra_engine.backend.quantized import QuantizedWeight, reference_product
 from hydra_engine.backend.reference import delta_rule
 from hydra_engine.backend.reference.attention import causal, padded, tiles
 from hydra_engine.backend.reference.delta_rule import by_vectors
-from hydra_engine.backend.reference.sampling import best_tokens, sample
+from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, sample, score_tokens
 
 ALL_OPS = (
     "linear",
@@ -96,6 +96,8 @@ class ReferenceOps:
 
     best_tokens = staticmethod(best_tokens)
     sample = staticmethod(sample)
+    adjust_logits = staticmethod(adjust_logits)
+    score_tokens = staticmethod(score_tokens)
 
     def __init__(self, reason: str = "plain torch in float32, for reading and for checking") -> None:
         self._reason = reason

@@ -1,7 +1,6 @@
 """Tokens from logits in plain torch and float64, row by row: what a device's own sampling is compared with.
 
-The rules are those of worker/language/sampler.py for temperature, top_k, top_p, min_p and the draw. Does not know
-requests, penalties, masks or where random numbers come from.
+The rules are those of worker/language/sampler.py. Does not know requests or where random numbers come from.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import SamplingTensors
+from hydra_engine.backend.base import LOWEST_LOGIT, Adjustments, SamplingTensors
 
 
 def best_tokens(logits: Tensor) -> Tensor:
@@ -29,6 +28,51 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         kept, weights = _filtered(logits[row].double(), temperature, int(top_k), top_p, min_p)
         tokens[row] = kept[_drawn(weights, number)]
     return tokens, finite
+
+
+def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
+    """[B, V] float32: logits [B, V] float32 with biases, penalties and masks."""
+    checks.check_adjustments(logits, adjustments)
+    adjusted = logits.clone()
+    rows = (adjustments.bias_begins, adjustments.bias_ends, adjustments.counted, adjustments.masked)
+    for row, (begin, end, counted, masked) in enumerate(zip(*(column.tolist() for column in rows), strict=True)):
+        scores = logits[row].double()
+        if begin < end:
+            ids, values = adjustments.bias_ids[begin:end].long(), adjustments.bias_values[begin:end]
+            inside = ids < scores.shape[0]
+            scores.index_add_(0, ids[inside], values[inside])
+        if counted >= 0:
+            repetition, frequency, presence = adjustments.penalties[row].tolist()
+            counts = adjustments.counts[counted]
+            seen = torch.where(scores > 0, scores / repetition, scores * repetition)
+            scores = torch.where(counts != 0, seen, scores)
+            times = counts >> 1
+            scores = torch.where(times > 0, scores - (frequency * times.double() + presence), scores)
+        changed = scores.clamp(LOWEST_LOGIT, -LOWEST_LOGIT).float()
+        if masked >= 0:
+            bits = adjustments.masks[masked][:, None] >> torch.arange(32, dtype=torch.int32)
+            changed = torch.where((bits & 1).flatten()[: len(scores)] != 0, changed, LOWEST_LOGIT)
+        adjusted[row] = torch.where(logits[row].isfinite(), changed, logits[row])
+    return adjusted
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(numbers [B, 3 + most] float32, places [B, 1 + most] int32) of the rows that ask for them."""
+    batch, vocabulary = checks.check_scores(logits, tokens, num_top)
+    numbers = torch.full((batch, 3 + most), float("nan"))
+    places = torch.full((batch, 1 + most), -1, dtype=torch.int32)
+    ids = torch.arange(vocabulary)
+    for row, (token, count) in enumerate(zip(tokens.tolist(), num_top.tolist(), strict=True)):
+        if count < 0:
+            continue
+        raw = logits[row]
+        chosen, largest = raw[token], raw.max()
+        numbers[row, :3] = torch.stack((chosen, largest, (raw.double() - largest).exp().sum().float()))
+        places[row, 0] = 1 + int(((raw > chosen) | ((raw == chosen) & (ids < token))).sum())
+        best, order = raw.sort(descending=True, stable=True)
+        listed = min(count, vocabulary)
+        numbers[row, 3 : 3 + listed], places[row, 1 : 1 + listed] = best[:listed], order[:listed].int()
+    return numbers, places
 
 
 def _filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 samples with: numbers per slot, arrays per step.
 
 A row that takes its token from the device has -1 in what is sent. Padded rows have a slot of their own, behind all
-others. Rows that need more than filters and a draw are sampled on the host (`SamplingState.device_path_from`).
+others. Rows that need more than filters and a draw are special (`SamplingState.device_path_from`, special.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from hydra_engine.core.plans import DecodeRows, Ints
 from hydra_engine.worker.language.sampler import GOLDEN, MAX_NUMBER, SamplingState, seed_state
 from hydra_engine.worker.language.slot_table import SlotTable
+from hydra_engine.worker.language.special import SlotSpecials
 from hydra_engine.worker.ports import WorkerRequest
 
 _Floats = npt.NDArray[np.float32]
@@ -38,8 +39,7 @@ class SamplingArrays(NamedTuple):
 
 
 class SlotSampling:
-    """One entry per slot of everything. Rows of slots without a request, and of requests that need the host, get a
-    token as well, which is not used."""
+    """One entry per slot of everything. Rows of slots without a request get a token as well, which is not used."""
 
     def __init__(self, num_seq_slots: int) -> None:
         self._temperatures: _Floats = np.zeros(num_seq_slots, dtype=np.float32)
@@ -82,13 +82,15 @@ def _mix64(values: _Words) -> _Words:
 
 
 class DeviceSlotTable(SlotTable):
-    """Rows on the fast path are those that the device samples. `put` is for the others, sampled on the host."""
+    """Rows on the fast path are those that ask for nothing but filters and a draw."""
 
     def __init__(self, num_seq_slots: int, device: torch.device) -> None:
         super().__init__(num_seq_slots)
         self.sampling = SlotSampling(num_seq_slots)
+        self.specials = SlotSpecials(num_seq_slots)
         self.padding = num_seq_slots  # the slot of padded rows
         self._device = device
+        self._counts: Tensor | None = None
         # By slot: a token of its present request is on the device.
         self._filled: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
 
@@ -101,6 +103,7 @@ class DeviceSlotTable(SlotTable):
         super()._assign(seq_slot, record)
         self.fast_path_from[seq_slot] = record.sampling_state.device_path_from
         self.sampling.take(seq_slot, record.sampling_state)
+        self.specials.take(seq_slot, record.sampling_state)
         if self.since[seq_slot] == self.step:
             self._filled[seq_slot] = False
 
@@ -122,3 +125,22 @@ class DeviceSlotTable(SlotTable):
     def written(self, seq_slots: Ints) -> None:
         """These slots have been written for their present requests."""
         self._filled[seq_slots] = True
+
+    # ---- how often requests with penalties have had each token
+
+    def counts(self, vocabulary: int) -> Tensor:
+        """[num_seq_slots + 1, V] int32 as in `Adjustments`, at one address, of logits [.., V]. Made by the lane, when
+        they are first asked for. What is in the row of a request without penalties says nothing."""
+        if self._counts is None:
+            self._counts = torch.zeros((self.padding + 1, vocabulary), dtype=torch.int32, device=self._device)
+        return self._counts
+
+    def recount(self, seq_slots: Tensor, places: Tensor, counts: Tensor, vocabulary: int) -> None:
+        """As `Recounts` says; all on the device."""
+        table = self.counts(vocabulary)
+        table.index_fill_(0, seq_slots, 0)
+        table.view(-1).index_copy_(0, places, counts)
+
+    def count(self, seq_slots: Tensor, token_ids: Tensor, increments: Tensor, vocabulary: int) -> None:
+        """One more token each; all [B] on the device."""
+        self.counts(vocabulary).view(-1).index_add_(0, seq_slots * vocabulary + token_ids, increments)

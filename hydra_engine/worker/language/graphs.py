@@ -2,7 +2,8 @@
 
 A replay takes its inputs at fixed addresses: one send and two copies bring a step's there. A step of fewer rows than
 its graph is padded with rows that leave nothing behind: KV slot -1, a context of 1, a sequence slot of their own, and a
-recurrent state that begins and is not kept. Does not know which steps may be replayed, nor requests.
+recurrent state that begins and is not kept. Special rows are drawn once more by a graph of their own behind the step's,
+from the same logits. Does not know which steps may be replayed, nor requests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from hydra_engine.core.plans import BlockIds, Ints
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
+from hydra_engine.worker.language.special import (
+    MOST_BIASES,
+    WORDS,
+    SampledRows,
+    SpecialArrays,
+    SpecialTensors,
+    sample_special,
+)
 from hydra_engine.worker.language.step import StepParts
 
 logger = logging.getLogger(__name__)
@@ -70,11 +79,26 @@ def _columns(packed: Any, size: int, int32: Any, float32: Any) -> _Columns[Any]:
     return _Columns(*long, *short[:2], *short[2:].view(float32))
 
 
+def _sampling(columns: _Columns[Tensor]) -> SamplingTensors:
+    return SamplingTensors(columns.temperatures, columns.top_k, columns.top_p, columns.min_p, columns.numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: Graph
     results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
     refresh: Refresh | None  # of its attention's plan
+    special: Graph  # what follows for a step with special rows
+    special_results: list[Tensor]  # as `SampledRows`
+
+
+class _SpecialInputs(NamedTuple):
+    """At fixed addresses, for the largest step."""
+
+    packed: Tensor  # [WORDS * B] int64
+    bias_ids: Tensor  # [MOST_BIASES] int32
+    bias_values: Tensor  # [MOST_BIASES] float64
+    masks: Tensor  # [B, ceil(V / 32)] int32
 
 
 class DecodeGraphs:
@@ -90,6 +114,8 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int], _Captured] = {}  # by partition and size
         self._blanks: dict[int, Ints] = {}
         self._refused = False  # a plan could not be made for what was captured
+        self._special_inputs: _SpecialInputs | None = None
+        self.vocabulary = 0  # of logits, from the first capture on
 
     # ---- capture
 
@@ -130,9 +156,15 @@ class DecodeGraphs:
             if refresh is not None:
                 refresh(_columns(blank, size, np.int32, np.float32).num_context, _NO_TABLES)
             results: list[Tensor] = []
+            special_results: list[Tensor] = []
             graph = parts.device.capture(partial(self._launch, inputs, columns, results))
-        self.num_bytes += graph.num_bytes
-        self._captured[partition, size] = _Captured(graph, results, refresh)
+            special = self._special_tensors(size, results[-1].shape[1])
+            special_launch = partial(self._launch_special, columns, special, results, special_results)
+            special_graph = parts.device.capture(special_launch)
+            # The logits' memory is the graphs' still: whoever is captured next computes in it, and replays no earlier.
+            del results[2:]
+        self.num_bytes += graph.num_bytes + special_graph.num_bytes
+        self._captured[partition, size] = _Captured(graph, results, refresh, special_graph, special_results)
 
     def _inputs(self, packed: Tensor, size: int) -> tuple[_Columns[Tensor], LanguageInput]:
         columns: _Columns[Tensor] = _columns(packed, size, torch.int32, torch.float32)
@@ -155,9 +187,36 @@ class DecodeGraphs:
         slot_table, parts = self._slot_table, self._parts
         token_ids = slot_table.resolve(columns.token_ids, columns.seq_slots)
         logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, None)
-        sampling = SamplingTensors(columns.temperatures, columns.top_k, columns.top_p, columns.min_p, columns.numbers)
-        results[:] = parts.ops.sample(logits, sampling)
+        results[:] = *parts.ops.sample(logits, _sampling(columns)), logits
         slot_table.write(columns.seq_slots, results[0])
+
+    def _launch_special(
+        self, columns: _Columns[Tensor], special: SpecialTensors, results: list[Tensor], special_results: list[Tensor]
+    ) -> None:
+        """Behind `_launch`, whose logits are the last of the `results`."""
+        slot_table, logits = self._slot_table, results[-1]
+        counts = slot_table.counts(self.vocabulary)
+        found = sample_special(self._parts.ops, logits, _sampling(columns), special, counts)
+        special_results[:] = found
+        slot_table.write(columns.seq_slots, found.tokens)
+        slot_table.count(columns.seq_slots, found.tokens, special.columns.increments, self.vocabulary)
+
+    def _special_tensors(self, size: int, vocabulary: int) -> SpecialTensors:
+        """Whose rows ask for nothing."""
+        device = self._parts.device
+        if self._special_inputs is None:
+            self.vocabulary, most = vocabulary, self.sizes[-1]
+            zeros = partial(torch.zeros, device=device.torch_device)
+            self._special_inputs = inputs = _SpecialInputs(
+                zeros(WORDS * most, dtype=torch.int64),
+                zeros(MOST_BIASES, dtype=torch.int32),
+                zeros(MOST_BIASES, dtype=torch.float64),
+                zeros((most, -(-vocabulary // 32)), dtype=torch.int32),
+            )
+            self.num_bytes += sum(tensor.nbytes for tensor in (*inputs, self._slot_table.counts(vocabulary)))
+        packed, *lists = self._special_inputs
+        packed[: WORDS * size].copy_(device.send((SpecialArrays.blank(size, vocabulary).packed,))[0])
+        return SpecialTensors.of(packed[: WORDS * size], size, *lists)
 
     @cached_property
     def _packed(self) -> Tensor:
@@ -215,8 +274,25 @@ class DecodeGraphs:
         if captured.refresh is not None:
             self._refresh(captured.refresh, columns.num_context, given_tables)
         captured.graph.replay()
-        tokens, finite = captured.results
+        tokens, finite, *_ = captured.results
         return tokens[:count], finite[:count]
+
+    def replay_special(self, rows: StepRows, special: SpecialArrays) -> SampledRows:
+        """Behind the replay of the same step; until the next one. `special` is of as many rows as the graph has, and
+        names at most MOST_BIASES biases."""
+        assert self._special_inputs is not None, "nothing was captured"
+        count, device = len(rows.block_tables), self._parts.device
+        given = special.packed, special.bias_ids, special.bias_values, special.masks
+        for target, sent in zip(self._special_inputs, device.send(given), strict=True):
+            if sent.shape[0]:
+                target[: sent.shape[0]].copy_(sent)
+        captured = self._captured[device.partitions.current(), self.size_of(rows)]
+        captured.special.replay()
+        return SampledRows(*(result[:count] for result in captured.special_results))
+
+    def size_of(self, rows: StepRows) -> int:
+        """Rows of the graph of a step that fits."""
+        return self._size(len(rows.block_tables))
 
     def _refresh(self, refresh: Refresh, num_context: BlockIds, tables: BlockIds) -> None:
         try:

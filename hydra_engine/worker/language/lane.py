@@ -27,11 +27,12 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
 from hydra_engine.worker.faults import FaultPoints
+from hydra_engine.worker.language.asynchronous_step import AsynchronousStep, Unread
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.graphs import DecodeGraphs, default_sizes
 from hydra_engine.worker.language.samples import Samples
 from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable, part_of
-from hydra_engine.worker.language.step import AsynchronousStep, StepParts, SynchronousStep, Unread
+from hydra_engine.worker.language.step import StepParts, SynchronousStep
 from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ logits are host arrays (one numpy pass over a step costs a tenth of handing it t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -34,14 +35,18 @@ MAX_NUMBER = float(np.nextafter(np.float32(1), np.float32(0)))  # of a draw
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step
 
 _MASK = (1 << 64) - 1
+_MOST_UNREAD = 8  # more than are in flight, so that reading the oldest is no wait
 
 
 class TokenHistory:
-    """Which tokens a request's prompt and output hold, for penalties and grammars. Fed with the rows of its steps."""
+    """Which tokens a request's prompt and output hold, for penalties and grammars. Fed with the rows of its steps, or,
+    where tokens lie on a device, with what brings them. Used by the language lane's thread alone."""
 
-    __slots__ = ("_next_position", "output_counts", "output_ids", "prompt_ids")
+    __slots__ = ("_next_position", "_unread", "is_broken", "output_counts", "output_ids", "prompt_ids")
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self.is_broken = False  # a row failed: no token follows
+        self._unread: deque[tuple[int, Callable[[], int]]] = deque()
         self.prompt_ids: Ids = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
         self.output_ids: list[int] = []  # in order
         self.output_counts: dict[int, int] = {}
@@ -57,6 +62,25 @@ class TokenHistory:
             self.output_ids.append(token)
             self.output_counts[token] = self.output_counts.get(token, 0) + 1
         self._next_position = end
+
+    def expect(self, position: int, read: Callable[[], int]) -> None:
+        """`read` waits for the token at `position`, of which the device has not told yet; negative: its row failed."""
+        self._unread.append((position, read))
+        if len(self._unread) > _MOST_UNREAD:
+            self._read_next()
+
+    def settle(self) -> None:
+        """Waits for the tokens that are expected. Raises what `read` raises."""
+        while self._unread:
+            self._read_next()
+
+    def _read_next(self) -> None:
+        position, read = self._unread[0]
+        token = read()
+        self._unread.popleft()
+        self.is_broken = self.is_broken or token < 0
+        if not self.is_broken:
+            self.record(position, (token,))
 
 
 class Constraint(Protocol):
@@ -152,17 +176,26 @@ def _adjusted(raw: Scores, state: SamplingState, num_generated: int) -> Scores:
         np.add.at(scores, ids[inside], values[inside])
     if state.history is not None and params.penalises:
         _penalise(scores, params, state.history)
-    if state.constraint is not None:
-        scores[~_in_grammar(state, state.constraint, num_generated, scores.size)] = -np.inf
-    elif state.allowed_ids is not None or num_generated < params.min_tokens:
-        mask = _any_but(state.ending_ids if num_generated < params.min_tokens else (), scores.size)
-        if state.allowed_ids is not None:
-            mask &= _only(state.allowed_ids, scores.size)
-        if not mask.any():
-            name = "min_tokens" if num_generated < params.min_tokens else "allowed_token_ids"
-            raise InvalidRequest(f"{name} leaves no token to choose from", param=name)
+    mask = allowed_tokens(state, num_generated, scores.size)
+    if mask is not None:
         scores[~mask] = -np.inf
     return scores
+
+
+def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask | None:
+    """[size], at least one of them; None: all. Raises InvalidRequest where none is left, and what the grammar does."""
+    params = state.params
+    if state.constraint is not None:
+        return _in_grammar(state, state.constraint, num_generated, size)
+    if state.allowed_ids is None and num_generated >= params.min_tokens:
+        return None
+    mask = _any_but(state.ending_ids if num_generated < params.min_tokens else (), size)
+    if state.allowed_ids is not None:
+        mask &= _only(state.allowed_ids, size)
+    if not mask.any():
+        name = "min_tokens" if num_generated < params.min_tokens else "allowed_token_ids"
+        raise InvalidRequest(f"{name} leaves no token to choose from", param=name)
+    return mask
 
 
 def _in_grammar(state: SamplingState, constraint: Constraint, num_generated: int, size: int) -> Mask:

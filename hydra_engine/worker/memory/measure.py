@@ -10,7 +10,7 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
-from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, blank_sampling
+from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, draw_blank
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import CachePlan
 from hydra_engine.worker.memory.working import (
@@ -93,4 +93,4 @@ class _Peaks:
         inputs = blank_rows(ops, language, cache, states, counts, contexts, device, merged=merged, scored=scored)
         logits = self._model.forward(inputs, cache, self._image_cache)
         if self._backend.device.asynchronous:
-            ops.sample(logits, blank_sampling(len(counts), device))
+            draw_blank(ops, logits)

@@ -30,7 +30,7 @@ _LOGIT_COPIES = 4  # of the rows that are sampled: the logits, their probabiliti
 @dataclass(frozen=True, slots=True)
 class WorkingMemory:
     """What an instance's steps take beside weights and caches, in bytes. An encode and a language step run at the same
-    time, each at its largest. `graph_bytes` is kept free for steps that are captured."""
+    time, each at its largest. `graph_bytes` is kept free for captured steps and what special rows need."""
 
     encode_bytes: int = 0
     language_bytes: int = 0
@@ -104,6 +104,7 @@ def working_memory(
         encode = steps.encode(spec.vision)
         graphs += encode_graph_bytes(spec.vision, role, config, encode) if captures else 0
     if role.needs_language:
+        graphs += special_row_bytes(spec, config) if captures else 0
         decode = steps.decode()
         language = max(decode, steps.prefill() if Role.P in role else 0)
         graphs += decode + GRAPH_BYTES if captures and Role.D in role else 0
@@ -144,6 +145,12 @@ def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int)
     sized = vision.processor is None
     patches = largest_encode(vision, budget).num_patches if sized else vision.max_patches_per_image
     return patches * _VALUES_PER_PATCH * vision.feature_size * dtype_bytes
+
+
+def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Counts of tokens and masks of a device that samples special rows itself (worker/language/special.py)."""
+    per_slot = 4 * spec.language.vocab_size + 4 * -(-spec.language.vocab_size // 32)
+    return (config.scheduler.max_num_seqs + 1) * per_slot
 
 
 def encode_graph_bytes(vision: VisionSpec, role: Role, config: EngineConfig, encode_bytes: int) -> int:

@@ -1,0 +1,230 @@
+"""A step of an asynchronous device, whose tokens are sampled there and taken from there by the next step, so that it
+can be launched before they have been read: op by op, or as a replay.
+
+Does not know lanes, what becomes of rows that fail, or when a request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import SamplingTensors
+from hydra_engine.backend.device import Fetch
+from hydra_engine.core.plans import DecodeRows, Ints, LanguagePlan
+from hydra_engine.errors import ErrorInfo
+from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.faults import MID_LANGUAGE_STEP
+from hydra_engine.worker.language.batches import StepRows
+from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
+from hydra_engine.worker.language.samples import Samples
+from hydra_engine.worker.language.slot_table import SamplingRows
+from hydra_engine.worker.language.special import (
+    MOST_BIASES,
+    SampledRows,
+    SpecialArrays,
+    SpecialTensors,
+    logprobs_of,
+    sample_special,
+)
+from hydra_engine.worker.language.step import Begun, StepForm, StepParts, sampled
+from hydra_engine.worker.ports import WorkerRequest
+
+if TYPE_CHECKING:
+    from hydra_engine.worker.language.graphs import DecodeGraphs
+
+
+class Unread(NamedTuple):
+    """A step whose tokens the device samples; the fetch brings (token ids, finite) of the rows that sample, or nothing
+    where none does, and with log probabilities what they are made of."""
+
+    num_rows: int
+    rows: Ints  # that sample
+    fetch: Fetch
+    num_top: npt.NDArray[np.int32] | None = None  # of these, as `SpecialColumns` has it
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # of these, whatever token they got
+
+    def read(self) -> Samples:
+        """Waits for the device. Raises BackendError where it failed."""
+        arrays = self.fetch.result()
+        if not arrays:
+            return Samples.none(self.num_rows)
+        token_ids, finite, *scores = arrays
+        samples = sampled(self.num_rows, self.rows, np.where(finite, token_ids, -1))
+        for index, error in self.failures:
+            row = int(self.rows[index])
+            if samples.token_ids[row] >= 0:
+                samples.token_ids[row] = -1
+                samples.failures.append((row, error))
+        if scores and self.num_top is not None:
+            numbers, places = scores
+            for index in np.flatnonzero(self.num_top >= 0).tolist():
+                row = int(self.rows[index])
+                token = int(samples.token_ids[row])
+                if token >= 0:
+                    num_top = int(self.num_top[index])
+                    samples.logprobs.append((row, logprobs_of(token, num_top, numbers[index], places[index])))
+        return samples
+
+    def token(self, index: int) -> int:
+        """Of one of the rows that sample, -1 if it is not finite. Waits, and raises, as `read`."""
+        token_ids, finite, *_ = self.fetch.result()
+        return int(token_ids[index]) if finite[index] else -1
+
+
+class AsynchronousStep(StepForm):
+    """Tokens are sampled on the device, and the host waits for none but the last one of requests with a grammar, behind
+    the forward. A step of decodes alone replays a graph where there is one. The slot table is written last, so that a
+    step that raised can be run again; a replay writes it itself, and what raises behind one fails its rows."""
+
+    _slot_table: DeviceSlotTable
+
+    def __init__(self, parts: StepParts, slot_table: DeviceSlotTable, graphs: DecodeGraphs | None = None) -> None:
+        super().__init__(parts, slot_table)
+        self._graphs = graphs
+
+    def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | Unread:
+        begun = self._begin(plan, records)
+        rows = self._rows(plan, records)
+        outcome: Samples | Unread
+        if self._graphs is not None and self._can_replay(plan, begun) and self._graphs.fits(rows):
+            outcome = self._replay(self._graphs, plan, rows, begun.sampling)
+        else:
+            outcome = self._eager(plan, rows, begun)
+        if self._parts.states is not None:
+            self._parts.states.advance(plan)
+        return outcome
+
+    # ---- graphs
+
+    def _can_replay(self, plan: LanguagePlan, begun: Begun) -> bool:
+        """Faults in the middle of a step need a middle, and what is captured has room for so many biases."""
+        disturbed = begun.poisoned or self._parts.faults.is_armed(MID_LANGUAGE_STEP)
+        sampling = begun.sampling
+        biased = sampling.special.size and self._slot_table.specials.num_biases(sampling.seq_slots) > MOST_BIASES
+        return not (plan.chunks or disturbed or biased)
+
+    def _replay(
+        self, graphs: DecodeGraphs, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows
+    ) -> Samples | Unread:
+        arrays = self._slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
+        states = None if self._parts.states is None else self._parts.states.rows(plan)
+        sampled_rows = graphs.replay(rows, sampling.seq_slots, arrays, states)
+        self._slot_table.written(sampling.seq_slots)
+        if not sampling.special.size:
+            return Unread(len(sampling.rows), sampling.rows, self._parts.device.fetch(sampled_rows))
+        # The rows' tokens before are gone, so the step cannot be run again.
+        outcome = attempt("sampling", partial(self._replay_special, graphs, rows, sampling))
+        if isinstance(outcome, ErrorInfo):
+            failed = Samples.none(len(sampling.rows))
+            failed.failures += [(int(row), outcome) for row in sampling.rows]
+            return failed
+        return outcome
+
+    def _replay_special(self, graphs: DecodeGraphs, rows: StepRows, sampling: SamplingRows) -> Unread:
+        special = self._special(sampling, graphs.size_of(rows), graphs.vocabulary)
+        return self._unread(len(sampling.rows), rows, sampling, special, graphs.replay_special(rows, special))
+
+    # ---- special rows
+
+    def _special(self, sampling: SamplingRows, size: int, vocabulary: int) -> SpecialArrays:
+        index = sampling.special
+        given = sampling.seq_slots[index], sampling.num_generated[index]
+        return self._slot_table.specials.of(index, *given, size, vocabulary)
+
+    def _unread(
+        self, num_rows: int, rows: StepRows, sampling: SamplingRows, special: SpecialArrays, found: SampledRows
+    ) -> Unread:
+        """A step with special rows, whose requests' histories learn of its tokens when they need them."""
+        num_top = special.num_top[: len(sampling.rows)]
+        tensors = found if (num_top >= 0).any() else found[:2]
+        unread = Unread(num_rows, sampling.rows, self._parts.device.fetch(tensors), num_top, special.failures)
+        failed = {index for index, _ in special.failures}
+        for index in sampling.special.tolist():
+            history = self._slot_table.specials.history(int(sampling.seq_slots[index]))
+            if history is not None and index not in failed:
+                history.expect(int(rows.num_context[sampling.rows[index]]), partial(unread.token, index))
+        return unread
+
+    # ---- op by op
+
+    def _eager(self, plan: LanguagePlan, rows: StepRows, begun: Begun) -> Samples | Unread:
+        sampling, slot_table, parts = begun.sampling, self._slot_table, self._parts
+        arrays = slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
+        inputs, (device_slots, *columns) = self._sent(plan, rows, begun.scoring, (sampling.seq_slots, *arrays))
+        logits = self._forward(self._resolved(inputs, plan.decodes, device_slots))
+        self._poison(logits, self._poisoned(plan, begun))
+        if not len(sampling.rows):
+            return self._without_tokens(plan, begun)
+        draws = SamplingTensors(*columns)
+        if sampling.special.size:
+            outcome = self._eager_special(plan, rows, sampling, logits, draws, device_slots)
+        else:
+            tokens, finite = parts.ops.sample(logits, draws)
+            outcome = Unread(plan.num_rows, sampling.rows, parts.device.fetch((tokens, finite)))
+            slot_table.write(device_slots, tokens)
+        slot_table.written(sampling.seq_slots)
+        if begun.scoring is None:
+            return outcome
+        samples = outcome.read()
+        begun.scoring.put(samples)
+        return samples
+
+    def _eager_special(
+        self,
+        plan: LanguagePlan,
+        rows: StepRows,
+        sampling: SamplingRows,
+        logits: Tensor,
+        draws: SamplingTensors,
+        device_slots: Tensor,
+    ) -> Unread:
+        parts, slot_table, (size, vocabulary) = self._parts, self._slot_table, logits.shape
+        self._recount(plan, sampling, vocabulary)
+        special = self._special(sampling, size, vocabulary)
+        packed, *lists = parts.device.send((special.packed, special.bias_ids, special.bias_values, special.masks))
+        tensors = SpecialTensors.of(packed, size, *lists)
+        found = sample_special(parts.ops, logits, draws, tensors, slot_table.counts(vocabulary))
+        slot_table.write(device_slots, found.tokens)
+        slot_table.count(device_slots, found.tokens, tensors.columns.increments, vocabulary)
+        return self._unread(plan.num_rows, rows, sampling, special, found)
+
+    def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
+        """Of requests whose prompt ends in this step, or what they have so far after a preemption."""
+        prompts = sampling.special[sampling.special >= len(plan.decodes)]
+        recounts = self._slot_table.specials.recounts(sampling.seq_slots[prompts], vocabulary)
+        if recounts is not None:
+            seq_slots, places, counts = self._parts.device.send(recounts)
+            self._slot_table.recount(seq_slots, places, counts, vocabulary)
+
+    def _resolved(self, inputs: LanguageInput, decodes: DecodeRows, seq_slots: Tensor) -> LanguageInput:
+        """With the tokens of decodes that are on the device only. `seq_slots` begin with those of the decodes."""
+        count = len(decodes)
+        if not (decodes.token_ids < 0).any():
+            return inputs
+        head, rest = inputs.token_ids[:count], inputs.token_ids[count:]
+        # What was sent may be the plan's own memory: nothing is written there.
+        token_ids = self._slot_table.resolve(head, seq_slots[:count])
+        return replace(inputs, token_ids=torch.cat((token_ids, rest)) if rest.shape[0] else token_ids)
+
+    def _poison(self, logits: Tensor, rows: Ints) -> None:
+        if rows.size:
+            logits.index_fill_(0, self._parts.device.send((rows,))[0], float("nan"))
+
+    def _without_tokens(self, plan: LanguagePlan, begun: Begun) -> Samples | Unread:
+        """No row samples; the fetch says when the step has ended."""
+        fetch = self._parts.device.fetch(())
+        if begun.scoring is None:
+            return Unread(plan.num_rows, begun.sampling.rows, fetch)
+        fetch.result()
+        samples = Samples.none(plan.num_rows)
+        begun.scoring.put(samples)
+        return samples
