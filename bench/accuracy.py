@@ -37,9 +37,9 @@ _BLOCK = 16
 class Subject:
     """The decoder of one model, which gives the logits of whole requests."""
 
-    def __init__(self, model_dir: Path, backend: Backend, quantization: str = "auto") -> None:
+    def __init__(self, model_dir: Path, backend: Backend, quantization: str = "auto", held_on: str = "cpu") -> None:
         self._backend = backend
-        self.spec = load_spec(model_dir, SpecOptions(quantization=quantization))
+        self.spec = load_spec(model_dir, SpecOptions(quantization=quantization)).held_on(held_on)
         if self.spec.language.has_states:
             raise SystemExit("models with recurrent states are not measured here")
         model = load_model(model_dir, self.spec, backend, Role.P)
@@ -87,7 +87,7 @@ def main() -> None:
     for name in arguments.variants:
         at_load = name in _AT_LOAD
         subject = Subject(folder if at_load else _folder(name), backend, name if at_load else "auto")
-        rows.append({"weights": name, "bytes": subject.weights_bytes} | _compared(subject, requests, expected))
+        rows.append({"weights": name, "bytes": subject.weights_bytes} | compared(subject, requests, expected))
         found = rows[-1]
         size = f"{found['bytes'] / (1 << 20):8.1f}"
         print(f"{name[-40:]:40} {size} {found['kl']:10.5f} {found['kl_p99']:10.4f} {found['other']:11.2%}", flush=True)
@@ -111,7 +111,7 @@ def _requests(arguments: argparse.Namespace, folder: Path, vocab_size: int) -> I
     return (part for part in token_ids.split(arguments.tokens) if part.shape[0] == arguments.tokens)
 
 
-def _compared(subject: Subject, requests: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+def compared(subject: Subject, requests: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
     """KL(unquantised || quantised) per position."""
     divergences, others = [], []
     for request, right in zip(requests, expected, strict=True):

@@ -3,7 +3,8 @@ prompts.
 
 The floor of each is one read of its weight, as packed, or the arithmetic of its rows in the compute dtype, which a
 processor that multiplies integers can be below. Weights take turns, so none is in a cache. A result is compared with
-the product of the dequantised weight first. 8 bits have a scale for each output, 4 bits one for each 128 inputs.
+the product of the dequantised weight first. 8 bits have a scale for each output, 4 bits one for each 128 inputs. A GPU
+multiplies 8-bit floats too, with scales of outputs and of blocks of 128 x 128, and many rows of x rounded like them.
 `hydra-engine bench quantized [--full]`.
 """
 
@@ -22,7 +23,8 @@ from bench.micro.floors import Work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, scaled, timed
 from bench.micro.subject import run_ops
 from hydra_engine.backend.base import Backend, PackedLinear
-from hydra_engine.backend.quantized import QuantizedWeight, quantized
+from hydra_engine.backend.float8 import BLOCK
+from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized
 
 QUICK_ROWS, FULL_ROWS = (1, 16, 1024), (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 SMALL_ROWS = (1, 8)  # of a processor
@@ -30,6 +32,8 @@ SMALL_ROWS = (1, 8)  # of a processor
 SHAPES = ((37888, 3584), (3584, 18944), (4608, 3584))
 SMALL_SHAPES = ((9728, 896), (896, 4864))
 GROUPS = {"int8": (8, None), "int4": (4, 128)}  # bits, inputs of a group or whole rows
+FLOATS = {"fp8": None, "fp8-128": BLOCK}  # on a GPU
+_ROUNDED = 0.04  # how far products may be off whose rows are rounded to 8-bit floats: 0.026 each
 _MOST_COPIES = 16
 
 
@@ -47,12 +51,17 @@ class Weights(NamedTuple):
 def weights_of(backend: Backend, kind: str, shape: tuple[int, int]) -> Weights:
     device = backend.device.torch_device
     num_out, num_in = shape
-    bits, group = GROUPS.get(kind, (8 * backend.dtype.itemsize, None))
+    floats = kind in FLOATS
+    bits, group = (8, FLOATS[kind]) if floats else GROUPS.get(kind, (8 * backend.dtype.itemsize, None))
     copies = cold_copies(device, num_out * num_in * bits // 8, most=_MOST_COPIES)
     wide = (torch.randn(shape, device=device) * num_in**-0.5).to(backend.dtype)
+    if floats:
+        scale = torch.full((num_out, num_in // (group or num_in)), num_in**-0.5, device=device)
+        weight = QuantizedWeight(torch.randn(shape, device=device).to(FLOAT8), scale)
+        return Weights([backend.ops.pack_linear(weight) for _ in range(copies)], weight.dequantized(backend.dtype))
     if kind not in GROUPS:
         return Weights([backend.ops.pack_linear(wide.clone()) for _ in range(copies)], wide)
-    weight: QuantizedWeight = quantized(wide, bits, group or num_in, torch.float16)
+    weight = quantized(wide, bits, group or num_in, torch.float16)
     return Weights([backend.ops.pack_linear(weight) for _ in range(copies)], weight.dequantized(backend.dtype))
 
 
@@ -61,7 +70,7 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
     plain = str(backend.dtype).removeprefix("torch.")
     rows = (QUICK_ROWS, FULL_ROWS) if on_gpu else (SMALL_ROWS, SMALL_ROWS)
     for shape in SHAPES if on_gpu else SMALL_SHAPES:
-        kinds = {kind: weights_of(backend, kind, shape) for kind in (*GROUPS, plain)}
+        kinds = {kind: weights_of(backend, kind, shape) for kind in (*GROUPS, *(FLOATS if on_gpu else ()), plain)}
         for count in numbers(arguments.rows, report.quick, *rows):
             with report.case(f"linear {shape[0]} x {shape[1]} T={count}"):
                 _measure(report, backend, kinds, shape, count)
@@ -74,7 +83,8 @@ def _measure(report: Report, backend: Backend, kinds: dict[str, Weights], shape:
     seconds, runs = {}, dict[str, Run]()
     for kind, weights in kinds.items():
         product = partial(_product, backend, x, weights)
-        agree(f"{kind}, T={rows}", product(0), F.linear(x.float(), weights.wide.float()))
+        expected = F.linear(x.float(), weights.wide.float())
+        agree(f"{kind}, T={rows}", product(0), expected, tolerance=_ROUNDED if kind in FLOATS else 0.02)
         runs[kind] = captured(device, in_turn(product, len(weights.packed)), len(weights.packed))
     for kind, found in timed(report.device, runs, report.effort).items():
         seconds |= scaled({kind: found}, len(kinds[kind].packed))

@@ -88,7 +88,7 @@ class Subject:
 
     def __init__(self, name: str, directory: Path, backend: Backend, quantization: str = "auto") -> None:
         self.name, self.directory, self.backend = name, directory, backend
-        self.spec: ModelSpec = load_spec(directory, SpecOptions(quantization=quantization))
+        self.spec: ModelSpec = load_spec(directory, SpecOptions(quantization=quantization)).held_on(backend.device.name)
         self.random = not any(directory.glob("*.safetensors"))
         assert not self.spec.language.has_states, "models with recurrent states are not measured here"
         model = load_model(directory, self.spec, backend, EPD, random_weights=self.random)

@@ -18,6 +18,7 @@ on its order; what is float32 is one fused multiply-add per group, in the order 
 So every implementation gives the same bits, whatever the processor, the batch or the number of threads. A group with a
 number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, for 127 / max might be infinite.
 On CUDA x is not rounded: products there are those with the dequantised weight, with sums in float32 (W4A16, W8A16).
+Values that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows round x too (`float8.py`).
 Does not know checkpoints or memory layouts of kernels.
 """
 
@@ -35,6 +36,7 @@ BLOCK = 256  # inputs that share a block scale
 _CHUNK = 1 << 20  # numbers that are dequantised at once, so that little memory is taken beside the result
 _ZERO = {8: 0, 6: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
+FLOAT8 = torch.float8_e4m3fn
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -42,9 +44,9 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class QuantizedWeight:
     """A matrix [num_out, K] in `num_bits` 8, 6 or 4.
 
-    values: 8 bits: int8 [num_out, K]; 6 bits: the same from -32 to 31; 4 bits: uint8 [num_out, K / 2], of two numbers
-    0..15 that of the even k is in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels keep.
-    offsets: float32 [num_out, G], or None for zeros. G divides K.
+    values: 8 bits: int8 or FLOAT8 [num_out, K]; 6 bits: int8 from -32 to 31; 4 bits: uint8 [num_out, K / 2], of two
+    numbers 0..15 that of the even k is in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels
+    keep. offsets: float32 [num_out, G], or None for zeros. G divides K.
     In two levels, for 6 and 4 bits: scales and offsets int8, block_scales float16 [num_out, K / 256, 1, or with offsets
     2], and each block has whole groups. Raises ValueError naming the field."""
 
@@ -60,7 +62,8 @@ class QuantizedWeight:
             expected = "8 or 4" if levels == 1 else "6 or 4 with block_scales"
             raise ValueError(f"num_bits: expected {expected}, got {self.num_bits}")
         dtype = torch.uint8 if self.num_bits == 4 else torch.int8
-        if self.values.dim() != 2 or self.values.dtype is not dtype:
+        floats = self.is_float and self.num_bits == 8 and levels == 1
+        if self.values.dim() != 2 or (self.values.dtype is not dtype and not floats):
             raise ValueError(f"values: expected 2 dimensions of {dtype}, got {_described(self.values)}")
         rows, groups = self.values.shape[0], self.scales.shape[-1]
         kinds, kind = (SCALE_DTYPES, "a float type") if levels == 1 else ((torch.int8,), "int8")
@@ -101,6 +104,10 @@ class QuantizedWeight:
         return self.values.shape[1] * (2 if self.num_bits == 4 else 1)
 
     @property
+    def is_float(self) -> bool:
+        return self.values.dtype is FLOAT8
+
+    @property
     def shape(self) -> tuple[int, int]:
         return self.num_out, self.num_in
 
@@ -111,7 +118,8 @@ class QuantizedWeight:
     @property
     def form(self) -> tuple[object, ...]:
         """Weights of one form can be stacked."""
-        return self.num_bits, self.num_in, self.group_size, self.offsets is None, self.scales.dtype  # int8: two levels
+        scale_dtype = self.scales.dtype  # int8: two levels
+        return self.num_bits, self.is_float, self.num_in, self.group_size, self.offsets is None, scale_dtype
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +128,7 @@ class QuantizedWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def numbers(self) -> Tensor:
-        """values - zero, int8 [num_out, K]"""
+        """values - zero, int8 or FLOAT8 [num_out, K]"""
         if self.num_bits != 4:
             return self.values
         return torch.stack((self.values & 15, self.values >> 4), dim=2).flatten(1).to(torch.int8) - _ZERO[4]

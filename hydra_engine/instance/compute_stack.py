@@ -83,6 +83,7 @@ def build_worker(
     """Loads and warms up. To be called in inference mode; the caller closes the worker."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
+    spec = spec.held_on(chosen.name)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
     deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
     _check_kv_dtype(config.cache.kv_cache_dtype, spec, dtype, chosen.name)

@@ -69,7 +69,7 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
     instances, wholes = [], []
     for index, (name, role, device) in enumerate(zip(topology.names, roles, devices, strict=True)):
         others = [roles[other] for other in range(len(roles)) if devices[other] == device and other != index]
-        of = partial(_footprint, spec, config, dtype, memory[device], name, device, others)
+        of = partial(_footprint, spec.held_on(device), config, dtype, memory[device], name, device, others)
         try:
             instances.append(of(role))
         except ResourceError as error:

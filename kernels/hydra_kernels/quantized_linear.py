@@ -1,6 +1,6 @@
 """Linears with weights of 8 or 4 bits: act(x @ W^T + bias) + residual, x and the result in a float type.
 
-    w[n, k] = scales[n, g] * number[n, k] + offsets[n, g]       g = k // group size; number: -128..127, or -8..7
+    w[n, k] = scales[n, g] * number[n, k] + offsets[n, g]       g = k // group size; number: -128..127, -8..7, or E4M3
 
 Numbers are exact in every float type, so they are what the tensor cores multiply; scales meet the float32 sums of a
 group, and offsets the sums of the group's x. Weights are never rounded to a 16-bit type. One kernel is launched in two
@@ -50,6 +50,7 @@ class PackedWeight(NamedTuple):
     num_in: int
     num_bits: int
     part: int
+    floats: bool = False  # numbers of 8 bits are E4M3
 
     @property
     def group_size(self) -> int:
@@ -57,8 +58,8 @@ class PackedWeight(NamedTuple):
 
 
 def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) -> PackedWeight:
-    """values: 8 bits: int8 [N, K]; 4 bits: uint8 [N, K / 2] of numbers + 8, that of the even k in the lower half.
-    scales [N, G] of a float type; offsets float32 [N, G]. G is 1, or groups are multiples of 16 inputs."""
+    """values: 8 bits: int8 or float8_e4m3fn [N, K]; 4 bits: uint8 [N, K / 2] of numbers + 8, that of the even k in the
+    lower half. scales [N, G] of a float type; offsets float32 [N, G]. G is 1, or groups are multiples of 16 inputs."""
     num_out, num_in, groups = values.shape[0], values.shape[1] * 8 // num_bits, scales.shape[1]
     if num_bits not in (8, 4) or groups == 0 or num_in % groups or (groups > 1 and num_in // groups % 16):
         raise ValueError(
@@ -72,7 +73,8 @@ def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) 
     for some, target in zip(values.split(_PACKED_ROWS), words.split(_PACKED_ROWS), strict=True):
         target.copy_(_words(some, num_bits, part, width))
     offsets = None if offsets is None else offsets.t().contiguous()
-    return PackedWeight(words, scales.t().contiguous(), offsets, num_in, num_bits, part)
+    floats = values.dtype is torch.float8_e4m3fn
+    return PackedWeight(words, scales.t().contiguous(), offsets, num_in, num_bits, part, floats)
 
 
 def _words(values: Tensor, num_bits: int, part: int, width: int) -> Tensor:
@@ -104,10 +106,43 @@ def _fields(words: tl.tensor, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl
 
 
 @triton.jit
+def _float8_fields(words: tl.tensor, SHIFT: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """The E4M3 number in (words >> SHIFT & 255) times 2^-120 (bfloat16) or 2^-8 (float16), of two words at once: its
+    sign, exponent and fraction where those of DTYPE are, which holds subnormal numbers too."""
+    RIGHT: tl.constexpr = (
+        4 if DTYPE.is_bf16() else 1
+    )  # of the number's last seven bits, as if it were in the upper half
+    MAGNITUDE: tl.constexpr = (0x7F << (8 - RIGHT)) * 0x10001
+    MOVE: tl.constexpr = f"shr.b32 t, $1, {RIGHT};" if SHIFT == 8 else f"shl.b32 t, $1, {8 - RIGHT};"
+    SIGN: tl.constexpr = "mov.b32 s, $1;" if SHIFT == 8 else "shl.b32 s, $1, 8;"
+    fields = tl.inline_asm_elementwise(
+        f"{{ .reg .b32 s, t; {MOVE} {SIGN} and.b32 t, t, {MAGNITUDE}; and.b32 s, s, {0x80008000}; or.b32 $0, s, t; }}",
+        "=r,r",
+        [words],
+        dtype=tl.int16,
+        is_pure=True,
+        pack=2,
+    )
+    return fields.to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def _numbers(
-    words: tl.tensor, SHIFT: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+    words: tl.tensor,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
 ) -> tl.tensor:
-    """One number of each word, exact in DTYPE; `ASM`: by three instructions for two of 16 bits."""
+    """One number of each word, exact in DTYPE; `ASM`: by a few instructions for two of 16 bits."""
+    if FLOATS:
+        if ASM:
+            FACTOR: tl.constexpr = 2.0**120 if DTYPE.is_bf16() else 2.0**8
+            return _float8_fields(words, SHIFT, DTYPE) * tl.full([], FACTOR, DTYPE)
+        octet = words.to(tl.int32) >> SHIFT
+        wide = ((octet & 127) << 20 | (octet & 128) << 24).to(tl.float32, bitcast=True)
+        return (wide * 2.0**120).to(DTYPE)
     if ASM:
         if BITS == 8:
             return _fields(words, SHIFT, 127, DTYPE) - _fields(words, SHIFT, 128, DTYPE)
@@ -156,6 +191,7 @@ def _quantized_linear_kernel(
     STRIDE_RESIDUAL: tl.constexpr,
     ACT: tl.constexpr,
     BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -206,7 +242,7 @@ def _quantized_linear_kernel(
                 for part in tl.static_range(PARTS):
                     k = k0 + part * PART + tl.arange(0, PART)[None, :]
                     values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
-                    numbers = _numbers(piece, part * BITS, BITS, values.dtype, ASM)
+                    numbers = _numbers(piece, part * BITS, BITS, FLOATS, values.dtype, ASM)
                     if offsets is not None:
                         row_sums += tl.sum(values.to(tl.float32), axis=1)
                     if GROUPS == 1:
@@ -302,6 +338,7 @@ def _launch(
         STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
         ACT=act,
         BITS=weight.num_bits,
+        FLOATS=weight.floats,
         GROUP_SIZE=weight.group_size,
         PART=weight.part,
         ROWS=launch.rows,

@@ -19,10 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hydra_engine import _C
 from hydra_engine.backend.base import Adjustments, DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.float8 import rounded_rows
+from hydra_engine.backend.quantized import FLOAT8
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
+from hydra_kernels.float8_rows import PART
 from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.clock import Work
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
@@ -113,6 +117,16 @@ def _quantized_linear(
     added = None if residual is None else residual.float()
     wide = OPS.linear(x.float(), packed, act=act, residual=added)
     return wide.to(out_dtype or x.dtype)
+
+
+def _round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """In the order of words, with rows of zeros up to a multiple of 4 where steps are those of groups."""
+    by_rows = group_size == x.shape[1]
+    numbers, steps = rounded_rows(x, group_size)
+    missing = 0 if by_rows else -x.shape[0] % 4
+    octets = pad(numbers.view(torch.uint8), (0, 2 * width - x.shape[1], 0, missing))
+    words = octets.unflatten(1, (-1, 2, PART)).mT.flatten(1).contiguous()
+    return words.view(FLOAT8), pad(steps, (0, 0, 0, missing)).t().contiguous().t()
 
 
 def _finish(
@@ -251,6 +265,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "invariant_linear": _linear,
     "small_quantized_linear": _quantized_linear,
     "invariant_quantized_linear": _quantized_linear,
+    "round_rows": _round_rows,
     "finish": _finish,
     "rms_norm": OPS.rms_norm,
     "add_rms_norm": _add_rms_norm,

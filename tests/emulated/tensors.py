@@ -20,6 +20,7 @@ from tests.emulated.clock import Clock
 from tests.emulated.graphs import GARBAGE
 from tests.emulated.streams import Stream, Streams
 from tests.emulated.works import work_of_op
+from tests.kernels.scaled_mm import scaled_mm
 
 NAME = "emulated"
 
@@ -344,7 +345,11 @@ def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.mm(left.float(), right.float()).to(out_dtype)
 
 
-_OF_DEVICES: dict[Any, Callable[..., Any]] = {torch.ops.aten.mm.dtype: _mm}  # ops that no processor has
+# Ops that no processor has.
+_OF_DEVICES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.dtype: _mm,
+    torch.ops.aten._scaled_mm.default: scaled_mm,
+}
 
 
 def spoil(host: Tensor) -> None:

@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import hydra_engine
 from hydra_engine import Engine, Grammar
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.errors import ResourceError
+from tests.emulated import tensors
 from tests.emulated.conftest import Models, assert_clean
 from tests.emulated.cuda import emulated_cuda
 from tests.emulated.process import FINDINGS
 from tests.emulated.streams import Streams
 from tests.engine.conftest import assert_at_rest, picture
+from tests.kernels.scaled_mm import scaled_mm
 from tests.models.quantized.written import METHODS, write_checkpoint, write_dequantized
+from tools.demo_training.scenes import held_out_questions
 
+DEMO = Path(hydra_engine.__file__).parent / "demo" / "model"
 SMALL: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 24}
 WORDS = Grammar("regex", "([a-f]{3} ){2,6}")
 ENDLESS = {"max_tokens": 10, "ignore_eos": True}
@@ -91,9 +98,17 @@ def test_every_family_and_every_form(streams: Streams, models: Models, family: s
     check(streams, models(family), **FORMS[form])
 
 
-@pytest.mark.quick("w4-32")
+@pytest.mark.quick("w4-32", "fp8-compressed-channel")
 @pytest.mark.parametrize(
-    ("method", "form"), [("w4-32", "graphs"), ("w8a8", "eager"), ("gptq-4-zeros", "deterministic")]
+    ("method", "form"),
+    [
+        ("w4-32", "graphs"),
+        ("w8a8", "eager"),
+        ("gptq-4-zeros", "deterministic"),
+        ("fp8-compressed-channel", "graphs"),
+        ("fp8-tensor", "deterministic"),
+        ("fp8-128", "eager"),
+    ],
 )
 def test_tokens_of_a_quantised_checkpoint_are_those_of_the_dequantised_one(
     streams: Streams, models: Models, tmp_path: Path, method: str, form: str
@@ -117,6 +132,37 @@ def test_ops_of_sixteen_bits(streams: Streams, models: Models) -> None:
         streams.serving = False
     assert sum(one == other for one, other in zip(found, wanted, strict=True)) > len(wanted) / 2
     assert_clean(streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "rounds"), [("fp8-compressed-channel", True), ("fp8-128", False)])
+def test_the_demo_model_in_eight_bit_floats_answers_as_in_sixteen(
+    streams: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rounds: bool
+) -> None:
+    """Prompts are multiplied by tensor cores with rounded rows, but where a row has less than four blocks. A weight
+    takes a byte; its scales, and what rows are filled up with, are a fifth of that at most in matrices so small."""
+    quantised = tmp_path / "quantised"
+    weights = write_checkpoint(DEMO, quantised, METHODS[method], nested="text_config")
+    multiplied: list[int] = []
+
+    def counted(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        multiplied.append(rows.shape[0])
+        return scaled_mm(rows, *args, **kwargs)
+
+    monkeypatch.setitem(tensors._OF_DEVICES, torch.ops.aten._scaled_mm.default, counted)
+    questions = held_out_questions(8, seed=2024)
+    asked = [q.text for q in questions], [q.image for q in questions]
+    held, answers = [], []
+    for model_dir in (DEMO, quantised):
+        with Engine(model_dir, **SMALL, device="cuda", dtype="bfloat16", max_num_seqs=6, enforce_eager=True) as engine:
+            streams.serving = True
+            answers.append([result.text for result in engine.generate(*asked, temperature=0, max_tokens=64)])
+            streams.serving = False
+            held.append(engine.summary.weights_bytes)
+    assert_clean(streams)
+    assert answers[0] == answers[1] and (max(multiplied, default=0) > 16) == rounds
+    matrices = sum(weight.size for weight in weights.values())
+    assert 0.8 * matrices < held[0] - held[1] <= matrices
 
 
 @pytest.mark.slow

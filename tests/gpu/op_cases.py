@@ -16,8 +16,9 @@ from torch import Tensor
 from hydra_engine.backend.base import Activation, Adjustments, DeltaInputs, SamplingTensors, StateCache, StateRows
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, QuantizedCudaLinear, implementation
-from hydra_engine.backend.quantized import QuantizedWeight, quantized
-from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear, ReferenceOps
+from hydra_engine.backend.float8 import BLOCK, product
+from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized
+from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear, ReferenceOps, activation
 from hydra_kernels.quantized_linear import MAX_SMALL_ROWS
 from tests.gpu.side import Side
 from tests.kernels.comparison import DTYPES, assert_attention_close, assert_close, strided
@@ -128,6 +129,57 @@ def test_a_row_of_an_exact_linear_with_a_quantized_weight_does_not_depend_on_the
         assert torch.equal(side.exact.linear(x[begin:end], weight), whole[begin:end])
 
 
+def float8_weight(num_out: int, num_in: int, group_size: int) -> QuantizedWeight:
+    """Where groups are smaller than rows, 128 outputs share their scales."""
+    values = random(num_out, num_in, seed=1).to(FLOAT8)
+    scales = random(-(-num_out // BLOCK), num_in // group_size, seed=5).abs() * num_in**-0.5
+    if group_size < num_in:
+        return QuantizedWeight(values, scales.repeat_interleave(BLOCK, dim=0)[:num_out].contiguous())
+    return QuantizedWeight(values, random(num_out, 1, seed=5).abs() * num_in**-0.5)
+
+
+@pytest.mark.quick("17-200-200", "18-512-128")
+@pytest.mark.parametrize(("num_in", "group_size"), [(200, 200), (512, 512), (512, BLOCK)])
+@pytest.mark.parametrize("rows", [0, 1, SMALL_ROWS, SMALL_ROWS + 1, SMALL_ROWS + 2])
+def test_linear_with_a_weight_of_floats(side: Side, rows: int, num_in: int, group_size: int) -> None:
+    """Few rows are multiplied as they are, many are rounded first; those of `exact` never are."""
+    weight, dtype = float8_weight(48, num_in, group_size), torch.bfloat16
+    bias, residual = random(48, dtype=dtype, seed=2), strided(random(rows, 48, dtype=dtype, seed=4))
+    x = strided(random(rows, num_in, dtype=dtype, seed=3))
+    exact = REFERENCE.linear(x.float(), REFERENCE.pack_linear(weight.dequantized(torch.float32)))
+    for ops, rounds in ((side.ops, rows > SMALL_ROWS), (side.exact, False)):
+        packed = ops.pack_linear(weight.to(side.device))
+        assert isinstance(packed, QuantizedCudaLinear) and packed.tensor_core_scales is not None
+        blocks = packed.tensor_core_scales.nbytes if group_size == BLOCK else 0
+        words = 48 * (-(-num_in // 64) * 64)
+        assert packed.nbytes == words + weight.scales.nbytes + blocks, "a byte of each weight"
+        packed.has_been_used = rows != SMALL_ROWS + 1  # what the first product compiles is looked at once
+        sums = product(x, weight) if rounds else exact
+        close_to_product(ops.linear(side.there(x), packed), sums, dtype)
+        with_bias = ops.pack_linear(weight.to(side.device), side.there(bias))
+        assert isinstance(with_bias, QuantizedCudaLinear)
+        with_bias.has_been_used = True
+        result = ops.linear(side.there(x), with_bias, act="gelu", residual=side.there(residual))
+        rounded = sums.to(dtype).float() if rounds else sums
+        close_to_product(result, activation(rounded + bias.float(), "gelu") + residual.float(), dtype)
+        close_to_product(ops.linear(side.there(x), packed, out_dtype=torch.float32), exact, torch.float32)
+
+
+def test_which_weights_of_floats_tensor_cores_take(side: Side) -> None:
+    def takes(weight: QuantizedWeight) -> bool:
+        packed = side.ops.pack_linear(weight.to(side.device))
+        assert isinstance(packed, QuantizedCudaLinear)
+        return packed.tensor_core_scales is not None
+
+    assert takes(float8_weight(144, 200, 200)) and takes(float8_weight(144, 512, BLOCK))
+    assert not takes(float8_weight(56, 512, 512)), "outputs that are no multiple of 16"
+    assert not takes(float8_weight(144, 384, BLOCK)), "cuBLAS reads the scales of four blocks at a time"
+    assert not takes(float8_weight(144, 512, 64))
+    uneven = QuantizedWeight(random(144, 512).to(FLOAT8), random(144, 4, seed=5))
+    assert not takes(uneven), "outputs of a block have scales of their own"
+    assert not takes(quantized(random(64, 128), 8, 128, torch.float32)), "integers"
+
+
 def test_what_computes_a_linear_follows_from_the_rows(side: Side) -> None:
     chosen = [implementation(rows, deterministic=False) for rows in (1, SMALL_ROWS, SMALL_ROWS + 1, 4096)]
     assert chosen == ["small", "small", "cublas", "cublas"]
@@ -135,6 +187,9 @@ def test_what_computes_a_linear_follows_from_the_rows(side: Side) -> None:
     chosen = [implementation(rows, deterministic=False, quantized=True) for rows in (1, MAX_SMALL_ROWS, 65, 4096)]
     assert chosen == ["small", "small", "invariant", "invariant"]
     assert implementation(1, deterministic=True, quantized=True) == "invariant"
+    floats = [implementation(n, deterministic=False, quantized=True, rounds_rows=True) for n in (1, SMALL_ROWS, 17)]
+    assert floats == ["small", "small", "scaled"]
+    assert implementation(17, deterministic=True, quantized=True, rounds_rows=True) == "invariant"
 
 
 def test_messages_of_linear(side: Side) -> None:

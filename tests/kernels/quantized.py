@@ -13,7 +13,8 @@ def dequantized(weight: PackedWeight) -> Tensor:
     places = range(0, 16, weight.num_bits)
     blocks = weight.words.int().unflatten(1, (-1, weight.part))
     fields = torch.stack([blocks >> place & (1 << weight.num_bits) - 1 for place in places], dim=2)
-    numbers = fields - 8 if weight.num_bits == 4 else fields.to(torch.uint8).view(torch.int8)
+    octets = torch.float8_e4m3fn if weight.floats else torch.int8
+    numbers = fields - 8 if weight.num_bits == 4 else fields.to(torch.uint8).view(octets)
     groups = numbers.flatten(1)[:, : weight.num_in].float().unflatten(1, (-1, weight.group_size))
     wide = groups * weight.scales.t().float()[:, :, None]
     if weight.offsets is not None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.quantized import FLOAT8
 from hydra_engine.backend.quantized import quantized as quantized_weight
 from hydra_kernels._occupancy import Limits, places
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
@@ -22,6 +23,7 @@ from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
 from hydra_kernels.delta_rule import delta_rule
 from hydra_kernels.epilogue import finish
+from hydra_kernels.float8_rows import round_rows
 from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -88,12 +90,21 @@ def patches(num_rows: int) -> object:
 
 
 def quantized(
-    num_rows: int, num_out: int, num_in: int, num_bits: int, group_size: int, *, offsets: bool = False
+    num_rows: int,
+    num_out: int,
+    num_in: int,
+    num_bits: int,
+    group_size: int,
+    *,
+    offsets: bool = False,
+    floats: bool = False,
 ) -> object:
     """As `linear`."""
     numbers, groups = num_in * num_bits // 8, num_in // group_size
     values = torch.zeros(num_out, numbers, dtype=torch.int8 if num_bits == 8 else torch.uint8)
     scales = torch.zeros(num_out, groups, dtype=BF16)
+    if floats:
+        values, scales = values.view(FLOAT8), scales.float()
     weight = pack(values, scales, torch.zeros(num_out, groups) if offsets else None, num_bits)
     x = torch.empty(num_rows, num_in, dtype=BF16)
     return (small_quantized_linear if num_rows <= 64 else invariant_quantized_linear)(x, weight)
@@ -175,6 +186,12 @@ CASES: dict[str, Callable[[], object]] = {
     "quantized-tiled-4-32": lambda: quantized(100, 8192, 1024, 4, 32),
     "quantized-tiled-4-offsets": lambda: quantized(100, 4096, 1024, 4, 128, offsets=True),
     "quantized-tiled-8": lambda: quantized(100, 8192, 4096, 8, 4096),
+    "quantized-few-float8": lambda: quantized(8, 4096, 4096, 8, 4096, floats=True),
+    "quantized-few-float8-128": lambda: quantized(16, 3584, 4096, 8, 128, floats=True),
+    "quantized-tiled-float8-128": lambda: quantized(100, 8192, 4096, 8, 128, floats=True),
+    "round_rows-4096": lambda: round_rows(rows(4096), 2048, 4096),
+    "round_rows-18944": lambda: round_rows(rows(18944), 9472, 18944),
+    "round_rows-blocks": lambda: round_rows(rows(18944), 9472, 128),
     "decode-mha-128": lambda: decode(32, 32, 128, 4),
     "decode-mha-80": lambda: decode(16, 16, 80, 1),
     "decode-gqa-128": lambda: decode(28, 4, 128, 4),
@@ -202,7 +219,8 @@ GATHERING = ("_draw_kernel", "_score_kernel")
 FURTHER = {"rms_norm-heads", "rms_norm-4096-float32", "act_and_mul-gelu", "sample-152064", "linear-vector-4096"}
 FURTHER |= {"linear-vector-head", "linear-few-22016", "linear-few-512", "linear-tiled-37888", "linear-tiled-head"}
 FURTHER |= {"quantized-few-4-32-offsets", "quantized-few-4-64-rows", "quantized-tiled-4-32", "quantized-tiled-8"}
-FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8"}
+FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8", "quantized-few-float8-128", "quantized-tiled-float8-128"}
+FURTHER |= {"round_rows-4096"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
 FURTHER |= {
     "delta_rule-64",
@@ -219,7 +237,10 @@ def targets(names: list[str]) -> list[Any]:
     """Each for both. Further shapes are slow, and so is sm_80 where its code has no way of its own."""
     same = CASES.keys() - set(WGMMA)
     slow = {(name, capability) for name in FURTHER for capability in (80, 90)} | {(name, 80) for name in same}
-    slow |= {(name, 80) for name in ("quantized-few-4-128", "packed-80-searched", "linear-tiled-patches")}
+    slow |= {
+        (name, 80)
+        for name in ("quantized-few-4-128", "quantized-few-float8", "packed-80-searched", "linear-tiled-patches")
+    }
     return [
         pytest.param(name, capability, marks=pytest.mark.slow if (name, capability) in slow else ())
         for name in names
@@ -287,8 +308,9 @@ def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
     for kernel, result in compiled(name, 90).items():
         assert kernel in GATHERING or result.count(r"ld\.global[.\w:]*\.v4") > 0
         assert name in REDUCING or result.count(r"st\.global[.\w:]*\.v4") > 0
-        # What is left is one piece of a weight that all rows share, if anything.
-        assert result.count(r"st\.global") == result.count(r"st\.global[.\w:]*\.v4") or name in REDUCING
+        # What is left is one piece of a weight that all rows share, if anything, and steps of rounded rows.
+        others = result.count(r"st\.global") - result.count(r"st\.global[.\w:]*\.v4")
+        assert others <= name.startswith("round_rows") or name in REDUCING
 
 
 @pytest.mark.parametrize("name", on_the_newest([name for name in PIPELINED if name not in QUANTIZED_CASES]))
@@ -341,6 +363,35 @@ def test_numbers_become_fractions_of_floats(name: str, num_bits: int) -> None:
         assert torch.equal(numbers.float(), expected.float()), shift
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_octets_become_floats(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As the test above, of E4M3 numbers: what was compiled moves their bits, and a product gives them their size."""
+    weight = pack(torch.zeros(512, 1024, dtype=FLOAT8), torch.zeros(512, 1), None, 8)
+    launch = record(monkeypatch, lambda: small_quantized_linear(torch.zeros(8, 1024, dtype=dtype), weight))[0]
+    ptx = compile_for(launch, 90).ptx
+    move = r"(mov|shl|shr)\.b32 ([st]), %r\d+(?:, (\d+))?;"
+    step = rf"{move} {move} and\.b32 t, t, (\d+); and\.b32 s, s, (\d+); or\.b32"
+    steps = set(re.findall(step, ptx))
+    lower = torch.arange(1 << 16)
+    pairs = lower | lower.flip(0) << 16
+    moved = {"mov": lambda _: pairs, "shl": lambda by: pairs << int(by), "shr": lambda by: pairs >> int(by)}
+    found = []
+    for way, first, by, sign_way, second, sign_by, magnitude, sign in steps:
+        assert (first, second) == ("t", "s")
+        bits = (moved[way](by) & int(magnitude)) | (moved[sign_way](sign_by) & int(sign))
+        floats = (bits & 0xFFFFFFFF).to(torch.int64).view(-1, 1).view(torch.int16)[:, :2].contiguous().view(dtype)
+        found.append((way, floats.float() * (2.0**120 if dtype is BF16 else 2.0**8)))
+    words = torch.stack((lower, lower.flip(0)), dim=1)
+    assert {way for way, _ in found} == {"shl", "shr"} and len(found) == 2
+    for way, numbers in found:
+        octets = (words >> (8 if way == "shr" else 0) & 255).to(torch.uint8)
+        number = octets & 127 != 127
+        assert torch.equal(numbers[number], octets.view(FLOAT8).float()[number])
+    factor = "0x7B807B80" if dtype is BF16 else "0x5C005C00"
+    assert re.search(r"mul\.(bf16|f16)x2", ptx) and str(int(factor, 16)) in ptx
+
+
 def of_step(tokens: int, first: int) -> object:
     """What every kernel whose arguments follow from a step is given in one of `tokens` rows, if they begin at row
     `first` of what was sent."""
@@ -365,6 +416,7 @@ def of_step(tokens: int, first: int) -> object:
         sigmoid_mul(parts[0], parts[1]),
         rotate(parts[0], *torch.zeros(2, tokens, 64)),
         finish(x, None, x, "gelu"),
+        round_rows(x, 2048, 4096),
         *((small_linear(x, x.new_zeros(512, 4096)),) if 1 < tokens <= 16 else ()),
         invariant_linear(x, x.new_zeros(512, 4096)),
         small_quantized_linear(x, QUANTIZED),

@@ -147,3 +147,20 @@ def test_matrices_that_become_tensors_are_told(checkpoint: CheckpointFactory, tm
         assert bool(model.notes) is told
         assert model.weights_bytes == pytest.approx(spec.language_bytes(4, 4), rel=0.12)
         assert not told or "7 matrices" in model.notes[0]
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-128", "fp8-compressed-channel"])
+def test_a_gpu_holds_a_byte_of_each_eight_bit_float(checkpoint: CheckpointFactory, tmp_path: Path, name: str) -> None:
+    """Half of what it would in 16 bits, and as many as the plan of the caches and `hydra-engine memory` reckon."""
+    plain = checkpoint("plain-llama-floats", "llama", text=SIZES | {"num_hidden_layers": 2})
+    weights = write_checkpoint(plain, tmp_path / name, METHODS[name])
+    spec = load_spec(tmp_path / name)
+    matrices = sum(weight.size for weight in weights.values())
+    held = spec.held_on("cuda:0")
+    assert spec.language_bytes(2, 2) - held.language_bytes(2, 2) == pytest.approx(matrices, rel=0.04)
+    backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
+    model = load_model(tmp_path / name, held, backend, EPD)
+    assert not model.notes and model.weights_bytes == pytest.approx(held.language_bytes(4, 4), rel=0.05)
+    at_start = load_spec(tmp_path / name, SpecOptions(quantization="int8")).held_on("cuda:0")
+    assert at_start.quantization is not None and not at_start.quantization.stays, "they are to be quantised anew"
+    assert load_model(tmp_path / name, at_start, backend, EPD).weights_bytes < 1.1 * model.weights_bytes

@@ -2,8 +2,10 @@
 
 Which of them computes a call is decided in one place, `implementation`, from the number of rows. Sums are float32
 everywhere. cuBLAS adds a bias, or a residual where there is no bias, to the sums before it rounds; an activation, or a
-residual beside a bias, acts on its rounded product. Quantised weights always take Triton kernels, which multiply x as
-it is with the exact dequantised weight. Does not know layers.
+residual beside a bias, acts on its rounded product. Quantised weights take Triton kernels, which multiply x as it is
+with the exact dequantised weight; but weights that are 8-bit floats have products of more than 16 rows of bfloat16 on
+their tensor cores, from compute capability 8.9 on: x is rounded as `backend/float8.py` says, and what is added to the
+product acts on its rounded numbers. Does not know layers.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from torch import Tensor
 
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import Activation, PackedLinear
-from hydra_engine.backend.quantized import QuantizedWeight
+from hydra_engine.backend.float8 import BLOCK, block_scales
+from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight
 from hydra_engine.backend.reference.ops import PlainLinear
+from hydra_kernels._common import capability_of
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.epilogue import finish
+from hydra_kernels.float8_rows import round_rows
 from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.quantized_linear import (
     MAX_SMALL_ROWS,
@@ -28,7 +33,7 @@ from hydra_kernels.quantized_linear import (
     small_quantized_linear,
 )
 
-Implementation = Literal["cublas", "small", "invariant"]
+Implementation = Literal["cublas", "small", "invariant", "scaled"]
 
 SMALL_ROWS = 16  # up to so many rows a product reads its weight at the speed of memory, if all of the device reads
 
@@ -44,17 +49,40 @@ class QuantizedCudaLinear:
         weight = weight.in_one_level()
         self.weight = pack(weight.values, weight.scales, weight.offsets, weight.num_bits)
         self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.tensor_core_scales = _tensor_core_scales(weight)
         self.has_been_used = False
 
     @property
     def nbytes(self) -> int:
-        parts = (self.weight.words, self.weight.scales, self.weight.offsets, self.bias)
+        blocks = self.tensor_core_scales if self.weight.group_size == BLOCK else None  # else those of the outputs
+        parts = (self.weight.words, self.weight.scales, self.weight.offsets, self.bias, blocks)
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def implementation(rows: int, *, deterministic: bool, quantized: bool = False) -> Implementation:
+def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
+    """What `torch._scaled_mm` takes beside the weight [K, num_out]: [1, num_out], or of blocks [K / 128, num_out / 128]
+    with inputs next to each other (on compute capability 9.0 alone, where cuBLAS reads them four at a time). None where
+    it multiplies no such weight."""
+    capability = capability_of(weight.values.device)
+    if not weight.is_float or capability < 89 or weight.num_out % 16:
+        return None
+    scales = weight.scales.float()
+    if weight.group_size == weight.num_in:
+        return scales.t().contiguous()
+    if weight.group_size != BLOCK or weight.num_in % (4 * BLOCK) or capability != 90:
+        return None
+    blocks = block_scales(scales)
+    return None if blocks is None else blocks.t()
+
+
+def implementation(
+    rows: int, *, deterministic: bool, quantized: bool = False, rounds_rows: bool = False
+) -> Implementation:
+    """`rounds_rows`: of a quantised weight, that tensor cores may multiply with rounded rows."""
     if deterministic:
         return "invariant"
+    if quantized and rounds_rows and rows > SMALL_ROWS:
+        return "scaled"
     if quantized:
         return "small" if rows <= MAX_SMALL_ROWS else "invariant"
     return "small" if rows <= SMALL_ROWS else "cublas"
@@ -96,13 +124,26 @@ def _quantized(
     """The first product with a weight is launched for every kind of step, so that a warm-up compiles them all."""
     if not weight.has_been_used and not deterministic:
         weight.has_been_used = True
-        for rows in QUANTIZED_STEPS:
+        for rows in (*QUANTIZED_STEPS, SMALL_ROWS + 1):
             added = None if residual is None else residual.new_zeros(rows, weight.num_out)
             _quantized(x.new_zeros(rows, weight.num_in), weight, act, added, dtype, deterministic=deterministic)
-    chosen = implementation(x.shape[0], deterministic=deterministic, quantized=True)
+    rounds_rows = weight.tensor_core_scales is not None and x.dtype is dtype is torch.bfloat16
+    chosen = implementation(x.shape[0], deterministic=deterministic, quantized=True, rounds_rows=rounds_rows)
+    if chosen == "scaled" and weight.tensor_core_scales is not None:
+        return _scaled(x, weight, weight.tensor_core_scales, act, residual)
     own = small_quantized_linear if chosen == "small" else invariant_quantized_linear
     result: Tensor = own(x, weight.weight, weight.bias, residual=residual, act=act, out_dtype=dtype)
     return result
+
+
+def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activation, residual: Tensor | None) -> Tensor:
+    """Of bfloat16. What tensor cores add up is promoted to float32 as they go (no fast accumulation)."""
+    numbers, group_size = weight.weight.words.view(FLOAT8), weight.weight.group_size
+    rows, steps = round_rows(x, weight.weight.words.shape[1], group_size)
+    product = torch._scaled_mm(rows, numbers.t(), scale_a=steps, scale_b=scales, out_dtype=x.dtype)[: x.shape[0]]
+    if act == "none" and residual is None and weight.bias is None:
+        return product
+    return finish(product, weight.bias, residual, act, x.dtype)
 
 
 def _cublas(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:

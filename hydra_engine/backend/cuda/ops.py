@@ -37,7 +37,7 @@ _CHOICES = {
     "linear": (
         "cublas",
         f"Triton up to {cuda_linear.SMALL_ROWS} rows and for quantised weights; cuBLAS above, where an activation, or "
-        "a residual beside a bias, acts on the rounded product",
+        "a residual beside a bias, acts on the rounded product; more rows meet 8-bit floats on tensor cores, rounded",
     ),
     **dict.fromkeys(
         ("rms_norm", "add_rms_norm", "layer_norm", "act_and_mul", "rotate", "gated_rms_norm", "sigmoid_mul"), _TRITON

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend import checks
+from hydra_engine.backend import checks, float8
 from hydra_engine.backend.base import (
     Activation,
     AttentionPlan,
@@ -137,7 +137,8 @@ class ReferenceOps:
         for begin, end in tiles(x.shape[0], _LINEAR_ROWS):
             tile = padded(x[begin:end], _LINEAR_ROWS)
             if isinstance(weight, QuantizedLinear):
-                product = reference_product(tile, weight.weight)
+                multiply = float8.product if weight.weight.is_float else reference_product
+                product = multiply(tile, weight.weight)
             else:
                 product = tile @ weight.weight.T
             if weight.bias is not None:

@@ -72,8 +72,10 @@ def _fill_quantized(
     parts = [part for part in (stored.scales, stored.offsets, stored.block_scales) if part is not None]
     if check_finite and not all(map(all_finite, parts)):
         raise CheckpointError(f"tensor {name} has scales or zero points that are not finite (NaN or infinity)")
+    if check_finite and stored.is_float and stored.values.isnan().any():
+        raise CheckpointError(f"tensor {name} holds values that are not finite (NaN or infinity)")
     # A matrix of zeros has one number all over, whatever its format.
-    if check_finite and not _scaled(stored) and stored.values.min() != stored.values.max():
+    if check_finite and not _scaled(stored) and _varies(stored.values):
         raise CheckpointError(f"tensor {name} has numbers, but its scales are all zero")
     if slot.fill_quantized is None:
         slot.fill(stored.dequantized(target).to(device))
@@ -87,6 +89,11 @@ def _scaled(stored: QuantizedWeight) -> bool:
     if stored.block_scales is None:
         return any(bool(part.any()) for part in parts)
     return any(bool(part.any() and stored.block_scales[:, :, i].any()) for i, part in enumerate(parts))
+
+
+def _varies(values: Tensor) -> bool:
+    octets = values.view(torch.uint8)
+    return bool(octets.min() != octets.max())
 
 
 def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor]) -> None:

@@ -7,7 +7,7 @@ from it; `models/` builds modules that agree with it. Does not know tensors, wei
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
@@ -324,6 +324,12 @@ class ModelSpec:
         if kept is None:
             return ""
         return f"{kept.method}, {' and '.join(map(str, kept.num_bits))} bits"
+
+    def held_on(self, device: str) -> ModelSpec:
+        """As weights are held on "cpu" or "cuda:N": a GPU keeps 8-bit floats that are not to be quantised further."""
+        if device == "cpu" or self.quantization is None or self.at_load is not None:
+            return self
+        return replace(self, quantization=replace(self.quantization, keeps_floats=True))
 
     def language_bytes(self, dtype_bytes: int, compute_bytes: int) -> int:
         """Of the decoder's weights where they are held in a dtype of `dtype_bytes`, and those that become the compute

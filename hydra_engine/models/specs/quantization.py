@@ -47,23 +47,27 @@ class Quantization:
     mean_bytes: float | None = None  # of a weight with its scales, where files of several kinds say it
     scattered: bool = False
     float_share: float = 0  # of weights that are 8-bit floats where others are integers
+    keeps_floats: bool = False  # 8-bit floats stay so on the device
 
     @property
     def stays(self) -> bool:
-        """Weights are computed with as they are stored; 8-bit floats and scattered groups become the compute dtype."""
-        return not self.floats and not self.scattered
+        """Weights are computed with as they are stored; scattered groups become the compute dtype, and so do 8-bit
+        floats where they are not kept."""
+        return (self.keeps_floats or not self.floats) and not self.scattered
 
     @property
     def bytes_per_weight(self) -> float:
-        """With scales of two bytes, and offsets of four."""
+        """With scales of two bytes, and offsets of four; scales of 8-bit floats have four."""
         if self.mean_bytes is not None:
             return self.mean_bytes
+        if self.floats:
+            return 1 + (4 / self.block[1] if self.block else 0)
         group = min((size for size in self.group_sizes if size != ROW), default=0)
         return min(self.num_bits) / 8 + ((2 + 4 * self.has_zeros) / group if group else 0)
 
     def held_bytes(self, compute_bytes: int) -> float:
         """Of a weight in memory, where the compute dtype has `compute_bytes`."""
-        widened = self.float_share if self.stays else 1
+        widened = (0 if self.keeps_floats else self.float_share) if self.stays else 1
         return widened * compute_bytes + (1 - widened) * self.bytes_per_weight
 
 
@@ -163,7 +167,8 @@ def _compressed(section: Fields) -> Quantization | None:
             f"compressed-tensors format {min(unknown)[:40]!r} is not supported; supported are {', '.join(_FORMATS)}"
         )
     if not kinds:  # a KV cache may be all that is quantised, and leaves scales in the files
-        return Quantization(COMPRESSED, (8,), floats=True) if "kv_cache_scheme" in section else None
+        only_cache = Quantization(COMPRESSED, (8,), floats=True, mean_bytes=2)
+        return only_cache if "kv_cache_scheme" in section else None
     if unread := kinds - {(4, "int"), (8, "int"), (8, "float")}:
         raise CheckpointError(
             f"compressed-tensors weights of {min(unread)[0]} bits are not supported as {min(unread)[1][:40]}; "
@@ -258,7 +263,7 @@ def _modelopt(section: Fields) -> Quantization:
             f"ModelOpt weights of quant_algo {algorithm[:40]!r} are not supported; supported are "
             f"{' and '.join(_MODELOPT_FLOATS)}; or take the model's unquantised weights and --quantization int8 or int4"
         )
-    return Quantization(FP8, (8,), floats=True)
+    return Quantization(FP8, (8,), floats=True, mean_bytes=None if "quant_algo" in section else 2)
 
 
 def _gguf(section: Fields) -> Quantization:

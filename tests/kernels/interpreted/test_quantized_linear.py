@@ -1,16 +1,17 @@
-"""Linears with weights of 8 and 4 bits against the product with the dequantised weight: sizes that fill no tile, group
-sizes, offsets, epilogues, split inputs, rows that keep bits."""
+"""Linears with weights of 8 bits (integers and floats) and of 4 against the product with the dequantised weight: sizes
+that fill no tile, group sizes, offsets, epilogues, split inputs, rows that keep bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Activation
-from hydra_engine.backend.quantized import SCALE_DTYPES, QuantizedWeight, quantized
+from hydra_engine.backend.quantized import FLOAT8, SCALE_DTYPES, QuantizedWeight, quantized
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels._common import few_rows_quantized_launch
 from hydra_kernels.activation import ACTIVATIONS
@@ -31,6 +32,7 @@ OPS = ReferenceOps()
 # large as a part, that no block holds a whole number of, and as large as a block; split inputs
 SHAPES = [(1, 37, 588, 588), (3, 70, 144, 16), (16, 33, 288, 32), (2, 20, 384, 96), (17, 130, 256, 128)]
 SPLIT = (33, 20, 1152, 128)
+FLOATS = 0  # in place of a number of bits: 8-bit floats
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -46,7 +48,11 @@ def weight_of(
     scale_dtype: torch.dtype = torch.float16,
     offsets: bool = False,
 ) -> QuantizedWeight:
-    weight = quantized(random(num_out, num_in, seed=1) * num_in**-0.5, num_bits, group_size, scale_dtype)
+    numbers = random(num_out, num_in, seed=1)
+    if num_bits == FLOATS:
+        steps = random(num_out, num_in // group_size, seed=4).exp() * num_in**-0.5
+        return QuantizedWeight(numbers.to(FLOAT8), steps.to(scale_dtype))
+    weight = quantized(numbers * num_in**-0.5, num_bits, group_size, scale_dtype)
     if not offsets:
         return weight
     shifts = random(*weight.scales.shape, seed=4) * num_in**-0.5
@@ -65,13 +71,13 @@ def expected_of(
     act: Activation = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    product = OPS.pack_linear(weight.dequantized(torch.float32), bias)
-    return OPS.linear(x.float(), product, act=act, residual=None if residual is None else residual.float()).to(
+    plain = OPS.pack_linear(weight.dequantized(torch.float32), bias)
+    return OPS.linear(x.float(), plain, act=act, residual=None if residual is None else residual.float()).to(
         out_dtype or x.dtype
     )
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("num_bits", [4, 8, FLOATS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_packed_is_the_weight(shape: tuple[int, int, int, int], num_bits: int) -> None:
     weight = weight_of(*shape[1:], num_bits, offsets=True)
@@ -80,9 +86,11 @@ def test_what_is_packed_is_the_weight(shape: tuple[int, int, int, int], num_bits
     assert torch.equal(dequantized(found), weight.dequantized(torch.float32))
 
 
-@pytest.mark.quick("32)-4-torch.bfloat16", "[small_quantized_linear-(33, 20, 1152, 128)-8-torch.bfloat16")
+@pytest.mark.quick(
+    "32)-4-torch.bfloat16", "96)-0-torch.float16", "[small_quantized_linear-(33, 20, 1152, 128)-8-torch.bfloat16"
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("num_bits", [4, 8, FLOATS])
 @pytest.mark.parametrize("shape", [*SHAPES, SPLIT], ids=str)
 @pytest.mark.parametrize("linear", LINEARS)
 def test_linear(
@@ -102,7 +110,7 @@ def test_linear(
 @pytest.mark.parametrize("group_size", [64, 256])
 def test_scales_of_any_dtype_and_offsets_are_not_rounded(group_size: int, scale_dtype: torch.dtype) -> None:
     x = random(2, 256)
-    for num_bits in (4, 8):
+    for num_bits in (4, 8, FLOATS):
         weight = weight_of(20, 256, group_size, num_bits, scale_dtype=scale_dtype, offsets=True)
         assert packed(weight).scales.dtype is scale_dtype
         for linear in LINEARS:
@@ -110,13 +118,17 @@ def test_scales_of_any_dtype_and_offsets_are_not_rounded(group_size: int, scale_
 
 
 def test_every_number_is_multiplied_exactly() -> None:
-    """All of them at every place of a word, also -8 and -128, which nobody rounds to."""
+    """All of them at every place of a word, also -8 and -128, which nobody rounds to, and subnormal numbers."""
     eight = QuantizedWeight(torch.arange(-128, 128, dtype=torch.int8).view(4, 64), torch.ones(4, 1))
     four = QuantizedWeight(torch.arange(256, dtype=torch.int16).to(torch.uint8).view(4, 64), torch.ones(4, 1), None, 4)
-    for weight in (eight, four):
+    octets = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    octets[octets & 127 == 127] = 0  # NaN, which no weight has
+    floats = QuantizedWeight(octets.view(FLOAT8).view(4, 64), torch.ones(4, 1))
+    for weight in (eight, four, floats):
         unit = torch.eye(weight.num_in)[:64]
-        for linear in LINEARS:
-            assert torch.equal(linear(unit, packed(weight)), weight.numbers().float().T[:64])
+        for linear, dtype in product(LINEARS, DTYPES):
+            found = linear(unit.to(dtype), packed(weight), out_dtype=torch.float32)
+            assert torch.equal(found, weight.numbers().float().T[:64])
 
 
 @pytest.mark.quick("gelu_tanh")
@@ -149,7 +161,7 @@ def test_the_inputs_of_few_outputs_are_split() -> None:
 
 @pytest.mark.quick("4-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("num_bits", [4, 8, FLOATS])
 def test_a_row_has_the_same_bits_in_every_step(num_bits: int, dtype: torch.dtype) -> None:
     """Several tiles of rows and more tiles than programs; what the other rows hold does not matter either."""
     x, residual = random(67, 96).to(dtype), random(67, 290, seed=3).to(dtype)

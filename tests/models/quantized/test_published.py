@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hydra_engine.backend.base import Backend
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import EPD
@@ -215,6 +216,43 @@ def test_weights_of_a_published_layout(checkpoint: CheckpointFactory, tmp_path: 
             wide = stored.dequantized(torch.float32) if isinstance(stored, QuantizedWeight) else stored.float()
             torch.testing.assert_close(wide, weight, rtol=1e-6, atol=1e-7, msg=matrix)
     load_model(tmp_path, spec, create_backend("cpu", torch.float32, backend="reference", threads=1), EPD)
+
+
+FLOATS = ["ModelOpt", "W4A16 and FP8", "FP8-dynamic, the tower too", "FP8 with scales of a cache", "Mistral's FP8"]
+
+
+@pytest.mark.parametrize("name", [*FLOATS, "Qwen3-VL FP8"])
+def test_a_gpu_keeps_eight_bit_floats(checkpoint: CheckpointFactory, tmp_path: Path, name: str) -> None:
+    """As they are stored, but where the last block of a row is smaller than others."""
+    layout = (LAYOUTS | FURTHER)[name]
+    expected = write(layout, plain(checkpoint, layout.family), tmp_path)
+    spec = load_spec(tmp_path).held_on("cuda:0")
+    assert spec.quantization is not None and spec.quantization.stays
+    with open_checkpoint(tmp_path, vision_class(spec).renames, spec.quantization) as files:
+        for matrix, weight in expected.items():
+            stored = files.read(matrix)
+            whole = name in FLOATS or weight.shape[1] % 48 == 0
+            assert isinstance(stored, QuantizedWeight) == whole, matrix
+            if isinstance(stored, QuantizedWeight):
+                assert stored.is_float or name == "W4A16 and FP8"
+                stored = stored.dequantized(torch.float32)
+            torch.testing.assert_close(stored.float(), weight, rtol=1e-6, atol=1e-7, msg=matrix)
+
+
+def test_of_numbers_that_no_float_is_none_is_kept(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """NaN has a bit pattern of its own in E4M3 as well."""
+    write(LAYOUTS["ModelOpt"], plain(checkpoint, "qwen2_5_vl"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight") and "visual" not in name)
+    tensors[name].view(torch.uint8)[3, 5] = 0x7F
+    save_file(tensors, tmp_path / "model.safetensors")
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(CheckpointError, match=r"q_proj\.weight holds values that are not finite"):
+            load_model(tmp_path, load_spec(tmp_path).held_on(device), exact(), EPD)
+
+
+def exact() -> Backend:
+    return create_backend("cpu", torch.float32, backend="reference", threads=1)
 
 
 @pytest.mark.slow

@@ -173,9 +173,8 @@ def int8(*, symmetric: bool = True, layout: str = "int-quantized") -> Method:
     return Method(compressed(8, 0, layout, symmetric=symmetric), write, 0, {"input_scale": [1]})
 
 
-def float8(kind: str, *, transformers: bool) -> Method:
-    """`kind`: tensor, channel or block (of 32 by 48)."""
-    block = (32, 48)
+def float8(kind: str, *, transformers: bool, block: tuple[int, int] = (32, 48)) -> Method:
+    """`kind`: tensor, channel or block."""
 
     def write(weight: Array) -> Matrix:
         rows, columns = weight.shape
@@ -249,6 +248,7 @@ METHODS = {
     "fp8-compressed-channel": float8("channel", transformers=False),
     "fp8-compressed-block": float8("block", transformers=False),
     "fp8": float8("block", transformers=True),
+    "fp8-128": float8("block", transformers=True, block=(128, 128)),
     "fp8-tensor": float8("tensor", transformers=True),
     "gptq-4": gptq(4, 128),
     "gptq-4-row": gptq(4, 0),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.loading.checkpoint import StoredTensor
-from hydra_engine.models.loading.formats.float8 import check_scales, dequantized
+from hydra_engine.models.loading.formats.float8 import check_scales, held
 from hydra_engine.models.loading.formats.parts import (
     SCALES,
     Parts,
@@ -95,7 +95,7 @@ class CompressedTensors:
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
         scales, weight = parts["weight_scale"], parts.get("weight")
         if weight is not None and weight.dtype is torch.float8_e4m3fn:
-            return dequantized(weight, scales, self._quantization.block)
+            return held(weight, scales, self._quantization)
         zeros = parts.get("weight_zero_point")
         if weight is not None:
             rows = weight.shape[0]

@@ -2,8 +2,9 @@
 
     w[n, k] = scale[n / block, k / block] * weight[n, k]
 
-Processors without arithmetic in 8-bit floats compute with them in the compute dtype. `fp8` of transformers calls the
-scale weight_scale_inv and has it multiply all the same.
+A GPU computes with them as they are. Processors without arithmetic in 8-bit floats have them in the compute dtype, and
+so has a GPU a matrix whose inputs are not whole blocks. `fp8` of transformers calls the scale weight_scale_inv and has
+it multiply all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.quantized import MIN_GROUP, QuantizedWeight
 from hydra_engine.models.loading.checkpoint import StoredTensor
 from hydra_engine.models.loading.formats.parts import SCALES, Parts
 from hydra_engine.models.loading.safetensors_file import TensorEntry
@@ -29,7 +31,7 @@ class Float8:
     unread: tuple[str, ...] = ("input_scale", "activation_scale")
 
     def __init__(self, quantization: Quantization) -> None:
-        self._block = quantization.block
+        self._quantization = quantization
 
     def is_quantized(self, entries: Mapping[str, TensorEntry]) -> bool:
         return "weight" in entries and entries["weight"].dtype == "F8_E4M3"
@@ -37,11 +39,11 @@ class Float8:
     def describe(self, parts: Parts, read: Callable[[str], Tensor]) -> StoredTensor:
         shape = parts.shape("weight", ("F8_E4M3",), 2)
         if shape is not None:
-            check_scales(parts, _NAMES[1] if _NAMES[1] in parts else _NAMES[0], shape, self._block)
+            check_scales(parts, _NAMES[1] if _NAMES[1] in parts else _NAMES[0], shape, self._quantization.block)
         return parts.described(shape or ())
 
-    def build(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return dequantized(parts["weight"], next(parts[name] for name in _NAMES if name in parts), self._block)
+    def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
+        return held(parts["weight"], next(parts[name] for name in _NAMES if name in parts), self._quantization)
 
 
 def check_scales(parts: Parts, leaf: str, shape: tuple[int, ...], block: _Block | None) -> None:
@@ -52,11 +54,30 @@ def check_scales(parts: Parts, leaf: str, shape: tuple[int, ...], block: _Block 
     parts.expect(leaf, SCALES, *allowed)
 
 
-def dequantized(weight: Tensor, scales: Tensor, block: _Block | None) -> Tensor:
-    """float32 [N, K]. Raises ValueError where numbers have scales of zero alone."""
-    wide, scales = weight.float(), scales.float()
-    if not scales.any() and wide.any():
+def held(weight: Tensor, scales: Tensor, quantization: Quantization) -> Tensor | QuantizedWeight:
+    """As it is where 8-bit floats are kept, else float32 [N, K]. Raises ValueError where numbers have scales of zero
+    alone."""
+    if not scales.float().any() and weight.float().any():
         raise ValueError("its scales are all zero")
+    by_rows = _by_rows(weight, scales.float(), quantization.block) if quantization.keeps_floats else None
+    if by_rows is None:
+        return _dequantized(weight.float(), scales.float(), quantization.block)
+    return QuantizedWeight(weight.contiguous(), by_rows.contiguous())
+
+
+def _by_rows(weight: Tensor, scales: Tensor, block: _Block | None) -> Tensor | None:
+    """scales [N, G], one for each row and its groups of inputs; None where the last group is smaller than others."""
+    rows, columns = weight.shape
+    if scales.dim() == 2 and block is not None and scales.shape == _blocks(weight, block):
+        groups = scales.shape[1]
+        if groups > 1 and (columns != groups * block[1] or block[1] % MIN_GROUP):
+            return None
+        return scales.repeat_interleave(block[0], dim=0)[:rows]
+    return scales.reshape(-1, 1).expand(rows, 1)
+
+
+def _dequantized(wide: Tensor, scales: Tensor, block: _Block | None) -> Tensor:
+    """float32 [N, K], in place of `wide`."""
     if scales.dim() == 1 and scales.shape[0] == wide.shape[0]:
         scales = scales[:, None]
     if scales.dim() == 2 and block is not None and scales.shape == _blocks(wide, block):

@@ -1,0 +1,102 @@
+"""Rows of a float type rounded to 8-bit floats (E4M3), a step for each row or for each 128 of its inputs.
+
+    step = max |x| / 448        number = e4m3(x * (448 / max |x|)), ties to even
+
+They are what torch's `_scaled_mm` multiplies with a weight that `quantized_linear.pack` has laid out: its words hold
+inputs in an order of their own, in which the rows come out as well, so that one copy of a weight serves both kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._checks import check_rows, described
+from hydra_kernels._common import row_launch
+
+PART = 32  # inputs: a word holds input j of a part and of the next one
+BLOCK = 128  # inputs that share a step
+
+
+@triton.jit
+def _octets(values: tl.tensor) -> tl.tensor:
+    """values float32 of magnitudes up to 448 -> the bits of the nearest E4M3 numbers, int32; NaN stays NaN."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    wide = magnitude.to(tl.float32, bitcast=True)
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # exponents are 120 more, above 3 bits
+    subnormal = (wide + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # steps of 2^-9, rounded by the addition
+    octets = tl.where(wide < 0.015625, subnormal, normal)
+    return tl.where(wide < 464.0, octets, 127) | ((bits >> 24) & 128)
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_step"])
+def _round_rows_kernel(
+    x: tl.tensor,
+    words: tl.tensor,
+    steps: tl.tensor,
+    num_rows: tl.tensor,
+    stride_step: tl.tensor,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP_WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Grid (rows): a row, [GROUPS, COLUMNS] words, stays in registers. Rows from `num_rows` on are zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    place = tl.arange(0, COLUMNS)
+    word = group[:, None] * GROUP_WORDS + place[None, :]
+    inside = (place < GROUP_WORDS)[None, :] & (word < WIDTH)
+    first = word // PART * PART + word
+    end = tl.where(row < num_rows, K, 0)
+    lower = tl.load(x + row * STRIDE_X + first, mask=inside & (first < end), other=0.0).to(tl.float32)
+    upper = tl.load(x + row * STRIDE_X + first + PART, mask=inside & (first + PART < end), other=0.0).to(tl.float32)
+    # Magnitudes as integers, whose order they share: the largest is NaN where there is one.
+    bits = tl.maximum(lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF, upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    top = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
+    tiny = top < 7.888609052210118e-31  # 2^-100
+    inverse = tl.where(tiny, 0.0, tl.div_rn(448.0, tl.where(tiny, 1.0, top)))
+    step = tl.where(tiny, 0.0, tl.div_rn(top, 448.0))
+    octets = _octets(lower * inverse[:, None]) | (_octets(upper * inverse[:, None]) << 8)
+    tl.store(words + row * WIDTH + word, octets.to(tl.int16), mask=inside)
+    tl.store(steps + row + group * stride_step, step, mask=group * GROUP_WORDS < WIDTH)
+
+
+def round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """x [M, K] of a float type, rows at any stride -> (numbers float8_e4m3fn [R, 2 * width], steps float32 [R, G]).
+
+    `width`: words of a row of the weight; `group_size` K, so that G is 1 and R is M, or 128, which divides K: then R is
+    M rounded up to a multiple of 4 by rows of zeros, and steps have stride (1, R), as tensor cores want them. A group
+    with a number that is not finite becomes NaN, one without a magnitude of 2^-100 zeros.
+    """
+    check_rows("x", x)
+    num_rows, num_in = x.shape
+    if group_size not in (num_in, BLOCK) or num_in % group_size or 2 * width < num_in or width % PART:
+        raise ValueError(
+            f"x: expected [M, K] of whole groups of {group_size} and at most {2 * width}, got {described(x)}"
+        )
+    num_groups = num_in // group_size
+    out_rows = num_rows if num_groups == 1 else triton.cdiv(num_rows, 4) * 4
+    words = torch.empty((out_rows, width), dtype=torch.int16, device=x.device)
+    steps = torch.empty((num_groups, out_rows), dtype=torch.float32, device=x.device).t()
+    if out_rows:
+        group_words = width if num_groups == 1 else BLOCK // 2
+        columns, groups = triton.next_power_of_2(group_words), triton.next_power_of_2(num_groups)
+        _round_rows_kernel[(out_rows,)](
+            *(x, words, steps, num_rows, out_rows),
+            K=num_in,
+            WIDTH=width,
+            STRIDE_X=x.stride(0),
+            PART=PART,
+            GROUP_WORDS=group_words,
+            GROUPS=groups,
+            COLUMNS=columns,
+            num_warps=row_launch(2 * columns * groups).warps,
+        )
+    return words.view(torch.float8_e4m3fn), steps
