@@ -22,6 +22,8 @@ def work_of_op(name: str, given: Sequence[Any], made: Sequence[Any]) -> Work:
     if name in _PRODUCTS:
         left = tensors[-2]  # behind a bias, if there is one
         flop = 2.0 * left.numel() * tensors[-1].shape[-1]
+    elif name == "aten::_scaled_mm":
+        flop = 1.0 * tensors[0].numel() * tensors[1].shape[1]  # at twice the rate of 16 bits
     elif name == "aten::convolution":
         weight = tensors[1]
         flop = 2.0 * sum(out.numel() for out in made) * weight.numel() / weight.shape[0]
