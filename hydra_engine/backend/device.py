@@ -17,6 +17,7 @@ from torch import Tensor
 from hydra_engine.core.pools import PoolExport
 
 Send = Callable[[Sequence[npt.NDArray[np.generic]]], tuple[Tensor, ...]]  # as `Device.send`
+Cut = Callable[[], None]  # ends a piece of what is captured
 
 
 class SharedMemory(Protocol):
@@ -64,6 +65,20 @@ class Fetch(Protocol):
 
     def result(self) -> tuple[npt.NDArray[np.generic], ...]:
         """Waits for them. From any thread; may be asked again. Raises BackendError where the device failed."""
+        ...
+
+
+class Mark(Protocol):
+    """A point behind all that a lane had launched when it was made. From any thread. Raises BackendError where the
+    device failed."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Of the device's time, from an earlier mark of the same lane to this one; both are done. Precise between
+        neighbours: devices count in few digits, which hours use up."""
         ...
 
 
@@ -167,10 +182,20 @@ class Device(Protocol):
         lane launches next."""
         ...
 
+    def mark(self) -> Mark:
+        """Behind what the calling lane has launched."""
+        ...
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Runs `launch` once to warm it up and once to capture it, on the calling lane's present partition. Graphs
         share one pool of memory: their results must be read before the next replay. `launch` must not wait, copy from
         the host or allocate what outlives it."""
+        ...
+
+    def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
+        """As `capture`, in graphs that end where `launch` calls what it is given, always at the same places and behind
+        a launch. They are replayed in their order and without another graph of the lane between them. One graph where
+        nothing is captured."""
         ...
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:

@@ -42,7 +42,7 @@ def run_instance(
     began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():
         try:
-            stack = build_worker(config, wake, progress, context, worker_class, make_gate())
+            stack = build_worker(config, wake, progress, context, worker_class, make_gate)
             hooks = make_hooks(stack, wake, progress, connect)
             resolved, plan = stack.config, stack.plan
             scheduler = scheduler_class(
@@ -135,7 +135,7 @@ def profile_instance(
     """Assembles an instance that never serves and measures it."""
     wake = threading.Event()
     with torch.inference_mode():
-        stack = build_worker(config, wake, progress, gate=make_gate())
+        stack = build_worker(config, wake, progress, make_gate=make_gate)
         try:
             return step_times(stack, wake, progress, fresh=fresh, deadline_s=deadline_s)
         finally:

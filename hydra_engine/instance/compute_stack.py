@@ -31,7 +31,7 @@ from hydra_engine.backend.select import (
     weights_dtype,
 )
 from hydra_engine.clock import MonotonicClock
-from hydra_engine.config import EngineConfig, fault_points_enabled
+from hydra_engine.config import EngineConfig, SchedulerConfig, fault_points_enabled
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, InstanceContext
@@ -78,7 +78,7 @@ def build_worker(
     progress: Progress,
     context: InstanceContext = ALONE,
     worker_class: type[Worker] = Worker,
-    gate: Gate = NO_GATE,
+    make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
     """Loads and warms up. To be called in inference mode; the caller closes the worker."""
     spec = load_spec(config.model_path, config.spec_options)
@@ -125,7 +125,7 @@ def build_worker(
         faults=faults,
         states=states,
         role=context.role,
-        gate=gate,
+        gate=NO_GATE if make_gate is None else make_gate(backend.device, resolved.scheduler),
     )
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))

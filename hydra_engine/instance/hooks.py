@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hydra_engine.backend.device import Device
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import VisionLoad
@@ -30,7 +31,7 @@ from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.limit_check import check_limits
 from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer.exchange import Exchange
-from hydra_engine.worker.vision.gate import LaneGate
+from hydra_engine.worker.vision.gate import DeviceGate, LaneGate
 
 _DECODES = (1, 8)  # and as many as may run
 
@@ -49,7 +50,9 @@ class Hooks:
     notes: tuple[str, ...]
 
 
-def make_gate() -> Gate:
+def make_gate(device: Device, config: SchedulerConfig) -> Gate:
+    if device.asynchronous:
+        return DeviceGate(MonotonicClock(), device.mark, paced=config.tpot_slo is not None)
     return LaneGate(MonotonicClock())
 
 

@@ -72,9 +72,9 @@ class Gate:
         """The step has ended, whatever became of it. Returns the seconds of vision that were computed beside it."""
         return 0.0
 
-    def enter(self) -> None:
-        """A vision step starts; waits first if the language step that runs has no allowance left. `leave` must follow,
-        in a finally."""
+    def enter(self, num_patches: int = 0) -> None:
+        """A vision step of so many patches starts; waits first if the language step that runs has no allowance left.
+        `leave` must follow, in a finally."""
 
     def checkpoint(self) -> None:
         """Between two pieces of a vision step: waits while the language step that runs has no allowance left."""

@@ -120,11 +120,12 @@ class Streams:
 
 
 class Stream:
-    """`scale`: how many times the work of a kernel counts on the clock, where a small model stands for a large one."""
+    """`scale`: how many times the work of a kernel counts on the clock, where a small model stands for a large one,
+    and `flop_scale` its FLOP besides."""
 
     def __init__(self, streams: Streams, name: str, multiprocessors: int = 0) -> None:
         self.line = Line(multiprocessors) if streams.clock is None else streams.clock.line(multiprocessors)
-        self.scale = 1.0
+        self.scale = self.flop_scale = 1.0
         self.cuda_stream: int = next(streams._handles)
         self.name = name or f"stream {self.cuda_stream}"
         self.issued = 0
@@ -153,7 +154,7 @@ class Stream:
             self.done = max(self.done, number)
 
     def scaled(self, work: Work) -> Work:
-        return Work(work.flop * self.scale, work.num_bytes * self.scale)
+        return Work(work.flop * self.scale * self.flop_scale, work.num_bytes * self.scale)
 
     # ---- as torch.cuda.Stream
 

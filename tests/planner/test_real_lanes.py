@@ -71,7 +71,7 @@ def test_measuring_leaves_a_worker_as_it_was(tmp_path: Path) -> None:
     config, wake = config_for("llava", tmp_path), threading.Event()
     told: list[tuple[str, int, int]] = []
     with torch.inference_mode():
-        parts = build_worker(config, wake, lambda *progress: told.append(progress), gate=make_gate())
+        parts = build_worker(config, wake, lambda *progress: told.append(progress), make_gate=make_gate)
         try:
             step_times(parts, wake, lambda *progress: told.append(progress), fresh=True, deadline_s=1.0)
             assert parts.worker.pixel_bytes == 0 and parts.worker.poll() == []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
-from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request
@@ -379,27 +379,12 @@ def test_an_encode_larger_than_every_graph_is_launched_op_by_op(
     rig.worker.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "note"),
-    [
-        ({"enforce_eager": True}, ""),
-        (
-            {"scheduler": SchedulerConfig(tpot_slo=0.05), "cuda_graph_sizes": (1,)},
-            "launch by launch: with a limit between tokens they pause",
-        ),
-    ],
-    ids=["eager", "pauses"],
-)
-def test_encodes_that_are_not_captured(checkpoints: Callable[[str], Path], options: dict[str, Any], note: str) -> None:
-    rig = make_rig(checkpoints("qwen2_vl"), "reference", asynchronous=True, device=LateDevice(), enforce_eager=True)
-    config = EngineConfig(max_model_len=512, **options)
-    caches = rig.kv_cache, rig.image_cache
-    found = Rig(rig.model, backend=rig.backend, spec=rig.spec, caches=caches, asynchronous=True, config=config)
+def test_encodes_that_are_not_captured(checkpoints: Callable[[str], Path]) -> None:
+    device = LateDevice()
+    rig = make_rig(checkpoints("qwen2_vl"), "reference", asynchronous=True, device=device, enforce_eager=True)
+    rig.worker.capture_graphs(lambda done, total: None)
+    assert rig.worker.captured_patches == 0 and rig.worker.notes == ()
     rig.worker.close()
-    found.worker.capture_graphs(lambda done, total: None)
-    assert found.worker.captured_patches == 0
-    assert [note in one for one in found.worker.notes] == ([True] if note else [])
-    found.worker.close()
 
 
 def test_ops_that_plan_from_contents_are_not_captured(
@@ -417,7 +402,7 @@ def test_ops_that_plan_from_contents_are_not_captured(
 def test_a_capture_that_fails_says_what_to_change(checkpoints: Callable[[str], Path]) -> None:
     class Small(LateDevice):
         def capture(self, launch: Any) -> Any:
-            if self.captured >= 1:
+            if self.captured >= 2:  # both graphs of the decode step
                 raise torch.OutOfMemoryError("no room for a pool")
             self.captured += 1
             return super().capture(launch)

@@ -26,6 +26,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import plan_memory
+from hydra_engine.worker.ports import Gate
 from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, make_request, poisoned
 from tools.miniatures import make_tiny
 from tools.miniatures.base import IMAGE_ID
@@ -56,6 +57,8 @@ def make_rig(
     asynchronous: bool = False,
     device: Device | None = None,
     backend: Backend | None = None,
+    gate: Gate | None = None,
+    tpot_slo: float | None = None,
     **options: Any,
 ) -> Rig:
     """Caches full of NaN, so that a read of what was never written cannot stay hidden. `options` of the engine;
@@ -66,7 +69,7 @@ def make_rig(
         backend = replace(backend, device=device)
     config = EngineConfig(
         cache=CacheConfig(num_kv_blocks=256, num_image_blocks=256),
-        scheduler=SchedulerConfig(max_num_seqs=num_seq_slots),
+        scheduler=SchedulerConfig(max_num_seqs=num_seq_slots, tpot_slo=tpot_slo),
         max_model_len=512,
         **options,
     )
@@ -85,6 +88,7 @@ def make_rig(
         caches=caches,
         states=states,
         faults=FaultPoints(enabled=True),
+        gate=gate,
         asynchronous=asynchronous,
         config=config,
     )

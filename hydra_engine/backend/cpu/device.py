@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from hydra_engine.backend.cpu.lanes import ThreadLane, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT, SharedPool, map_pool
-from hydra_engine.backend.device import Fetch, Graph, Lane, Partitions, PeerMemory, SharedMemory, WholeDevice
+from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.errors import TransferError
 
@@ -94,10 +96,17 @@ class CpuDevice:
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         return _Copies(tuple(tensor.numpy().copy() for tensor in tensors))
 
+    def mark(self) -> Mark:
+        """Done when it is made."""
+        return _Moment(time.monotonic())
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Nothing is captured: a replay makes the calls again."""
         launch()
         return _Calls(launch)
+
+    def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
+        return (self.capture(partial(launch, _no_cut)),)
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
         """Host memory is not counted."""
@@ -111,6 +120,23 @@ class _Copies:
 
     def result(self) -> tuple[npt.NDArray[np.generic], ...]:
         return self.arrays
+
+
+def _no_cut() -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    at_s: float
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _Moment)
+        return self.at_s - earlier.at_s
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""Host arrays to a device in one copy, and tensors back, without waiting: what `CudaDevice.send` and `fetch` do.
+"""Host arrays to a device in one copy, and tensors back, without waiting: what `CudaDevice.send` and `fetch` do; and
+marks behind what was launched.
 
 All arrays of a call lie behind each other in one buffer, each at a multiple of 16 bytes, so that one copy takes them
 all and every part can be viewed as its type. Copies start from pinned memory, since from any other the driver waits.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend.checks import described
+from hydra_engine.backend.device import Mark
 from hydra_engine.errors import BackendError
 
 Array = npt.NDArray[np.generic]
@@ -139,6 +141,34 @@ class CudaFetch:
         except (RuntimeError, ValueError) as error:
             raise failure(self._device, error) from error
         return tuple(copy.numpy() for copy in self._copies)
+
+
+class CudaMark:
+    """`Mark` of backend/device.py: an event with a time, on the calling thread's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        try:
+            return self._event.query()
+        except RuntimeError as error:
+            raise failure(self._device, error) from error
+
+    def wait(self) -> None:
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise failure(self._device, error) from error
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark)
+        try:
+            return earlier._event.elapsed_time(self._event) / 1000
+        except RuntimeError as error:
+            raise failure(self._device, error) from error
 
 
 def failure(device: torch.device, error: Exception) -> BackendError:

@@ -17,11 +17,11 @@ from torch import Tensor
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.cpu.lanes import set_torch_threads
 from hydra_engine.backend.cuda import ipc as cuda_ipc
-from hydra_engine.backend.cuda.copies import CudaFetch, Sender, failure
+from hydra_engine.backend.cuda.copies import CudaFetch, CudaMark, Sender, failure
 from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.cuda.lanes import PRIORITIES, CudaLane
 from hydra_engine.backend.cuda.sm_split import SplitDevice
-from hydra_engine.backend.device import Fetch, Graph, Lane, Partitions, PeerMemory, SharedMemory, WholeDevice
+from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.core.units import size
 from hydra_engine.errors import ResourceError, TransferError
@@ -121,7 +121,13 @@ class CudaDevice:
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         return CudaFetch(self.torch_device, tensors)
 
+    def mark(self) -> Mark:
+        return CudaMark(self.torch_device)
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Before the lane serves: what is freed elsewhere while its stream is captured would become part of the graph.
         Raises BackendError where `launch` cannot be captured."""
         return self._graphs.capture(launch)
+
+    def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
+        return self._graphs.capture_pieces(launch)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
 from hydra_engine.backend.cuda.copies import failure
+from hydra_engine.backend.device import Cut
 
-Launch = Callable[[], None]
+Launch = Callable[[Cut], None]
 
 Pool = Any  # of memory, as torch.cuda.graph_pool_handle names one
 
@@ -45,7 +46,11 @@ class GraphPools:
         self._last: dict[int, torch.cuda.CUDAGraph] = {}
         self._side: torch.cuda.Stream | None = None  # for threads without a stream of their own
 
-    def capture(self, launch: Launch) -> CudaGraph:
+    def capture(self, launch: Callable[[], None]) -> CudaGraph:
+        (graph,) = self.capture_pieces(lambda _: launch())
+        return graph
+
+    def capture_pieces(self, launch: Launch) -> tuple[CudaGraph, ...]:
         """On the calling thread's current stream, or beside it where that is the default one, which cannot be captured.
         Other threads may launch meanwhile, on other streams. Raises BackendError where `launch` cannot be captured."""
         with _CAPTURING, torch.inference_mode():
@@ -54,44 +59,58 @@ class GraphPools:
                 return self._capture_beside(launch, stream)
             return self._capture(launch, stream)
 
-    def _capture_beside(self, launch: Launch, stream: torch.cuda.Stream) -> CudaGraph:
+    def _capture_beside(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
         self._side.wait_stream(stream)
         with torch.cuda.stream(self._side):
-            graph = self._capture(launch, self._side)
+            graphs = self._capture(launch, self._side)
         stream.wait_stream(self._side)
-        return graph
+        return graphs
 
-    def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> CudaGraph:
+    def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
         try:
             # Compiles kernels, loads them and makes workspaces for this stream, none of which can be captured.
-            launch()
+            launch(_no_cut)
             stream.synchronize()
             last = self._last.get(stream.cuda_stream)
             pool = torch.cuda.graph_pool_handle() if last is None else last.pool()
             torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info(self._device)
-            graph = self._record(launch, pool, stream)
+            graphs = self._record(launch, pool, stream)
             free_after, _ = torch.cuda.mem_get_info(self._device)
         except RuntimeError as error:
             # The end of a capture says no more than that something failed in it before.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise failure(self._device, cause) from error
-        self._last[stream.cuda_stream] = graph
-        return CudaGraph(graph, max(0, free_before - free_after), launch)
+        self._last[stream.cuda_stream] = graphs[-1]
+        num_bytes = max(0, free_before - free_after)
+        return tuple(CudaGraph(graph, 0 if index else num_bytes, launch) for index, graph in enumerate(graphs))
 
-    def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> list[torch.cuda.CUDAGraph]:
         """On the current stream. Where it raises torch is as it was before, unless the device itself has failed."""
-        graph = torch.cuda.CUDAGraph()
+        graphs: list[torch.cuda.CUDAGraph] = []
+        captured = ExitStack()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            captured.enter_context(
+                torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local")
+            )
+
+        def cut() -> None:
+            captured.close()
+            begin()
+
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                launch()
+            with captured:
+                begin()
+                launch(cut)
         except BaseException:
             with suppress(RuntimeError):
-                self._take_back(graph, pool, stream)
+                self._take_back(graphs[-1], pool, stream)
             raise
-        return graph
+        return graphs
 
     def _take_back(self, graph: torch.cuda.CUDAGraph, pool: Pool, stream: torch.cuda.Stream) -> None:
         """Of a capture that did not end well, as `capture_end` throws before it tells anybody: torch's allocator takes
@@ -104,3 +123,6 @@ class GraphPools:
         # The generator learns that captures are over from the next one that ends well.
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self._device)
+
+
+def _no_cut() -> None: ...

@@ -102,7 +102,7 @@ def working_memory(
     encode = language = graphs = 0
     if spec.vision is not None and role.needs_vision:
         encode = steps.encode(spec.vision)
-        graphs += encode_graph_bytes(spec.vision, role, config, encode) if captures else 0
+        graphs += encode_graph_bytes(spec.vision, config, encode) if captures else 0
     if role.needs_language:
         graphs += special_row_bytes(spec, config) if captures else 0
         decode = steps.decode()
@@ -153,10 +153,9 @@ def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     return (config.scheduler.max_num_seqs + 1) * per_slot
 
 
-def encode_graph_bytes(vision: VisionSpec, role: Role, config: EngineConfig, encode_bytes: int) -> int:
+def encode_graph_bytes(vision: VisionSpec, config: EngineConfig, encode_bytes: int) -> int:
     """Of captured encodes, which do not compute where others do; `encode_bytes`: what the largest encode takes."""
-    pauses = config.scheduler.slices_layers and role.needs_language
-    if vision.processor is not None or pauses:
+    if vision.processor is not None:
         return 0
     largest = largest_encode(vision, image_budget(config, vision)).num_patches
     captured = most_captured(config, largest)

@@ -1,4 +1,4 @@
-"""The gate between the two lanes of one device: the vision lane waits between layers where it would make a language
+"""The gates between the two lanes of one device: the vision lane waits between layers where it would make a language
 step late.
 
 A language step comes with an allowance, the seconds of vision that may run beside it. When they are used up the vision
@@ -6,22 +6,28 @@ lane stops at its next checkpoint and goes on when that step has ended, or with 
 the language lane calls `begin` and `end`, the vision lane all else. Does not know where allowances come from, what a
 layer is, or requests.
 
-What it bounds. A layer that runs is not interrupted, so a step has at most its allowance plus one piece of vision (what
-lies between two checkpoints) beside it. On a CPU a piece of a large picture may take longer than a decode step; then
-every step has some of it beside it, and only fewer patches in a batch make pieces shorter. The vision lane computes at
-least one piece between two waits, so a long row of language steps slows it down and never stops it.
+What they bound. A layer that runs is not interrupted, so a step has at most its allowance plus one piece of vision
+(what lies between two checkpoints) beside it; `DeviceGate` says what that is where pieces are launched ahead. On a CPU
+a piece of a large picture may take longer than a decode step; then every step has some of it beside it, and only fewer
+patches in a batch make pieces shorter. The vision lane computes at least one piece between two waits, so a long row of
+language steps slows it down and never stops it.
 
-On CUDA the seconds that count are those in which the host launches: the gate bounds launches, not what runs on the GPU
-(docs/gpu.md).
+`LaneGate` is for a device where a call returns with its work done, `DeviceGate` for one that works behind the call.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from math import inf
+from typing import NamedTuple
 
+from hydra_engine.backend.device import Mark
 from hydra_engine.clock import Clock
 from hydra_engine.worker.ports import Gate
+
+EXPECTED_KEPT = 0.9  # of what a piece took, for the next one that was faster
 
 
 class LaneGate(Gate):
@@ -64,7 +70,7 @@ class LaneGate(Gate):
 
     # ---- the vision lane
 
-    def enter(self) -> None:
+    def enter(self, num_patches: int = 0) -> None:
         with self._changed:
             assert self._since_s is None, "a vision step began inside another"
             self._since_s = self._clock.now()
@@ -118,3 +124,162 @@ class LaneGate(Gate):
             now = self._clock.now()
             self._used_s += now - self._since_s
             self._since_s = now
+
+
+class _Piece(NamedTuple):
+    """What was launched between two checkpoints. The device begins it behind `behind`, and not before `begun_s`."""
+
+    behind: Mark
+    mark: Mark
+    begun_s: float
+    kind: int  # pieces of one kind take about as long as each other
+
+
+class DeviceGate(Gate):
+    """Seconds of vision are those of the device, between marks behind the pieces. At most two pieces are in flight:
+    before it launches a third one the vision lane waits for the first, so that the device goes on at once and what was
+    launched stays short. Before it launches a piece beside a step it adds up what the step has had and what the piece
+    in flight is still expected to take, which is what pieces of encodes of that size took of late.
+
+    The bound. Let a piece take at most p seconds, and at most e more than was expected of it. Beside a step with an
+    allowance of a seconds vision runs for at most max(2 p, a + p + e) seconds, which is a + p + e from an allowance of
+    one piece on. For let L be the last piece that the lane begins to launch during the step. Without one, what runs
+    beside it was in flight when it began: two pieces at most. Otherwise, when L was admitted, either nothing was in
+    flight and the step had had less than a, or the lane had been let go by the end of a step before, and then the step
+    had had nothing; so it has no more than a + p. Or one piece K was in flight, and what the step had had with what was
+    expected to be left of K was less than a; K takes at most e longer, and L at most p: a + p + e. Pieces of a size
+    that is not known yet are never in flight together with another one that is admitted, so e is about pieces that were
+    seen. Times are taken when the host learns of a mark, later than it is reached by as long as the lane takes to wake.
+
+    `paced`: some step may have a finite allowance. Otherwise nothing waits, and an encode has two marks alone.
+    """
+
+    def __init__(self, clock: Clock, mark: Callable[[], Mark], *, paced: bool) -> None:
+        self.can_hold = paced
+        self._clock = clock
+        self._mark = mark
+        self._changed = threading.Condition()  # guards what follows; only the vision lane ever waits for it
+        self._closed = False
+        self._allowance_s: float | None = None  # of the step that runs
+        self._step_s = 0.0  # when it began
+        self._used_s = 0.0  # beside it, of pieces that are done
+        self._in_flight: deque[_Piece] = deque()
+        self._done_s = 0.0  # when the last piece that is known to be done was
+        self._expected: dict[int, float] = {}  # seconds, by kind
+        self._kind: int | None = None  # of the vision step that runs
+        self._behind: Mark | None = None  # the piece that is being launched begins there, at `_begun_s` or later
+        self._begun_s = 0.0
+        self._waiting = False  # the vision lane stands at the gate and has not been released
+
+    # ---- the language lane
+
+    def begin(self, allowance_s: float = inf) -> None:
+        assert allowance_s >= 0, "an allowance is a time"
+        with self._changed:
+            assert self._allowance_s is None, "a language step began inside another"
+            self._take_done()
+            self._allowance_s, self._step_s, self._used_s = allowance_s, self._clock.now(), 0.0
+
+    def end(self) -> float:
+        with self._changed:
+            assert self._allowance_s is not None, "a language step ended that had not begun"
+            self._take_done()
+            used_s = self._used_s + self._running_s()
+            self._allowance_s = None
+            self._release()
+            return used_s
+
+    # ---- the vision lane
+
+    def enter(self, num_patches: int = 0) -> None:
+        with self._changed:
+            assert self._kind is None, "a vision step began inside another"
+            self._kind = num_patches.bit_length()
+        self._admit()
+
+    def checkpoint(self) -> None:
+        if self.can_hold:
+            self._launched()
+            self._admit()
+
+    def leave(self) -> None:
+        assert self._kind is not None, "a vision step ended that had not begun"
+        if self._behind is not None:
+            self._launched()
+        self._kind = None
+
+    # ---- both
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the vision lane is held up now by a step."""
+        return self._waiting
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._release()
+
+    # ---- pieces
+
+    def _launched(self) -> None:
+        """The piece that was begun is whole."""
+        with self._changed:
+            assert self._behind is not None and self._kind is not None, "a checkpoint outside a vision step"
+            self._in_flight.append(_Piece(self._behind, self._mark(), self._begun_s, self._kind))
+            self._behind = None
+
+    def _admit(self) -> None:
+        """Waits until the next piece may be launched, and begins it."""
+        while (blocking := self._begin_piece()) is not None:
+            blocking.wait()
+
+    def _begin_piece(self) -> Mark | None:
+        """Or what to wait for before that is tried again. Waits by itself for the step that runs to end."""
+        with self._changed:
+            self._take_done()
+            if self.can_hold and not self._closed:
+                if len(self._in_flight) > 1:
+                    return self._in_flight[0].mark
+                if self._allowance_s is not None and self._used_s + self._left_s() >= self._allowance_s:
+                    if self._in_flight:
+                        return self._in_flight[0].mark
+                    self._waiting = True
+                    # A next step may have begun before this thread wakes: then its turn is in that one.
+                    while self._waiting:
+                        self._changed.wait()
+            self._behind = self._in_flight[-1].mark if self._in_flight else self._mark()
+            self._begun_s = self._clock.now()
+            return None
+
+    def _release(self) -> None:
+        self._waiting = False
+        self._changed.notify_all()
+
+    # ---- seconds, with `_changed` held
+
+    def _take_done(self) -> None:
+        now = self._clock.now()
+        while self._in_flight and self._in_flight[0].mark.is_done():
+            piece = self._in_flight.popleft()
+            took_s = piece.mark.seconds_since(piece.behind)
+            begun_s = max(self._done_s, piece.begun_s)
+            self._done_s = min(now, begun_s + took_s)
+            self._expected[piece.kind] = max(took_s, EXPECTED_KEPT * self._expected.get(piece.kind, 0.0))
+            if self._allowance_s is not None:
+                self._used_s += max(0.0, self._done_s - max(begun_s, self._step_s))
+
+    def _running_s(self) -> float:
+        """Beside the step that runs, of pieces that are not done."""
+        begun_s = [piece.begun_s for piece in self._in_flight] + ([self._begun_s] if self._behind is not None else [])
+        return max(0.0, self._clock.now() - max(begun_s[0], self._done_s, self._step_s)) if begun_s else 0.0
+
+    def _left_s(self) -> float:
+        """Of what the step has of pieces in flight: until now, and as long as they are expected to run on. Infinite
+        where such pieces are not known."""
+        running_s, now = self._running_s(), self._clock.now()
+        for index, piece in enumerate(self._in_flight):
+            expected_s = self._expected.get(piece.kind, inf)
+            ran_s = now - max(piece.begun_s, self._done_s) if index == 0 else 0.0
+            running_s += max(0.0, expected_s - ran_s)
+        return running_s

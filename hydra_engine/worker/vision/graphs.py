@@ -3,23 +3,25 @@
 A replay takes its inputs at fixed addresses: one send brings all integers that follow from the pictures' sizes, and
 each picture's patches are copied beside those of the others. An encode of fewer patches than its graph is padded with
 pictures of its own, whose features go to slot -1: they attend to themselves, and what they are made of is bytes, which
-always are numbers. A graph runs as a whole; nothing waits inside. Does not know requests.
+always are numbers. Where encodes pause, each is a row of graphs of some layers, with a checkpoint between two of them;
+otherwise it is one graph. Does not know requests.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
+from math import ceil, inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
-from hydra_engine.backend.device import Graph
+from hydra_engine.backend.device import Cut, Graph
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import Ints
 from hydra_engine.models.inputs import VisionInput, go_on
@@ -33,6 +35,18 @@ logger = logging.getLogger(__name__)
 # Unless sizes are given. Beyond, a GPU has more to do than its launches take, and padding costs more than they do.
 CAPTURED_PATCHES = 4096
 _SMALL, _STEP = (64, 128), 256
+
+# What one of the graphs of an encode that pauses should take: the share of the limit that vision gets beside every step
+# in any case, so that it fits there. From half a millisecond on its launch (20 us, while the one before it runs) and
+# the gap behind it (a few us) vanish; two milliseconds are short beside a decode step of a large model, and longer
+# graphs would save nothing more.
+PIECE_SHARE = 0.05
+SHORTEST_PIECE_S, LONGEST_PIECE_S = 0.5e-3, 2e-3
+
+
+def piece_seconds(limit_s: float | None) -> float:
+    """Of one graph; infinite where no limit makes encodes pause."""
+    return inf if limit_s is None else min(LONGEST_PIECE_S, max(SHORTEST_PIECE_S, PIECE_SHARE * limit_s))
 
 
 def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[int, ...]:
@@ -57,28 +71,31 @@ def encode_graphs(
     model: ServedModel, backend: Backend, cache: PagedCache, config: EngineConfig, largest: int, *, pauses: bool
 ) -> tuple[EncodeGraphs | None, str]:
     """Those that are to be captured before the first encode, or None and why, unless that was asked for. `pauses`:
-    encodes wait inside layers."""
+    encodes wait for language steps."""
     tower = model.tower
     if config.enforce_eager:
         return None, ""
     if tower is None:
         return None, "pictures are encoded launch by launch: what this model's tower does is transformers' own"
-    if pauses:
-        return None, "pictures are encoded launch by launch: with a limit between tokens they pause, and graphs do not"
-    return EncodeGraphs(tower, backend, cache, captured_sizes(config, tower.granule, largest)), ""
+    piece_s = piece_seconds(config.scheduler.tpot_slo if pauses else None)
+    return EncodeGraphs(tower, backend, cache, captured_sizes(config, tower.granule, largest), piece_s), ""
 
 
 class EncodeGraphs:
-    """`sizes` ascend and are multiples of the tower's granule. `prepare`, `capture` and `replay` belong to the lane's
-    thread; the caller of `replay` is in inference mode."""
+    """`sizes` ascend and are multiples of the tower's granule. `piece_s`: about what a graph of an encode takes at
+    most. `prepare`, `capture` and `replay` belong to the lane's thread; the caller of `replay` is in inference mode."""
 
-    def __init__(self, tower: Vision, backend: Backend, cache: PagedCache, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, tower: Vision, backend: Backend, cache: PagedCache, sizes: Sequence[int], piece_s: float = inf
+    ) -> None:
         self.sizes = tuple(sizes)
         self.num_bytes = 0  # of device memory that graphs took
         self._tower = tower
         self._ops, self._device = backend.ops, backend.device
         self._cache = cache
-        self._captured: dict[tuple[int, int], Graph] = {}  # by partition and size
+        self._piece_s = piece_s
+        self._seconds: dict[int, float] = {}  # of a patch, by partition, in the largest encode
+        self._captured: dict[tuple[int, int], tuple[Graph, ...]] = {}  # by partition and size
 
     # ---- capture
 
@@ -101,22 +118,46 @@ class EncodeGraphs:
         ]
 
     def capture(self, partition: int, size: int) -> None:
-        """When no encode is in flight. A graph whose padding does not give finite features is not kept."""
+        """When no encode is in flight, the largest size of a partition first. A graph whose padding does not give
+        finite features is not kept."""
         with torch.inference_mode(), self._device.partitions.at(partition):
             packing = self._blank(size)
             self._send(packing, np.zeros(0, dtype=np.int64))
             features: list[Tensor] = []
-            graph = self._device.capture(partial(self._launch, packing, features))
-            graph.replay()
+            every = self._layers_of_piece(partition, packing)
+
+            def launch(cut: Cut) -> None:
+                self._launch(packing, features, go_on if every is None else _EveryNth(every, cut))
+
+            graphs = self._device.capture_pieces(launch)
+            for graph in graphs:
+                graph.replay()
             finite = all(bool(torch.isfinite(plane).all()) for plane in features)
             features.clear()  # the graph keeps what it launches; the next one may take the memory
-        self.num_bytes += graph.num_bytes
+        self.num_bytes += sum(graph.num_bytes for graph in graphs)
         if finite:
-            self._captured[partition, size] = graph
+            self._captured[partition, size] = graphs
         else:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
-    def _launch(self, packing: Packing, features: list[Tensor]) -> None:
+    def _layers_of_piece(self, partition: int, packing: Packing) -> int | None:
+        """How many checkpoints apart an encode is cut; None: it is one graph. By what the largest one takes launch by
+        launch, where launches are no more than half of it; the first time compiles."""
+        if self._piece_s == inf:
+            return None
+        checkpoints = _EveryNth(1, go_on)
+        if partition not in self._seconds:
+            self._launch(packing, [])
+            begun = self._device.mark()
+            self._launch(packing, [], checkpoints)
+            ended = self._device.mark()
+            ended.wait()
+            self._seconds[partition] = ended.seconds_since(begun) / packing.num_patches
+            self._num_checkpoints = checkpoints.count
+        num_pieces = ceil(self._seconds[partition] * packing.num_patches / self._piece_s)
+        return None if num_pieces <= 1 else ceil((self._num_checkpoints + 1) / num_pieces)
+
+    def _launch(self, packing: Packing, features: list[Tensor], checkpoint: Callable[[], None] = go_on) -> None:
         lengths = [len(integers) for integers in chain(packing.indices, packing.bounds)]
         *integers, slots = self._integers[: sum(lengths) + packing.num_features].split([*lengths, packing.num_features])
         split = len(packing.indices)
@@ -126,7 +167,7 @@ class EncodeGraphs:
             indices=tuple(integers[:split]),
             segments=tuple(self._ops.plan_packed(bounds.to(torch.int32), longest) for bounds, longest in planned),
             end=packing.end,
-            slices=Slices(go_on),
+            slices=Slices(checkpoint),
         )
         features[:] = self._tower(inputs)
         for plane, rows in enumerate(features):
@@ -154,19 +195,24 @@ class EncodeGraphs:
 
     @property
     def largest(self) -> int:
-        """Patches of the largest graph; 0: there is none."""
+        """Patches of the largest encode that is replayed; 0: there is none."""
         return max((size for _, size in self._captured), default=0)
+
+    @property
+    def num_pieces(self) -> int:
+        """Graphs of that encode."""
+        return len(self._captured.get((0, self.largest), ()))
 
     def replay(self, batch: VisionInput, slots: Ints, num_patches: int) -> bool:
         """Writes the features of all spans to `slots`, those of the batch; False, and nothing is done, where no graph
-        fits. `num_patches` are those of the batch. A step's checkpoints are not called."""
+        fits. `num_patches` are those of the batch, whose checkpoint is called between two graphs."""
         index = bisect_left(self.sizes, num_patches)
         if index == len(self.sizes):
             return False
         size = self.sizes[index]
-        graph = self._captured.get((self._device.partitions.current(), size))
-        packing = None if graph is None else self._tower.pack(batch, size)
-        if graph is None or packing is None:
+        graphs = self._captured.get((self._device.partitions.current(), size), ())
+        packing = self._tower.pack(batch, size) if graphs else None
+        if packing is None:
             return False
         self._send(packing, slots)
         begin = 0
@@ -175,10 +221,26 @@ class EncodeGraphs:
             self._patches[begin:end].copy_(patches)
             begin = end
         assert begin == num_patches, "as many patches as the plan says"
-        graph.replay()
+        for index, graph in enumerate(graphs):
+            if index:
+                batch.checkpoint()
+            graph.replay()
         return True
 
     def _send(self, packing: Packing, slots: Ints) -> None:
         unread = np.full(packing.num_features - len(slots), -1, dtype=np.int64)
         integers = np.concatenate((*packing.indices, *packing.bounds, slots, unread))
         self._integers[: len(integers)].copy_(self._device.send((integers,))[0])
+
+
+class _EveryNth:
+    """A checkpoint that calls `then` at every n-th passage."""
+
+    def __init__(self, n: int, then: Callable[[], None]) -> None:
+        self.count = 0
+        self._n, self._then = n, then
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count % self._n == 0:
+            self._then()

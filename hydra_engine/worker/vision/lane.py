@@ -1,7 +1,7 @@
 """The vision lane: a plan -> features in the image cache -> a result, and the lane's thread with its graphs.
 
 A picture that makes the tower raise, or whose features are not finite, fails alone. With a gate the tower waits between
-its pieces when a language step leaves no time for it; where it never has to, an encode is replayed if a graph fits.
+its pieces when a language step leaves no time for it. On an asynchronous device an encode is replayed if a graph fits.
 Does not know where pixels come from.
 """
 
@@ -31,9 +31,9 @@ from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
 class VisionLane:
-    """`piece_rows`: rows of a layer after which an encode can pause, where tokens have a limit; 0: whole layers.
-    `note`: what a user should know of how encodes are run. `num_slices`: about how many pieces the largest encode
-    is computed in, between which it can wait; 0: it cannot wait."""
+    """`piece_rows`: rows of a layer after which an encode can pause, where tokens have a limit; 0: whole layers. A
+    processor's: on an asynchronous device launches would take longer than what they launch. `note`: what a user should
+    know of how encodes are run."""
 
     captures, size_option = "encodes", "encoder_cuda_graph_sizes"
 
@@ -54,7 +54,6 @@ class VisionLane:
     ) -> None:
         self.graphs: EncodeGraphs | None = None
         self.note = ""
-        self.num_slices = 0
         self._model = model
         self._device = backend.device
         self._cache = cache
@@ -63,13 +62,12 @@ class VisionLane:
         self._gate = gate
         self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device, whole=asynchronous)
         self._run = run
-        self._piece_rows = piece_rows if gate.can_hold and config.scheduler.slices_layers else 0
-        if gate.can_hold:
-            pieces = vision.max_patches_per_image // self._piece_rows if self._piece_rows else 1
-            self.num_slices = model.num_slices * max(1, pieces)
+        slices_layers = gate.can_hold and config.scheduler.slices_layers and not asynchronous
+        self._piece_rows = piece_rows if slices_layers else 0
+        self._most_patches = vision.max_patches_per_image
         if asynchronous:
             largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
-            self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=self._piece_rows > 0)
+            self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=gate.can_hold)
         self.thread = backend.device.lane("vision")
 
     def submit(
@@ -77,6 +75,16 @@ class VisionLane:
     ) -> None:
         """`records[i]` belongs to `plan.items[i]`."""
         self.thread.submit(partial(self._run, lambda: deliver(self.run(plan, records))))
+
+    @property
+    def num_slices(self) -> int:
+        """About how many pieces the encode of the largest picture is computed in, between which it can wait; 0: it
+        cannot wait."""
+        if not self._gate.can_hold:
+            return 0
+        if self.graphs is not None and self.graphs.largest >= self._most_patches:
+            return self.graphs.num_pieces
+        return self._model.num_slices * (max(1, self._most_patches // self._piece_rows) if self._piece_rows else 1)
 
     @property
     def warm_up_jobs(self) -> list[Job]:
@@ -90,7 +98,7 @@ class VisionLane:
         """In the lane's thread. Never raises because of a request's content, and BackendError where the device failed.
         The times of the result include waits at the gate."""
         started_s = self._clock.now()
-        self._gate.enter()
+        self._gate.enter(plan.num_patches)
         try:
             with torch.inference_mode():
                 errors = self._errors(plan.items, records)

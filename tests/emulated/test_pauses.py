@@ -1,0 +1,192 @@
+"""Encodes and decode steps of a whole worker on the clock of the emulated device: a miniature of Qwen2-VL with as many
+layers as the model of 7B has, whose kernels stand for those of an encode of 4096 patches and of 64 rows that decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_engine.backend.select import create_backend
+from hydra_engine.core.ids import StepId
+from hydra_engine.core.plans import LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.request import Request
+from hydra_engine.worker.vision.gate import DeviceGate
+from tests.emulated.clock import Clock
+from tests.emulated.conftest import Models, assert_clean
+from tests.worker import fakes
+from tests.worker.fakes import Rig, make_request
+from tests.worker.test_encode_graphs import features, with_pictures
+from tests.worker.test_real_model import make_rig
+from tools.miniatures import make_tiny
+
+ENCODE_S, DECODE_S = 12.2e-3, 4.2e-3  # of the benchmarks' floors, with whole tiles
+PICTURE = (64, 48)  # 192 patches
+ENCODED = 4.6e8, 4.5e7  # FLOP and bytes of the miniature's encode
+DECODED = 4.1e6  # bytes of its decode step
+LIMIT_S, PIECE_S = 6e-3, 0.5e-3
+
+
+class Busy:
+    """A rig that serves, a text that is decoded and pictures that are encoded."""
+
+    def __init__(self, rig: Rig, clock: Clock) -> None:
+        self.rig, self.clock = rig, clock
+        vision, language = rig.worker._vision, rig.worker._language
+        assert vision is not None and language is not None
+        self.gate: DeviceGate = rig.worker._gate  # type: ignore[assignment]
+        self.vision, streams = vision, [lane.thread._stream for lane in (vision, language)]  # type: ignore[attr-defined]
+        machine = clock.machine
+        flop, num_bytes = ENCODED
+        streams[0].scale = 4e9 / num_bytes
+        streams[0].flop_scale = (ENCODE_S - 400 * machine.gap_s) * machine.flop_per_s / flop / streams[0].scale
+        streams[1].scale = (DECODE_S - 290 * machine.gap_s) * machine.bytes_per_s / DECODED
+        self.line = streams[0].line
+        self._text = replace(make_request(1, [5, 6, 7]), max_new_tokens=400)
+        self._num_decoded = 0
+
+    def start(self) -> None:
+        rig = self.rig
+        rig.worker.warm_up(lambda done, total: None)
+        rig.worker.capture_graphs(lambda done, total: None)
+        rig.add(self._text)
+        (outcome,) = rig.language(rig.row(self._text, 0, self._text.prompt_token_ids, 0))
+        self._token = outcome.token_id or 0
+
+    def picture(self, request_id: int, *more: tuple[int, int]) -> Request:
+        return with_pictures(self.rig, request_id, PICTURE, *more)
+
+    def encode(self, request: Request) -> StepId:
+        step = self.rig.next_step()
+        items = (self.rig.item(request, index) for index in range(len(request.images)))
+        self.rig.worker.submit_vision(VisionPlan(step, tuple(items)))
+        return step
+
+    def encoded(self, step: StepId) -> VisionResult:
+        result: VisionResult = self.rig.wait(step)
+        assert not any(result.errors)
+        return result
+
+    def decode(self, allowance_s: float) -> LanguageResult:
+        start = self._text.num_prompt + self._num_decoded
+        row = self.rig.row(self._text, start, [self._token], 1 + self._num_decoded)
+        result: LanguageResult = self.rig.wait(self.rig.submit(row, vision_s=allowance_s))
+        self._token = int(result.token_ids[0])
+        self._num_decoded += 1
+        return result
+
+    def decode_until(self, step: StepId, allowance_s: float) -> list[LanguageResult]:
+        """Beside an encode that was submitted."""
+        results = []
+        while step not in self.rig._results:
+            results.append(self.decode(allowance_s))
+        return results
+
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Of the device with all encodes: from the first kernel to the last, and without what lies between them."""
+        spans = self.line.spans
+        return spans[-1][1] - spans[0][0], sum(end - begin for begin, end in spans)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("deep")
+    make_tiny("qwen2_vl", directory, seed=3, vision={"depth": 32}, text={"num_hidden_layers": 28})
+    return directory
+
+
+@contextmanager
+def serving(model_dir: Path, tpot_slo: float | None, **options: Any) -> Iterator[Busy]:
+    from tests.emulated.cuda import emulated_cuda  # torch learns of the device
+
+    clock, sizes = Clock(), {"cuda_graph_sizes": (1,), "encoder_cuda_graph_sizes": (192, 256)}
+    with pytest.MonkeyPatch.context() as patch, clock.time, emulated_cuda(clock=clock) as streams:
+        patch.setattr(fakes, "threading", clock.time.threading)
+        patch.setattr(fakes, "MonotonicClock", lambda: clock.time)
+        backend = create_backend("cuda", torch.float32, threads=1)
+        gate = DeviceGate(clock.time, backend.device.mark, paced=tpot_slo is not None)
+        options = {"num_seq_slots": 16, **sizes, **options}
+        rig = make_rig(model_dir, "", asynchronous=True, backend=backend, gate=gate, tpot_slo=tpot_slo, **options)
+        busy = Busy(rig, clock)
+        busy.start()
+        busy.line.spans.clear()
+        streams.serving = True
+        yield busy
+        rig.worker.close()
+    assert_clean(streams)
+
+
+class RaisesAt:
+    """A checkpoint of the gate."""
+
+    def __init__(self, place: int, gate: DeviceGate) -> None:
+        self.count, self._place, self._gate = 0, place, gate
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == self._place:
+            raise RuntimeError("in the middle")
+        DeviceGate.checkpoint(self._gate)
+
+
+def seconds(result: LanguageResult | VisionResult) -> float:
+    return result.ended_s - result.started_s
+
+
+@pytest.mark.slow
+def test_decode_steps_keep_the_limit_beside_a_large_encode(deep: Path) -> None:
+    """And an encode to which the limit leaves room takes hardly longer than without pieces."""
+    with serving(deep, LIMIT_S) as busy:
+        gate = busy.gate
+        gate.can_hold = False
+        alone_s = seconds(busy.encoded(busy.encode(busy.picture(10))))
+        step_s = seconds(busy.decode(inf))
+        assert alone_s == pytest.approx(ENCODE_S, rel=0.05) and step_s == pytest.approx(DECODE_S, rel=0.05)
+        encode = busy.encode(busy.picture(11))
+        slowed = [seconds(result) for result in busy.decode_until(encode, 0.0)]
+        beside_s = seconds(busy.encoded(encode))
+
+        gate.can_hold = True
+        assert seconds(busy.encoded(busy.encode(busy.picture(12)))) <= 1.02 * alone_s
+        encode = busy.encode(busy.picture(13))
+        busy.decode_until(encode, 1.0)
+        assert seconds(busy.encoded(encode)) <= 1.05 * beside_s, "the limit leaves it room"
+
+        # As budgets reckon: seconds of vision lengthen a step by what they slow it, and one piece more than allowed.
+        slowing = 1 - step_s / max(slowed)
+        piece_s = 2 * PIECE_S
+        encode = busy.encode(busy.picture(14))
+        results = busy.decode_until(encode, (LIMIT_S - step_s) / slowing - piece_s)
+        assert len(results) > 3 and max(map(seconds, results)) <= LIMIT_S + piece_s < max(slowed)
+        assert max(map(seconds, results)) > 0.9 * LIMIT_S, "the limit is used"
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
+def test_encodes_in_pieces_have_the_features_of_whole_ones(models: Models, captured: bool) -> None:
+    """Held up by steps that leave them no time, also where a step raises in the middle and its pictures are encoded
+    one by one."""
+    model_dir = models("qwen2_vl")
+    host = make_rig(model_dir, "reference")
+    with serving(model_dir, LIMIT_S, enforce_eager=not captured) as busy:
+        graphs, gate = busy.vision.graphs, busy.gate
+        assert (graphs is not None and graphs.num_pieces >= 3) if captured else graphs is None
+        for request_id, raises in ((10, False), (11, True), (12, False)):
+            request = busy.picture(request_id, (32, 32))
+            checkpoint = RaisesAt(3 if raises else 0, gate)
+            gate.checkpoint = checkpoint  # type: ignore[method-assign]
+            encode = busy.encode(request)
+            assert len(busy.decode_until(encode, 0.0)) > 2
+            assert busy.encoded(encode).errors == (None, None) and checkpoint.count > 3
+            wanted = with_pictures(host, request_id, PICTURE, (32, 32))
+            assert host.vision(host.item(wanted, 0), host.item(wanted, 1)) == (None, None)
+            for index in (0, 1):
+                found = features(busy.rig, request, index).cpu()
+                assert torch.equal(found, features(host, wanted, index))
+    host.worker.close()
