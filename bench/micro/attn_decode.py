@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.micro.encode import numbers
 from bench.micro.floors import attention_work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, scaled, timed
+from bench.micro.machine import on_gpu
 from bench.micro.subject import BLOCK, run_ops
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
 
@@ -55,24 +56,23 @@ class Paged:
         blocks = -(-case.context // BLOCK)
         shape = (case.rows * blocks, self.layers, 2, BLOCK, kv_heads, dim)
         self.cache = PagedCache(torch.empty(shape, dtype=backend.dtype, device=device).normal_())
-        self.tables = torch.randperm(case.rows * blocks, dtype=torch.int32).view(case.rows, blocks)
-        self._context = torch.full((case.rows,), case.context, dtype=torch.int32)
+        self.tables = torch.randperm(case.rows * blocks, dtype=torch.int32).view(case.rows, blocks).to(device)
+        self._places = self.tables.long()
+        self._context = torch.full((case.rows,), case.context, dtype=torch.int32, device=device)
         self.q = torch.randn((case.rows, heads, dim), device=device).to(backend.dtype)
         self.plan = self._planned(device)
 
     def _planned(self, device: torch.device) -> AttentionPlan:
-        if device.type != "cuda":
-            return self._ops.plan_attention(
-                torch.arange(len(self.q) + 1, dtype=torch.int32), self._context, self.tables
-            )
-        return self._ops.plan_decode(self._context.to(device), self.tables.to(device))
+        if on_gpu(device):
+            return self._ops.plan_decode(self._context, self.tables)
+        return self._ops.plan_attention(torch.arange(len(self.q) + 1, dtype=torch.int32), self._context, self.tables)
 
     def ours(self, layer: int) -> Tensor:
         return self._ops.attention_paged(self.q, self.cache, layer, self.plan, self.scale)
 
     def gathered(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, context, D]."""
-        rows = self.cache.data[:, layer][self.tables.long().to(self.cache.data.device)]  # [B, W, 2, S, H, D]
+        rows = self.cache.data[:, layer][self._places]  # [B, W, 2, S, H, D]
         both = rows.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)[:, :, :, : self._case.context]
         return both[0], both[1]
 
@@ -88,12 +88,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", help="tokens that each request sees, with commas")
 
 
-def cases(arguments: argparse.Namespace, quick: bool, *, on_gpu: bool) -> Iterator[Case]:
-    shapes = SHAPES if on_gpu else SMALL_SHAPES
+def cases(arguments: argparse.Namespace, quick: bool, *, gpu: bool) -> Iterator[Case]:
+    shapes = SHAPES if gpu else SMALL_SHAPES
     if arguments.shape is not None:
         heads, kv_heads, dim = (int(word) for word in arguments.shape.split(","))
         shapes = {"MHA" if heads == kv_heads else "GQA": (heads, kv_heads, dim)}
-    rows = (QUICK_ROWS, FULL_ROWS) if on_gpu else (SMALL_ROWS, SMALL_ROWS)
+    rows = (QUICK_ROWS, FULL_ROWS) if gpu else (SMALL_ROWS, SMALL_ROWS)
     for kind, shape in shapes.items():
         for context in numbers(arguments.contexts, quick, QUICK_CONTEXTS, FULL_CONTEXTS):
             for count in numbers(arguments.rows, quick, *rows):
@@ -101,8 +101,7 @@ def cases(arguments: argparse.Namespace, quick: bool, *, on_gpu: bool) -> Iterat
 
 
 def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> None:
-    on_gpu = report.device.type == "cuda"
-    for case in cases(arguments, report.quick, on_gpu=on_gpu):
+    for case in cases(arguments, report.quick, gpu=on_gpu(report.device)):
         if case.layer_bytes(backend.dtype.itemsize) > _CACHE_BYTES / 2:
             report.skip(str(case), "more KV than is sensible for one layer")
             continue
@@ -113,8 +112,15 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
 def _measure(report: Report, backend: Backend, case: Case) -> None:
     paged = Paged(case, backend)
     agree(str(case), paged.ours(0), paged.sdpa(*(x.float() for x in paged.gathered(0))))
+    runs = {"ours": all_layers(report.device, paged, paged.ours)}
     contiguous = [tuple(x.contiguous() for x in paged.gathered(layer)) for layer in range(paged.layers)]
-    runs = candidates(report.device, paged, contiguous)
+    peers: dict[str, Callable[[int], object]] = {
+        "sdpa": lambda layer: paged.sdpa(contiguous[layer][0], contiguous[layer][1]),
+        "gather + sdpa": lambda layer: paged.sdpa(*paged.gathered(layer)),
+    }
+    for name, peer in peers.items():
+        with report.optional(f"{case}, {name}"):
+            runs[name] = all_layers(report.device, paged, peer)
     seconds = scaled(timed(report.device, runs, report.effort), paged.layers)
     ours = seconds.pop("ours")
     work = attention_work(*case.heads, case.rows, case.context, backend.dtype.itemsize)
@@ -128,17 +134,9 @@ def _measure(report: Report, backend: Backend, case: Case) -> None:
     )
 
 
-def candidates(device: torch.device, paged: Paged, contiguous: list[tuple[Tensor, ...]]) -> dict[str, Run]:
-    """Each goes once through all layers, in a graph where there are graphs."""
-
-    def all_layers(run: Callable[[int], object]) -> Run:
-        return captured(device, in_turn(run, paged.layers), paged.layers)
-
-    return {
-        "ours": all_layers(paged.ours),
-        "sdpa": all_layers(lambda layer: paged.sdpa(contiguous[layer][0], contiguous[layer][1])),
-        "gather + sdpa": all_layers(lambda layer: paged.sdpa(*paged.gathered(layer))),
-    }
+def all_layers(device: torch.device, paged: Paged, run: Callable[[int], object]) -> Run:
+    """Once through all layers, in a graph where there are graphs."""
+    return captured(device, in_turn(run, paged.layers), paged.layers)
 
 
 def main() -> None:

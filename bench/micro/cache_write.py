@@ -17,6 +17,7 @@ from torch import Tensor
 from bench.micro.encode import numbers
 from bench.micro.floors import image_write_work, rope_write_work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, require, scaled, timed
+from bench.micro.machine import on_gpu
 from bench.micro.subject import BLOCK, IMAGE_BLOCK, run_ops
 from hydra_engine.backend.base import Backend, PagedCache
 
@@ -111,16 +112,19 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", help="rows that are written, with commas")
 
 
-def both(device: torch.device, made: Writes | Images, count: int) -> dict[str, Run]:
+def both(report: Report, what: str, made: Writes | Images, count: int) -> dict[str, Run]:
     def all_of(run: Callable[[int], object]) -> Run:
-        return captured(device, in_turn(run, count), count)
+        return captured(report.device, in_turn(run, count), count)
 
-    return {"ours": all_of(made.ours), "torch": all_of(made.unfused)}
+    runs = {"ours": all_of(made.ours)}
+    with report.optional(f"{what}, torch"):
+        runs["torch"] = all_of(made.unfused)
+    return runs
 
 
 def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> None:
-    on_gpu = report.device.type == "cuda"
-    shapes = SHAPES if on_gpu else SMALL_SHAPES
+    gpu = on_gpu(report.device)
+    shapes = SHAPES if gpu else SMALL_SHAPES
     if arguments.shape is not None:
         heads, kv_heads, dim = (int(word) for word in arguments.shape.split(","))
         shapes = {"MHA" if heads == kv_heads else "GQA": (heads, kv_heads, dim)}
@@ -129,7 +133,7 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
             case = Case(kind, shape, tokens)
             with report.case(str(case)):
                 _measure_writes(report, backend, case)
-    for name, (tokens, size) in (IMAGES if on_gpu else SMALL_IMAGES).items():
+    for name, (tokens, size) in (IMAGES if gpu else SMALL_IMAGES).items():
         what = f"image write {name} {tokens}x{size}"
         with report.case(what):
             _measure_images(report, backend, what, tokens, size)
@@ -138,7 +142,7 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
 def _measure_writes(report: Report, backend: Backend, case: Case) -> None:
     writes = Writes(case, backend)
     writes.check(str(case))
-    runs = both(report.device, writes, writes.layers)
+    runs = both(report, str(case), writes, writes.layers)
     seconds = scaled(timed(report.device, runs, report.effort), writes.layers)
     work = [rope_write_work(*case.heads, case.tokens, backend.dtype.itemsize)]
     inputs = {**case._asdict(), "layers": writes.layers}
@@ -148,7 +152,7 @@ def _measure_writes(report: Report, backend: Backend, case: Case) -> None:
 def _measure_images(report: Report, backend: Backend, what: str, tokens: int, size: int) -> None:
     images = Images(tokens, size, backend)
     images.check(what)
-    seconds = scaled(timed(report.device, both(report.device, images, images.count), report.effort), images.count)
+    seconds = scaled(timed(report.device, both(report, what, images, images.count), report.effort), images.count)
     work = [image_write_work(size, tokens, backend.dtype.itemsize)]
     report.row(what, seconds.pop("ours"), work=work, inputs={"tokens": tokens, "size": size}, peers=seconds)
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.micro.floors import Ceilings, Work
 from bench.micro.harness import Effort, Report, Run, Seconds, captured, parse, require, scaled, timed
+from bench.micro.machine import on_gpu
+from hydra_engine.backend.cuda.sm_split import split
+from hydra_engine.errors import HydraError
 
 _SM_STEP = 8  # partitions of compute capability 9.0 are multiples of this
 
@@ -33,8 +34,8 @@ _CPU = Sizes((1024, 4096, 1024), 1 << 28, 0.0)
 
 
 def sizes_of(device: torch.device, quick: bool) -> Sizes:
-    if device.type == "cuda":
-        return _GPU if not quick else _GPU._replace(stream_bytes=2 << 30)
+    if on_gpu(device):
+        return _GPU._replace(stream_bytes=_GPU.stream_bytes // 2) if quick else _GPU
     return _CPU if quick else _CPU._replace(sustained_s=2.0)
 
 
@@ -78,7 +79,7 @@ class Machine:
         """Several ways to read everything once: the best of them is the ceiling."""
         words = self._words
         found: dict[str, Run] = {"sum": lambda: words.sum(), "sum of int64": lambda: words.view(torch.int64).sum()}
-        if self.device.type == "cuda":
+        if on_gpu(self.device):
             from bench.micro.probe_kernels import stream_sum
 
             few = words[: 1 << 20]
@@ -125,7 +126,7 @@ def _measure(machine: Machine, quick: bool) -> tuple[Ceilings, dict[str, Seconds
     runs: dict[str, Run] = {"gemm": machine.gemm, "copy": machine.copy}
     seconds = timed(machine.device, runs | {f"read, {name}": run for name, run in machine.reads().items()}, effort)
     gap = launch = None
-    if machine.device.type == "cuda":
+    if on_gpu(machine.device):
         count = 200
         small = scaled(timed(machine.device, machine.small_kernels(count), effort), count)
         seconds |= small
@@ -142,39 +143,27 @@ def _measure(machine: Machine, quick: bool) -> tuple[Ceilings, dict[str, Seconds
     return ceilings, seconds
 
 
-@contextmanager
-def _green(device: torch.device, num_sms: int) -> Iterator[None]:
-    """All that this thread launches on its current stream runs on so many multiprocessors."""
-    from torch.cuda.green_contexts import GreenContext
-
-    context: Any = GreenContext.create(num_sms=num_sms, device_id=device.index or 0)
-    context.set_context()
-    try:
-        yield
-        torch.cuda.synchronize(device)
-    finally:
-        context.pop_context()
-
-
 def sweep(report: Report, machine: Machine) -> None:
-    """Matrix products and reads on 8, 16, .. multiprocessors: how many of them a memory-bound step needs."""
-    assert report.ceilings is not None
-    total = torch.cuda.get_device_properties(machine.device).multi_processor_count
-    counts = (16, 32, 64, 96) if report.quick else range(_SM_STEP, total + 1, _SM_STEP)
-    stream = machine.reads()["stream"]
+    """Matrix products and reads on 8, 16, .. multiprocessors, on the streams that the engine divides a device by: how
+    many of them a memory-bound step needs."""
+    device = machine.device
+    total = torch.cuda.get_device_properties(device).multi_processor_count
+    counts = (16, 32, 64, 96) if report.quick else range(_SM_STEP, total - _SM_STEP + 1, _SM_STEP)
+    runs = {"gemm": machine.gemm, "read": machine.reads()["stream"]}
     for count in counts:
         try:
-            with _green(machine.device, count):
-                seconds = timed(machine.device, {"gemm": machine.gemm, "read": stream}, Effort(3, 0.005, 0.5))
-        except (ImportError, RuntimeError) as error:  # torch or the driver without them
-            report.skip(f"{count} multiprocessors", str(error).split("\n")[0][:200])
-            return
-        inputs = {"sms": count, "of_sms": total}
-        report.row(
-            f"gemm on {count} of {total} SMs", seconds["gemm"], work=[Work("gemm", machine.flops)], inputs=inputs
-        )
-        work = [Work("read", read_bytes=machine.read_bytes)]
-        report.row(f"read on {count} of {total} SMs", seconds["read"], work=work, inputs=inputs)
+            ((handle, _, found, _),) = split(device, (count,), 0, 0)
+        except HydraError as error:  # the driver cannot divide, or the device not so
+            report.skip(f"{count} multiprocessors", error.message)
+            continue
+        part = torch.cuda.ExternalStream(handle, device=device)
+        part.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(part):
+            seconds = timed(device, runs, Effort(3, 0.005, 0.5))
+        inputs = {"sms": found, "of_sms": total}
+        product, read = Work("gemm", machine.flops), Work("read", read_bytes=machine.read_bytes)
+        report.row(f"gemm on {found} of {total} SMs", seconds["gemm"], work=[product], inputs=inputs)
+        report.row(f"read on {found} of {total} SMs", seconds["read"], work=[read], inputs=inputs)
 
 
 def main() -> None:
@@ -185,7 +174,7 @@ def main() -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    if device.type == "cuda":
+    if on_gpu(device):
         torch.cuda.set_device(device)
     with torch.inference_mode():
         machine = Machine(device, dtype, sizes_of(device, arguments.quick))
@@ -196,7 +185,7 @@ def main() -> None:
                 read = Work("read", read_bytes=machine.read_bytes) if name.startswith("read") else None
                 part = work.get(name, read)
                 report.row(name, value, work=[] if part is None else [part])
-            if device.type == "cuda":
+            if on_gpu(device):
                 sweep(report, machine)
             elif dtype != torch.float32:
                 wide = Machine(device, torch.float32, machine.sizes)

@@ -91,8 +91,7 @@ def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, 
             del runs["eager"]
     # Two more copies of the contexts must fit.
     if peer is not None and (not subject.on_gpu or 2 * subject.kv_bytes(*case) + _SPARE_BYTES < subject.free_bytes):
-        with report.optional(case.what(subject, "of peers")):
-            runs |= _peer_runs(report, subject, case, step, peer, with_compiled=with_compiled)
+        runs |= _peer_runs(report, subject, case, step, peer, with_compiled=with_compiled)
     seconds = timed(report.device, runs, report.effort)
     ours = {how: seconds.pop(how) for how in ("graph", "eager") if how in seconds}
     for how, value in ours.items():
@@ -102,15 +101,21 @@ def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, 
 def _peer_runs(
     report: Report, subject: Subject, case: Case, step: Step, peer: HfPeer, *, with_compiled: bool
 ) -> dict[str, Run]:
-    expected = step()
-    module, plain = peer.eager_decode(step), peer.static_decode(step)
-    tolerance = noise(subject.spec.language.num_layers)
-    agree(case.what(subject, "of transformers"), module(), expected, tolerance=tolerance)
-    agree(case.what(subject, "of torch"), plain(), expected, tolerance=tolerance)
-    runs: dict[str, Run] = {"transformers": module}
-    runs["torch graph" if subject.on_gpu else "torch"] = captured(report.device, plain)
-    if with_compiled:
-        runs["compiled"] = compiled(plain)
+    """Those that can run."""
+    expected, tolerance = step(), noise(subject.spec.language.num_layers)
+    runs: dict[str, Run] = {}
+    what = case.what(subject, "of transformers")
+    with report.optional(what):
+        module = peer.eager_decode(step)
+        agree(what, module(), expected, tolerance=tolerance)
+        runs["transformers"] = module
+    what = case.what(subject, "of torch")
+    with report.optional(what):
+        plain = peer.static_decode(step)
+        agree(what, plain(), expected, tolerance=tolerance)
+        runs["torch graph" if subject.on_gpu else "torch"] = captured(report.device, plain)
+        if with_compiled:
+            runs["compiled"] = compiled(plain)
     return runs
 
 

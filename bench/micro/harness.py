@@ -32,7 +32,8 @@ from torch import Tensor
 
 from bench.common import card, emit
 from bench.micro.floors import Ceilings, Work, overlap_s, serial_s
-from bench.micro.machine import Power, device_card
+from bench.micro.machine import Power, device_card, on_gpu
+from hydra_engine.backend.cuda.graphs import GraphPools
 
 Run = Callable[[], object]
 
@@ -107,7 +108,7 @@ def parse(
 
 def timed(device: torch.device, candidates: Mapping[str, Run], effort: Effort = QUICK) -> dict[str, Seconds]:
     """Seconds of one call of each candidate. Warms each up first."""
-    one_turn = functools.partial(_cuda_turn, device) if device.type == "cuda" else _host_turn
+    one_turn = functools.partial(_cuda_turn, device) if on_gpu(device) else _host_turn
     calls = {name: _calls(one_turn, run, effort.min_seconds) for name, run in candidates.items()}
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(effort.turns):
@@ -150,7 +151,7 @@ def _cuda_turn(device: torch.device, run: Run, calls: int) -> float:
 def cold_copies(device: torch.device, num_bytes: int, most: int = 256) -> int:
     """How many inputs of `num_bytes` it takes so that none is in a cache when its turn comes again, at most `most`."""
     cold = _COLD_CPU_BYTES
-    if device.type == "cuda":
+    if on_gpu(device):
         cold = _COLD_L2S * torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, min(most, -(-cold // max(num_bytes, 1))))
 
@@ -169,18 +170,7 @@ def captured(device: torch.device, launch: Run, calls: int = 1) -> Run:
         for _ in range(calls):
             launch()
 
-    if device.type != "cuda":
-        return together
-    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        together()
-    current.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # Another thread of the process (a lane) may allocate meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        together()
-    return graph.replay
+    return GraphPools(device).capture(together).replay if on_gpu(device) else together
 
 
 # ---- results that are checked
@@ -254,7 +244,7 @@ class Report:
             self.skip(what, str(error).split(". ")[0])
         except Exception as error:  # noqa: BLE001 - a kernel that does not compile for one size is that size's
             self._fail(what, error)
-            if self.device.type == "cuda":
+            if on_gpu(self.device):
                 torch.cuda.synchronize(self.device)
 
     @contextmanager
@@ -269,7 +259,7 @@ class Report:
             self.skip(what, str(error).split(". ")[0])
         except Exception as error:  # noqa: BLE001 - other people's code, of any release
             self._fail(what, error)
-            if self.device.type == "cuda":
+            if on_gpu(self.device):
                 torch.cuda.synchronize(self.device)
 
     def row(

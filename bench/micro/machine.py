@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 
+def on_gpu(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
 class Power:
     """Samples of the SM clock and the power draw while something runs; nothing without a GPU or nvidia-smi."""
 
@@ -20,7 +24,7 @@ class Power:
     def __init__(self, device: torch.device, every_ms: int = 50) -> None:
         self._samples: list[tuple[float, float, float, float]] = []  # when, MHz, watts, degrees
         self._child: subprocess.Popen[str] | None = None
-        if device.type != "cuda":
+        if not on_gpu(device):
             return
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         query = [f"--query-gpu={self._QUERY}", "--format=csv,noheader,nounits", f"--loop-ms={every_ms}"]
@@ -61,7 +65,7 @@ def device_card(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "transformers": _version("transformers"),
     }
-    if device.type != "cuda":
+    if not on_gpu(device):
         return found | {"threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return found | {

@@ -20,6 +20,7 @@ from bench import migrate
 from bench.micro.ceilings import measure
 from bench.micro.floors import Work
 from bench.micro.harness import Report, Run, Seconds, cold_copies, in_turn, parse, require, timed
+from bench.micro.machine import on_gpu
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.pools import PoolKind
@@ -101,9 +102,8 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def copies(report: Report, backend: Backend) -> None:
-    on_gpu = report.device.type == "cuda"
     for request in REQUESTS:
-        moved = request if on_gpu else request.cut(_MOST_BYTES // (8 if report.quick else 1))
+        moved = request if on_gpu(report.device) else request.cut(_MOST_BYTES // (8 if report.quick else 1))
         pools = Pools(backend, moved)
         runs = pools.runs()
         seconds = timed(report.device, runs, report.effort)

@@ -20,6 +20,7 @@ from torch import Tensor
 from bench.micro.ceilings import measure, show
 from bench.micro.floors import Ceilings, Matrices
 from bench.micro.harness import Report
+from bench.micro.machine import on_gpu
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
 from hydra_engine.backend.device import Lane
 from hydra_engine.backend.select import create_backend, resolve_dtype, weights_dtype
@@ -57,7 +58,7 @@ def directory_of(name: str) -> Path:
 
 
 def default_models(device: torch.device) -> str:
-    return "llava-1.5-7b,qwen2-vl-7b,qwen2.5-vl-7b" if device.type == "cuda" else DEMO_MODEL
+    return "llava-1.5-7b,qwen2-vl-7b,qwen2.5-vl-7b" if on_gpu(device) else DEMO_MODEL
 
 
 def in_lane(lane: Lane, job: Callable[[], T]) -> Future[T]:
@@ -108,7 +109,7 @@ class Subject:
 
     @property
     def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
+        return on_gpu(self.device)
 
     @property
     def free_bytes(self) -> int:
@@ -357,5 +358,5 @@ def _in_own_lane(backend: Backend, job: Callable[[], None]) -> None:
 def release(device: torch.device) -> None:
     """Returns unreferenced memory to the device."""
     gc.collect()
-    if device.type == "cuda":
+    if on_gpu(device):
         torch.cuda.empty_cache()

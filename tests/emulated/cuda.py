@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +79,20 @@ class TorchCuda:
 
     def set_device(self, device: Any) -> None: ...
 
+    def get_device_properties(self, device: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            name="emulated",
+            uuid="0",
+            multi_processor_count=MULTIPROCESSORS,
+            L2_cache_size=1 << 14,
+            total_memory=Present.total_bytes,
+            major=9,
+            minor=0,
+        )
+
+    def get_device_capability(self, device: Any) -> tuple[int, int]:
+        return 9, 0
+
     def synchronize(self, device: Any = None) -> None:
         for stream in [*self._streams.by_handle.values()]:
             stream.synchronize()
@@ -138,13 +152,13 @@ class Torch:
         return getattr(torch, name)
 
     def device(self, kind: str, index: int | None = None) -> torch.device:
-        return DEVICE if kind == "cuda" else torch.device(kind)
+        return DEVICE if kind.startswith("cuda") else torch.device(kind)
 
     def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         made = torch.empty(*args, **kwargs)
         return pinned(made) if pin_memory else made
 
-    def Generator(self, device: torch.device) -> torch.Generator:
+    def Generator(self, device: torch.device | None = None) -> torch.Generator:
         """Weights come out as on the host."""
         return torch.Generator()
 

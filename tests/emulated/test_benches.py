@@ -1,0 +1,167 @@
+"""The micro-benchmarks as they run on a GPU, from their flags to their documents, at tiny sizes on an emulated device:
+what they capture can be captured, and what they compare agrees. No time is measured."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.micro import attn_decode, ceilings, decode, harness, migrate, probe_kernels, quantized
+from bench.micro.ceilings import Sizes
+from bench.micro.harness import Effort
+from tests.emulated.conftest import Models
+from tests.emulated.cuda import Torch
+from tests.emulated.kernels import CHANGED, REFERENCES, Launches, kernel
+from tests.emulated.streams import Event, Streams
+
+Run = Callable[..., dict[str, Any]]
+
+
+def _stream_sum(words: Tensor) -> Tensor:
+    sums = torch.zeros(64)
+    sums[0] = words.sum()
+    return sums
+
+
+def _dependent_add(x: Tensor) -> tuple[()]:
+    x.add_(1.0)
+    return ()
+
+
+@pytest.fixture
+def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+    """Calls `main` of a benchmark; its document."""
+    elapsed = Event.elapsed_time
+    monkeypatch.setattr(Event, "elapsed_time", lambda self, end: elapsed(self, end) + 1e3)  # one call is a turn
+    monkeypatch.setattr(harness, "QUICK", Effort(1, 0.0, 1.0))
+    monkeypatch.setattr(ceilings, "_GPU", Sizes((64, 64, 64), 1 << 14, 0.0))
+    monkeypatch.setitem(REFERENCES, "stream_sum", _stream_sum)
+    monkeypatch.setitem(REFERENCES, "dependent_add", _dependent_add)
+    monkeypatch.setitem(CHANGED, "dependent_add", (0,))
+    for name in ("stream_sum", "dependent_add"):
+        monkeypatch.setattr(probe_kernels, f"{name}_kernel", Launches(name))
+        monkeypatch.setattr(probe_kernels, name, kernel(getattr(probe_kernels, name)))
+
+    def call(name: str, *flags: str, failed: int = 0) -> dict[str, Any]:
+        bench = importlib.import_module(f"bench.micro.{name}")
+        for module in [module for name, module in [*sys.modules.items()] if name.startswith("bench.")]:
+            if hasattr(module, "torch"):
+                monkeypatch.setattr(module, "torch", Torch(streams))
+        path = tmp_path / f"{name}.json"
+        monkeypatch.setattr(sys, "argv", [name, "--device", "cuda:0", "--threads", "1", "--json", str(path), *flags])
+        with suppress(SystemExit):  # something failed
+            bench.main()
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        assert len(document["failed"]) == failed and not document["wrong"] and document["complete"]
+        return document
+
+    yield call
+    gc.unfreeze()
+
+
+@pytest.fixture(params=["llava", "qwen2_vl", "qwen2_5_vl"])
+def model(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> str:
+    """Without weights, as on a machine that has none."""
+    without = shutil.ignore_patterns("*.safetensors")
+    return str(shutil.copytree(models(request.param), tmp_path / "tiny", ignore=without))
+
+
+def peers(document: dict[str, Any]) -> set[str]:
+    return {name for row in document["rows"] for name in row["peers"]}
+
+
+def whats(document: dict[str, Any]) -> list[str]:
+    return [row["what"] for row in document["rows"]]
+
+
+@pytest.mark.quick
+def test_decode_attention(run: Run) -> None:
+    document = run("attn_decode", "--shape", "4,2,16", "--rows", "2", "--contexts", "24")
+    assert whats(document) == ["attention GQA 4:2x16 B=2 KV=24"] and peers(document) == {"sdpa", "gather + sdpa"}
+
+
+def test_a_peer_that_cannot_be_captured_takes_nothing_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa = attn_decode.Paged.sdpa
+
+    def waiting(self: attn_decode.Paged, keys: Tensor, values: Tensor) -> Tensor:
+        if values.is_contiguous():
+            keys.sum().item()
+        return sdpa(self, keys, values)
+
+    monkeypatch.setattr(attn_decode.Paged, "sdpa", waiting)
+    document = run("attn_decode", "--shape", "4,2,16", "--rows", "2", "--contexts", "24", failed=1)
+    assert len(document["rows"]) == 1 and peers(document) == {"gather + sdpa"}
+
+
+@pytest.mark.slow
+def test_ceilings_of_the_device_and_of_its_parts(run: Run, monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
+    monkeypatch.setattr(ceilings, "_SM_STEP", 2)
+    document = run("ceilings", "--full")
+    assert whats(document)[5:8] == ["launch", "graph", "graph, dependent launch"] and not document["skipped"]
+    assert whats(document)[8:] == [f"{what} on {count} of 8 SMs" for count in (2, 4, 6) for what in ("gemm", "read")]
+    assert not streams.findings, "parts read what the device has written before"
+
+
+@pytest.mark.slow
+def test_writes_to_caches(run: Run) -> None:
+    document = run("cache_write", "--shape", "4,2,16", "--tokens", "1,5")
+    assert len(document["rows"]) == 4 and peers(document) == {"torch"}
+
+
+@pytest.mark.slow
+def test_quantised_products(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "SHAPES", ((192, 128),))
+    document = run("quantized", "--rows", "1,17,130")
+    assert {row["inputs"]["rows"] for row in document["rows"]} == {1, 17, 130} and peers(document) == {"bfloat16"}
+
+
+@pytest.mark.slow
+def test_decode_steps(run: Run, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(decode, "_COMPARED", (decode.Case(2, 40),))
+    document = run("decode", "--model", model, "--rows", "2,3", "--contexts", "40")
+    assert whats(document) == [f"tiny decode {how} B={rows} KV=40" for rows in (2, 3) for how in ("graph", "eager")]
+    assert peers(document) == {"transformers", "torch graph"}
+
+
+@pytest.mark.slow
+def test_prefills(run: Run, model: str) -> None:
+    document = run("prefill", "--model", model, "--rows", "2", "--tokens", "20")
+    assert whats(document) == ["tiny prefill b=2 S=20"] and peers(document) == {"transformers"}
+
+
+@pytest.mark.slow
+def test_encodes(run: Run, model: str) -> None:
+    document = run("encode", "--model", model, "--counts", "2", "--picture", "56x56")
+    assert whats(document) == ["tiny encode graph b=2", "tiny encode eager b=2"] and peers(document) == {"transformers"}
+
+
+@pytest.mark.slow
+def test_encodes_and_prompts_beside_decodes(run: Run, model: str) -> None:
+    sizes = ("--counts", "1", "--rows", "2", "--context", "24", "--prompt", "20", "--picture", "56x56", "--splits", "4")
+    document = run("colocate", "--model", model, *sizes)
+    modes = ["pair, two streams", "pair, partition 1", "beside, two streams", "beside, partition 1"]
+    first, second = "encode b=1", "prefill S=20"
+    assert whats(document) == [
+        *(f"tiny {work} || decode B=2, {mode}" for work in (first, second) for mode in modes),
+        "tiny prefill S=20 with decode B=2, one batch",
+    ]
+    assert {row["inputs"].get("encode") for row in document["rows"][:4]} == {"graph"}
+
+
+@pytest.mark.slow
+def test_blocks_that_move(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrate, "REQUESTS", (migrate.Moved("KV", (2, 2, 4, 2, 16), 3),))
+    monkeypatch.setattr(migrate, "between_processes", lambda report, threads: None)  # in the host's memory
+    assert peers(run("migrate")) == {"indexing", "per block"}
