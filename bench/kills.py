@@ -203,10 +203,12 @@ def campaign(
     concurrency: int = 16,
     stops: bool = False,
     targets: str = "",
+    transport: str = "auto",
 ) -> Tally:
     requests, golden = load(model)
     pids: set[int] = set()
     options = {"block_size": 4, "num_kv_blocks": 1024, "token_budget": 64, "threads": 1, "recovery_s": 15.0}
+    options["transport"] = transport
     if stops:
         options |= {"suspect_s": SUSPECT_S, "fence_s": FENCE_S}
     with RestlessEngine(model, topology=topology, processes=True, **options) as engine:
@@ -228,6 +230,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stops", action="store_true", help="some are stopped for a while instead of killed")
+    parser.add_argument("--transport", default="auto", help="how blocks move: auto or host")
     arguments = parser.parse_args()
     tallies: dict[str, dict[str, object]] = {}
     with TemporaryDirectory() as folder:
@@ -240,6 +243,7 @@ def main() -> None:
                 seed=arguments.seed,
                 concurrency=arguments.concurrency,
                 stops=arguments.stops,
+                transport=arguments.transport,
             )
             tallies[topology] = vars(tally) | {"errors": dict(tally.errors), "clean": tally.clean}
             print(f"{topology}: {tallies[topology]}", flush=True)

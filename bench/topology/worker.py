@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -23,10 +24,11 @@ from hydra_engine.core.plans import (
     LanguageResult,
     PullJob,
     PullResult,
+    StagingJob,
     VisionPlan,
     VisionResult,
 )
-from hydra_engine.core.pools import Exports
+from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.planner.synthetic import load_of
 
@@ -162,6 +164,14 @@ class SimulatedWorker:
         return results
 
     # ---- peers
+
+    staging_blocks: Mapping[PoolKind, int] = MappingProxyType({})
+
+    def submit_staging(self, job: StagingJob) -> None:
+        raise AssertionError("all memory is mapped")
+
+    def piece_blocks(self, peer: str, pool: str) -> int:
+        return 0
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
         return EXPORTS, ()

@@ -6,6 +6,7 @@
 #include "api/api.h"
 #include "api/cache_checks.h"
 #include "cuda/device.h"
+#include "cuda/host.h"
 
 namespace hydra {
 namespace {
@@ -24,6 +25,7 @@ CudaCache make_cuda_cache(Address data, int64_t num_blocks, int64_t num_layers, 
   // Kernels divide slots as 32-bit numbers.
   HYDRA_CHECK(num_blocks < (int64_t{1} << 31) / block_size, "cache: expected fewer than 2^31 slots, got ", num_blocks,
               " blocks of ", block_size);
+  if (device == cuda::kHost) return {view, device};  // for copies of blocks alone: all else asks for faults of a device
   cuda::require_device(device);
   if (num_blocks > 0) cuda::check_device_address("cache", data);
   return {view, device};
@@ -120,7 +122,11 @@ void merge(const CudaCache& cache, Address stream, int64_t layer, Address slots,
 
 void copy_to(const CudaCache& source, Address stream, const CudaCache& target, Address pairs, int64_t count) {
   check_pairs(source.view, target.view, pointer<int64_t>(pairs), count);
-  cuda::copy_blocks({target.device, stream}, source.view, target.view, pointer<int64_t>(pairs), count);
+  const bool over_the_bus = source.device == cuda::kHost || target.device == cuda::kHost;
+  const int device = target.device == cuda::kHost ? source.device : target.device;
+  HYDRA_CHECK(device != cuda::kHost, "target: expected one of the caches on a device");
+  const auto copy = over_the_bus ? cuda::copy_host_blocks : cuda::copy_blocks;
+  copy({device, stream}, source.view, target.view, pointer<int64_t>(pairs), count);
 }
 
 py::dict probe_as_dict() {
@@ -139,6 +145,7 @@ py::dict probe_as_dict() {
     device["num_sms"] = info.num_sms;
     device["memory_bytes"] = info.memory_bytes;
     device["usable"] = info.usable;
+    device["has_mps"] = info.has_mps;
     devices.append(device);
   }
   py::dict result;

@@ -1,7 +1,8 @@
-// Entry points of device memory that crosses processes: addresses and handles in, addresses and handles out.
+// Entry points of memory that crosses processes: addresses and handles in, addresses and handles out.
 #include "cuda/ipc.h"
 
 #include "api/api.h"
+#include "cuda/host.h"
 
 namespace hydra {
 
@@ -25,6 +26,8 @@ void register_cuda_ipc(py::module_& m) {
   // A std::string argument takes Python's bytes as they are.
   m.def("cuda_ipc_open", &cuda::open_memory, py::arg("handle"), py::arg("nbytes"), py::arg("device"), ReleaseGil());
   m.def("cuda_ipc_close", &cuda::close_memory, py::arg("address"), py::arg("device"), ReleaseGil());
+  m.def("cuda_pin", &cuda::pin_memory, py::arg("address"), py::arg("nbytes"), py::arg("device"), ReleaseGil());
+  m.def("cuda_unpin", &cuda::unpin_memory, py::arg("address"), py::arg("device"), ReleaseGil());
 }
 
 }  // namespace hydra

@@ -3,6 +3,7 @@
 
 #include "cuda/cache.h"
 #include "cuda/device.h"
+#include "cuda/host.h"
 #include "cuda/ipc.h"
 #include "cuda/split.h"
 
@@ -41,6 +42,10 @@ void release(std::uintptr_t, int) { fail(); }
 std::string export_memory(std::uintptr_t, int) { fail(); }
 std::uintptr_t open_memory(const std::string&, int64_t, int) { fail(); }
 void close_memory(std::uintptr_t, int) { fail(); }
+
+void pin_memory(std::uintptr_t, int64_t, int) { fail(); }
+void unpin_memory(std::uintptr_t, int) { fail(); }
+void copy_host_blocks(const Target&, const CacheView&, const CacheView&, const int64_t*, int64_t) { fail(); }
 
 std::vector<Split> split_streams(int, const std::vector<int>&, int, int) { fail(); }
 

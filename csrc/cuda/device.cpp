@@ -70,6 +70,8 @@ DeviceInfo device_info(int index, const std::vector<std::string>& codes) {
   info.num_sms = properties.multiProcessorCount;
   info.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
   info.usable = has_code(codes, info.major, info.minor);
+  int has_mps = 0;  // a driver that is older than the question does not answer it
+  info.has_mps = cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, index) == cudaSuccess && has_mps != 0;
   return info;
 }
 

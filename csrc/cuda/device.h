@@ -15,6 +15,7 @@ struct DeviceInfo {
   int num_sms = 0;
   int64_t memory_bytes = 0;
   bool usable = false;  // the extension has code for it
+  bool has_mps = false;  // processes share it by NVIDIA's multi-process service instead of taking turns
 };
 
 struct Probe {

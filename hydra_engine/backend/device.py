@@ -155,6 +155,15 @@ class Device(Protocol):
         """Memory full of zeros, of at least one byte. Raises ResourceError where there is none."""
         ...
 
+    def stage(self, num_bytes: int) -> SharedMemory:
+        """Host memory full of zeros, for copies between it and this device, which peers on any device can map. It takes
+        nothing until its tensor is used. Raises ResourceError where there is none."""
+        ...
+
+    def open_staging(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        """Maps what a peer's `stage` has made, as `open_peer` does."""
+        ...
+
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
         """Maps what a peer's `share` has made. `descriptor` is the one that came with it, -1 if none did; it is still
         the caller's. Raises TransferError, with the reason, unless the memory is what `export` says."""

@@ -34,6 +34,7 @@ class CudaDeviceInfo:
     num_sms: int
     memory_bytes: int
     usable: bool  # the extension has code for its capability
+    has_mps: bool = False  # NVIDIA's multi-process service runs for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,14 @@ def gpu_name(device: str) -> str:
     if match is None:
         return ""
     return next((info.name for info in probe().devices if info.index == int(match[1] or 0)), "")
+
+
+def takes_turns(device: str) -> bool:
+    """Whether processes on it never compute at the same moment: on a GPU without NVIDIA's multi-process service. Asks
+    the driver as `probe` does."""
+    match = _CUDA.fullmatch(device)
+    index = int(match[1] or 0) if match is not None else -1
+    return any(not info.has_mps for info in probe().devices if info.index == index)
 
 
 def load_extension() -> tuple[ModuleType | None, str | None]:

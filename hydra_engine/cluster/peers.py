@@ -24,7 +24,7 @@ from hydra_engine.core.pools import Exports
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Hello, TransferMessage
 
-MAX_DESCRIPTORS = 8  # of one Hello: the pools and the control words
+MAX_DESCRIPTORS = 8  # of one Hello: the pools, their staging pools and the control words
 _RECEIVE_BYTES = 1 << 18
 
 
@@ -190,7 +190,8 @@ class PeerLink:
 
 
 def _named_by(exports: Exports) -> set[int]:
-    return {exports.words} | {pool.descriptor for pool in exports.pools if pool.descriptor >= 0}
+    pools = (*exports.pools, *exports.staging)
+    return {exports.words} | {pool.descriptor for pool in pools if pool.descriptor >= 0}
 
 
 logger = logging.getLogger(__name__)

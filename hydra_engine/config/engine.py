@@ -170,6 +170,12 @@ class ClusterConfig:
     steal_decodes: bool = opt(
         True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
     )
+    transport: str = opt(
+        "auto",
+        "how blocks move between instances. auto: they are read where they are, or through pinned host memory where "
+        "devices cannot map each other's memory; host: always through host memory",
+        choices=("auto", "host"),
+    )
     check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
 
     def __post_init__(self) -> None:

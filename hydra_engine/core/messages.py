@@ -234,6 +234,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     """What an instance has exchanged with others since it started, and what is under way."""
 
     offers: int = 0  # live: blocks held for others
+    staged: int = 0  # pieces of them in host memory, or on their way there
     pulls: int = 0  # offers of others that this instance knows and has not fetched
     offered: int = 0
     acknowledged: int = 0
@@ -241,6 +242,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     expired: int = 0  # of these, because the lease was over
     pulled: int = 0
     pulled_bytes: int = 0
+    host_bytes: int = 0  # of these, through host memory
     pull_s: float = 0.0
     invalid: int = 0  # copies that were too late, and were thrown away
     ignored: int = 0  # messages about offers that nobody knows
@@ -340,11 +342,12 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
     pixel_bytes: int = 0
     offers: int = 0
     pulls: int = 0
+    staged: int = 0
 
     @property
     def at_rest(self) -> bool:
         held = self.kv_blocks_held or self.image_blocks_held or self.state_slots_held or self.pixel_bytes
-        return not (self.num_requests or held or self.offers or self.pulls or self.problems)
+        return not (self.num_requests or held or self.offers or self.pulls or self.staged or self.problems)
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag=True):

@@ -173,8 +173,9 @@ class PullPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
-    """A PullPlan as the transfer lane needs it. `word` is what slot `slot` of the peer's control words holds while the
-    offer is valid; it is read after the copy has completed, and decides."""
+    """A PullPlan as the transfer lane needs it. `word` is what slot `slot` of the peer's control words holds while
+    offer `sequence` is valid; it is read after the copy has completed, and decides. `ticket`: the job is a piece of a
+    pull through host memory, and `source_blocks` are of the peer's staging pool; 0: it is all of a pull."""
 
     step_id: StepId
     peer: str
@@ -184,6 +185,8 @@ class PullJob:
     slot: int
     word: int
     checksums: tuple[int, ...] = ()  # of the source blocks, where transfers are checked
+    sequence: int = 0
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,25 @@ class PullResult:
     ended_s: float
     valid: bool
     num_bytes: int
+    problem: str | None = None
+    ticket: int = 0  # the job's
+
+
+@dataclass(frozen=True, slots=True)
+class StagingJob:
+    """Copy blocks of our own into our staging pool, where peers read them."""
+
+    number: int
+    pool: str  # a `core.pools.PoolKind`
+    blocks: tuple[int, ...]
+    staging_blocks: tuple[int, ...]  # one for each
+
+
+@dataclass(frozen=True, slots=True)
+class StagingResult:
+    """`problem`: the blocks could not be copied."""
+
+    number: int
     problem: str | None = None
 
 

@@ -45,8 +45,10 @@ class PoolExport:
 @dataclass(frozen=True, slots=True)
 class Exports:
     """Everything that an instance lets its peers read: its pools and its control words ([num_words] uint64 in a memfd,
-    descriptor `words`)."""
+    descriptor `words`). `staging`: pools in host memory, of the same blocks but fewer, into which the owner copies what
+    a peer cannot read where it is."""
 
     pools: tuple[PoolExport, ...]
     words: int
     num_words: int
+    staging: tuple[PoolExport, ...] = ()

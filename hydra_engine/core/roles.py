@@ -178,25 +178,16 @@ def check_states(topology: Topology) -> None:
 
 
 def check_devices(topology: Topology, devices: Sequence[str]) -> None:
-    """`devices` are those that there are, for example ("cpu", "cuda:0"); an instance on "auto" goes along with the
-    others. Raises ConfigError."""
+    """`devices` are those that there are, for example ("cpu", "cuda:0"). Raises ConfigError."""
     wanted = list(dict.fromkeys(spec.device for spec in topology.instances if spec.device != "auto"))
     missing = [device for device in wanted if device not in devices]
     if missing:
         others = [device for device in devices if _kind(device) == _kind(missing[0])] or ["cpu"]
-        is_mixed = any(_kind(device) != _kind(others[-1]) for device in wanted)
-        moved = dict.fromkeys(wanted if is_mixed else missing, others[-1])
+        moved = dict.fromkeys(missing, others[-1])
         raise _refused(
             str(topology),
             f"this machine has no {' and no '.join(missing)}, only {_listed(devices)}; write for example "
             f"{_examples(_moved(topology, moved))}",
-        )
-    if len({_kind(device) for device in wanted}) > 1:
-        accelerator = next(device for device in wanted if device != "cpu")
-        raise _refused(
-            str(topology),
-            "instances on a CPU and on a GPU cannot read each other's caches; write for example "
-            + _examples(_moved(topology, {"cpu": accelerator}), _moved(topology, dict.fromkeys(wanted, "cpu"))),
         )
 
 

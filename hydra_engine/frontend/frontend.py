@@ -86,7 +86,7 @@ class Front:
         self._on_progress: OnProgress | None = None
         self._progress = JointProgress()
         self._preprocessor: Preprocessor | None = None
-        self._placement = Placement(device=config.device)
+        self._placement = Placement()
         self._admitting = 0
         self._in_preprocess: dict[RequestId, LiveRequest] = {}
         self._finish_times: deque[float] = deque(maxlen=32)
@@ -113,7 +113,7 @@ class Front:
         starts."""
         path, in_thread = self.config.model_path, self._loop.run_in_executor
         spec = await in_thread(None, load_spec, path, self.config.spec_options)
-        self._placement = Placement(spec.vision is not None, spec.language.has_states, self.config.device)
+        self._placement = Placement(spec.vision is not None, spec.language.has_states)
         self._placement.check(self.config.topology)
         if self._placement.keeps_states:
             self._stealing.stop()

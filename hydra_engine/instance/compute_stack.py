@@ -21,7 +21,7 @@ import torch
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, resolve_attention
 from hydra_engine.backend.device import Device
-from hydra_engine.backend.devices import ChosenDevice, gpu_name
+from hydra_engine.backend.devices import ChosenDevice, gpu_name, takes_turns
 from hydra_engine.backend.select import (
     all_cores,
     create_backend,
@@ -130,9 +130,19 @@ def build_worker(
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))
     lane_notes = (*backend.notes, *model.notes, *worker.notes, *plan.reasons)
-    notes = (dtype_reason, *filter(None, (deterministic_note, split_note)), *lane_notes)
+    notes = (dtype_reason, *filter(None, (deterministic_note, split_note, _turns(chosen, context))), *lane_notes)
     caches = kv_cache, image_cache
     return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, faults, notes)
+
+
+def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
+    """What to say of instances that share a GPU without computing on it at the same moment."""
+    if context.shares == 1 or chosen.index is None or not takes_turns(chosen.name):
+        return None
+    return (
+        f"the {context.shares} instances on {chosen.name} take turns and never compute at the same moment, for MPS "
+        "does not run there: one EPD instance with --sm-split shares a GPU better; docs/gpu.md says how to start MPS"
+    )
 
 
 def _check_kv_dtype(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:

@@ -74,7 +74,16 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
 
 def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) -> Migration:
     worker, caches = stack.worker, {PoolKind.FEATURES: stack.image_cache, PoolKind.KV: stack.kv_cache}
-    exchange = Exchange(stack.backend, caches, stack.clock, stack.faults, worker.deliver, worker.run_job)
+    through_host = stack.config.cluster.transport == "host"
+    exchange = Exchange(
+        stack.backend,
+        caches,
+        stack.clock,
+        stack.faults,
+        worker.deliver,
+        worker.run_job,
+        through_host=through_host,
+    )
     worker.on_close(exchange.close)
     exports, descriptors = exchange.exports()
     return Migration(

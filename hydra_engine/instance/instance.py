@@ -37,7 +37,7 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, StagingResult, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, RequestError, RequestFailed
 from hydra_engine.instance.ports import NoPeers
@@ -202,7 +202,9 @@ class Instance:
         if not self._peers.connected:
             raise RequestFailed("this instance has no connection to others")
 
-    def _collect(self, result: VisionResult | LanguageResult | PullResult, outgoing: list[ToFront]) -> None:
+    def _collect(
+        self, result: VisionResult | LanguageResult | PullResult | StagingResult, outgoing: list[ToFront]
+    ) -> None:
         now = self._clock.now()
         if isinstance(result, VisionResult):
             self._vision_in_flight = False
@@ -210,6 +212,8 @@ class Instance:
             self._emit(self._scheduler.on_vision(result, now), outgoing)
         elif isinstance(result, PullResult):
             self._emit(self._peers.on_pull(result, now), outgoing)
+        elif isinstance(result, StagingResult):
+            self._emit(self._peers.on_staging(result, now), outgoing)
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
@@ -326,4 +330,5 @@ class Instance:
             pixel_bytes=self._worker.pixel_bytes,
             offers=transfer.offers,
             pulls=transfer.pulls,
+            staged=transfer.staged,
         )

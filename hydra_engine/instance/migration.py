@@ -18,6 +18,7 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
 from hydra_engine.instance.ports import FromPeer, NoPeers, PeerDown, PeerUp
+from hydra_engine.instance.staged_moves import StagedMoves
 from hydra_engine.scheduler.handover.events import (
     FeaturesEvent,
     FeaturesGoneEvent,
@@ -25,7 +26,18 @@ from hydra_engine.scheduler.handover.events import (
     KvGoneEvent,
     UnneededEvent,
 )
-from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
+from hydra_engine.transfer.messages import (
+    Ack,
+    More,
+    Offer,
+    Refuse,
+    Renew,
+    Stage,
+    Staged,
+    Taken,
+    TransferMessage,
+    Withdraw,
+)
 from hydra_engine.transfer.offers import Owner, Source
 from hydra_engine.transfer.pulls import Committed, Destination, Gone, Lost, Offered
 from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BEFORE_ACK, BEFORE_FREE
@@ -34,7 +46,7 @@ if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import RequestId, StepId
     from hydra_engine.core.messages import RequestMessage, Submit, ToFront
-    from hydra_engine.core.plans import KvEnd, PullPlan, PullResult
+    from hydra_engine.core.plans import KvEnd, PullJob, PullPlan, PullResult, StagingResult
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import PeerPort, TransferPort
     from hydra_engine.scheduler.handover.connector import PeerConnector
@@ -80,6 +92,7 @@ class Migration(NoPeers):
         self._hit = hit
         self._source = Source(incarnation, num_slots, transfer.set_word, config.lease_s)
         self._destination = Destination(config.lease_s / RENEWALS_PER_LEASE)
+        self._moves = StagedMoves(self._source, transfer, peers)
         self._up: dict[str, int] = {}  # peer -> incarnation
         self._requests: dict[RequestId, Request] = {}
         self._targets: dict[RequestId, str] = {}  # of requests and encode jobs that go to another instance
@@ -137,6 +150,8 @@ class Migration(NoPeers):
         for peer, renewal in self._destination.renewals(now):
             self._peers.send(peer, [renewal])
         self._send_unsent(now)
+        for result in self._moves.tend(self._is_over, now):
+            events += self._ended(result, now)
         return events
 
     def _peer_up(self, peer: PeerUp, outgoing: list[ToFront]) -> None:
@@ -183,6 +198,8 @@ class Migration(NoPeers):
                 if message.failed and owner is not None:
                     return self._give_up(owner, now)
                 return self._release(owner, now)
+            case Stage() | Staged() | Taken():
+                return self._cannot_stage(self._moves.receive(peer, message), now)
         return []
 
     # ---- what we offer
@@ -311,10 +328,30 @@ class Migration(NoPeers):
             self._plans[plan.step_id] = plan
             if (request := self._requests.get(plan.request_id)) is not None:
                 self._hit(AFTER_RESERVE, [request])
-            self._transfer.submit_pull(job)
+            self._moves.submit(job, self._up[job.peer], now)
         return events
 
     def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
+        ended = self._moves.on_pull(result)
+        return [] if ended is None else self._ended(ended, now)
+
+    def on_staging(self, result: StagingResult, now: float) -> list[RequestMessage]:
+        owner = self._moves.on_staging(result)
+        if owner is not None:
+            logger.error("request %d: its blocks could not be staged: %s", owner[0], result.problem)
+        return self._cannot_stage(owner, now)
+
+    def _cannot_stage(self, owner: Owner | None, now: float) -> list[RequestMessage]:
+        """The offer is taken back, and its target told, if there is one."""
+        if owner is None:
+            return []
+        self._withdraw(owner)
+        return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
+
+    def _is_over(self, job: PullJob) -> bool:
+        return self._destination.is_over(self._plans[job.step_id].offer)
+
+    def _ended(self, result: PullResult, now: float) -> list[RequestMessage]:
         plan = self._plans.pop(result.step_id)
         if result.problem is not None:
             logger.error("request %d: a pull failed: %s", plan.request_id, result.problem)
@@ -347,6 +384,7 @@ class Migration(NoPeers):
         source, destination = self._source, self._destination
         return TransferReport(
             offers=source.live + len(self._unsent),
+            staged=self._moves.staged,
             pulls=destination.live,
             offered=source.offered,
             acknowledged=source.acknowledged,
@@ -354,6 +392,7 @@ class Migration(NoPeers):
             expired=source.expired,
             pulled=destination.pulled,
             pulled_bytes=self._pulled_bytes,
+            host_bytes=self._moves.num_bytes,
             pull_s=self._pull_s,
             invalid=destination.invalid,
             ignored=source.ignored + destination.ignored,

@@ -6,7 +6,7 @@ The instance loop is one thread. `wake` of a port is called from any thread and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,10 +28,12 @@ from hydra_engine.core.plans import (
     PullJob,
     PullPlan,
     PullResult,
+    StagingJob,
+    StagingResult,
     VisionPlan,
     VisionResult,
 )
-from hydra_engine.core.pools import Exports
+from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.transfer.messages import TransferMessage
@@ -71,9 +73,9 @@ class WorkerPort(Protocol):
 
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
-    def poll(self) -> list[VisionResult | LanguageResult | PullResult]:
-        """Results since the last call, in order per lane, pulls among them; empty when none. Calls `wake` whenever one
-        arrives."""
+    def poll(self) -> list[VisionResult | LanguageResult | PullResult | StagingResult]:
+        """Results since the last call, in order per lane, those of copies among them; empty when none. Calls `wake`
+        whenever one arrives."""
         ...
 
     @property
@@ -88,6 +90,19 @@ class TransferPort(Protocol):
 
     def submit_pull(self, job: PullJob) -> None:
         """Copies blocks of an open peer, then reads its control word; the result says whether the offer still stood."""
+        ...
+
+    def submit_staging(self, job: StagingJob) -> None:
+        """Copies blocks of ours into the staging pool; the result says when all of them are there."""
+        ...
+
+    @property
+    def staging_blocks(self) -> Mapping[PoolKind, int]:
+        """Blocks of the staging pool of each kind of cache that has one."""
+        ...
+
+    def piece_blocks(self, peer: str, pool: str) -> int:
+        """How many blocks of an open peer's pool to ask for at once; 0 where its memory is mapped."""
         ...
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
@@ -184,6 +199,9 @@ class NoPeers:
         return []
 
     def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
+        return []
+
+    def on_staging(self, result: StagingResult, now: float) -> list[RequestMessage]:
         return []
 
     @property

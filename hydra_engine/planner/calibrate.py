@@ -19,7 +19,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, StagingResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError
 from hydra_engine.models.specs.base import VisionSpec
@@ -55,7 +55,7 @@ class Lanes(Protocol):
 
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
-    def poll(self) -> Sequence[Result | PullResult]: ...
+    def poll(self) -> Sequence[Result | PullResult | StagingResult]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class _Run:
             if not self._site.wake.wait(_LOST_S):
                 raise BackendError("a measured step has not come back; the log says what happened in its lane")
             self._site.wake.clear()
-            new = [r for r in self._site.lanes.poll() if not isinstance(r, PullResult)]  # no peer is connected yet
+            new = [r for r in self._site.lanes.poll() if isinstance(r, Result)]  # no peer is connected yet
             now = self._site.clock.now()
             for result in new:
                 _check(result)

@@ -143,6 +143,7 @@ _GAUGES: tuple[_Reading, ...] = (
         lambda s: s.image_cache_used,
     ),
     ("hydra:transfer_live_offers", "Offers to other instances not acknowledged yet.", lambda s: s.transfer.offers),
+    ("hydra:transfer_live_staged", "Pieces of them that host memory holds.", lambda s: s.transfer.staged),
     ("hydra:transfer_live_pulls", "Offers of other instances not fetched yet.", lambda s: s.transfer.pulls),
 )
 _COUNTERS: tuple[_Reading, ...] = (
@@ -152,6 +153,7 @@ _COUNTERS: tuple[_Reading, ...] = (
     ("hydra:transfer_expired", "Offers taken back because their lease was over.", lambda s: s.transfer.expired),
     ("hydra:transfer_pulled", "Offers of other instances fetched whole.", lambda s: s.transfer.pulled),
     ("hydra:transfer_pulled_bytes", "Bytes copied from other instances.", lambda s: s.transfer.pulled_bytes),
+    ("hydra:transfer_host_bytes", "Of these, bytes that came through host memory.", lambda s: s.transfer.host_bytes),
     ("hydra:transfer_pull_seconds", "Seconds that copies took.", lambda s: s.transfer.pull_s),
     ("hydra:transfer_invalid", "Copies discarded because the offer was withdrawn.", lambda s: s.transfer.invalid),
     ("hydra:transfer_ignored", "Messages about unknown offers.", lambda s: s.transfer.ignored),

@@ -12,7 +12,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports
 
-TRANSFER_VERSION = 2
+TRANSFER_VERSION = 3
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -86,4 +86,32 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
     failed: bool = False
 
 
-TransferMessage = Offer | More | Withdraw | Renew | Ack | Refuse
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """Target to source: copy these blocks of an offer to where I can read them. `ticket` names the piece; the target
+    never uses it again."""
+
+    incarnation: int
+    sequence: int
+    ticket: int
+    blocks: tuple[int, ...]
+
+
+class Staged(msgspec.Struct, frozen=True, tag=True):
+    """Source to target: they have been copied into these blocks of the staging pool, one each, and stay there until
+    they are taken or the offer is over."""
+
+    incarnation: int
+    sequence: int
+    ticket: int
+    blocks: tuple[int, ...]
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """Target to source: the piece has been copied, its blocks of the staging pool are free."""
+
+    incarnation: int
+    sequence: int
+    ticket: int
+
+
+TransferMessage = Offer | More | Withdraw | Renew | Ack | Refuse | Stage | Staged | Taken

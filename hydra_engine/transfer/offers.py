@@ -188,6 +188,14 @@ class Source:
 
     # ---- looking
 
+    def owner_of(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
+        """Whose offer to `peer` that is; None if it is not live."""
+        live = self._find(peer, incarnation, sequence)
+        return None if live is None else live.owner
+
+    def is_live(self, sequence: int) -> bool:
+        return sequence in self._live
+
     @property
     def live(self) -> int:
         return len(self._live)

@@ -220,6 +220,7 @@ class Destination:
             slot=pull.slot,
             word=pull.word,
             checksums=tuple(pull.checksums[first_block:stop]),
+            sequence=pull.sequence,
         )
 
     def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Lost | None:
@@ -247,11 +248,15 @@ class Destination:
         self.pulled += 1
         return Committed(pull.request_id, pull.image_index, pull.peer, Ack(pull.incarnation, pull.sequence))
 
+    def is_over(self, handle: int) -> bool:
+        """No copy of it counts any more."""
+        pull = self._records.pulls.get(handle)
+        return pull is None or pull.cancelled
+
     def refuse(self, handle: int) -> tuple[str, Refuse] | None:
         """The offer is not wanted. Returns what is to be sent; None if it is over already. What is being copied ends as
         `Lost`."""
-        pull = self._records.pulls.get(handle)
-        return None if pull is None or pull.cancelled else self._refuse(pull)
+        return None if self.is_over(handle) else self._refuse(self._records.pulls[handle])
 
     # ---- time
 

@@ -23,13 +23,14 @@ MID_LANGUAGE_STEP = "eng.mid_step"  # KV written, no token sampled
 BEFORE_VISION_STEP = "vis.before_step"
 MID_COPY = "dst.mid_copy"  # half of the blocks of another instance are copied
 AFTER_COPY = "dst.after_copy"  # all of them, and the control word has not been read
+AFTER_STAGING = "src.after_staging"  # a piece is in host memory, and the target does not know
 AFTER_OFFER = "src.after_offer"  # the target knows of the blocks
 BEFORE_FREE = "src.before_free"  # the target has them, the source still holds them
 AFTER_RESERVE = "dst.after_reserve"  # the target has room, nothing is copied
 BEFORE_ACK = "dst.before_ack"  # copied and valid, and the source does not know
 AFTER_ACK = "dst.after_ack"
 STEP_POINTS = frozenset({BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, BEFORE_VISION_STEP})
-COPY_POINTS = frozenset({MID_COPY, AFTER_COPY})
+COPY_POINTS = frozenset({MID_COPY, AFTER_COPY, AFTER_STAGING})
 # In the instance's own thread, where an exception is a bug: `raise` ends the instance.
 MIGRATION_POINTS = frozenset({AFTER_OFFER, BEFORE_FREE, AFTER_RESERVE, BEFORE_ACK, AFTER_ACK})
 _ANYWHERE = frozenset({"raise", "delay", "kill", "off"})

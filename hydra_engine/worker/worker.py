@@ -25,7 +25,14 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import (
+    LanguagePlan,
+    LanguageResult,
+    PullResult,
+    StagingResult,
+    VisionPlan,
+    VisionResult,
+)
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError
@@ -40,7 +47,7 @@ from hydra_engine.worker.vision.lane import VisionLane
 
 logger = logging.getLogger(__name__)
 
-Result = VisionResult | LanguageResult | PullResult
+Result = VisionResult | LanguageResult | PullResult | StagingResult
 
 
 class Worker:

@@ -7,9 +7,11 @@ pools that other processes map, which take the host's shared memory.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,16 +22,19 @@ from torch import Tensor
 from hydra_engine.backend import devices, select
 from hydra_engine.backend.cpu import lanes
 from hydra_engine.backend.cpu.device import CpuDevice
+from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cuda import attention as cuda_attention
 from hydra_engine.backend.cuda import cache as cuda_cache
 from hydra_engine.backend.cuda import copies as cuda_copies
 from hydra_engine.backend.cuda import device as cuda_host
 from hydra_engine.backend.cuda import graphs as cuda_graphs
+from hydra_engine.backend.cuda import ipc, staging
 from hydra_engine.backend.cuda import lanes as cuda_lanes
 from hydra_engine.backend.cuda import ops as cuda
 from hydra_engine.backend.cuda import sm_split as cuda_split
 from hydra_engine.backend.device import PeerMemory, SharedMemory
 from hydra_engine.core.pools import PoolExport
+from hydra_engine.errors import TransferError
 from hydra_engine.models.loading import random_weights
 from hydra_engine.worker import worker
 from hydra_engine.worker.language import lane as language
@@ -43,7 +48,7 @@ from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE, Present, new, pinned
 
 WITH_TORCH = (cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes, cuda_split, select)
-WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split)
+WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split, staging)
 WITH_THREADS = (lanes, cuda_split, gate, language)
 MULTIPROCESSORS = 8
 
@@ -164,7 +169,9 @@ class Torch:
 
 
 class SharedDevicePool:
-    """`SharedMemory` of backend/device.py, in the host's."""
+    """`SharedMemory` of backend/device.py, in the host's, which only emulated devices map."""
+
+    transport = ipc.TRANSPORT
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -177,11 +184,20 @@ class SharedDevicePool:
         return self._tensor
 
 
+_OPEN_PEER = cuda_host.CudaDevice.open_peer
+NO_PEER_ACCESS = "EMULATED_NO_PEER_ACCESS"  # where this is in the environment no device maps another's memory
+
+
 def share(self: cuda_host.CudaDevice, num_bytes: int) -> Any:
     return SharedDevicePool(CpuDevice(1).share(num_bytes))
 
 
 def open_peer(self: cuda_host.CudaDevice, export: PoolExport, descriptor: int) -> PeerMemory:
+    if export.transport != ipc.TRANSPORT:
+        return _OPEN_PEER(self, export, descriptor)
+    if os.environ.get(NO_PEER_ACCESS):
+        raise TransferError("a peer's memory cannot be mapped: CUDA error 217 (cudaErrorPeerAccessUnsupported)")
+    export = replace(export, transport=HOST_TRANSPORT)
     pool: Any = SharedDevicePool(CpuDevice(1).open_peer(export, descriptor))  # type: ignore[arg-type]
     return pool
 
@@ -227,6 +243,7 @@ def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> 
         patch.setattr(cuda_host.CudaDevice, "share", share)
         patch.setattr(cuda_host.CudaDevice, "open_peer", open_peer)
         patch.setattr(devices, "resolve", _resolve)
+        patch.setattr(devices, "names", lambda: (devices.CPU, "cuda:0"))
         yield present
 
 

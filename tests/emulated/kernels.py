@@ -23,12 +23,14 @@ from torch.nn.functional import pad
 
 from hydra_engine import _C
 from hydra_engine.backend.base import Adjustments, DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.float8 import rounded_rows
 from hydra_engine.backend.quantized import FLOAT8
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from hydra_kernels.float8_rows import PART
 from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.clock import Work
+from tests.emulated.graphs import GARBAGE
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
 from tests.emulated.works import work_of_kernel
 from tests.kernels.quantized import dequantized
@@ -290,6 +292,10 @@ CHANGED = {"add_rms_norm": (1,), "causal_conv": (2,), "delta_rule": (7,)}
 # ---- the extension
 
 
+ON_HOST = -1  # in place of a device
+FLOAT32 = DTYPE_CODES[torch.float32]
+
+
 class CacheDesc:
     """In place of `_C.CudaCacheDesc`: that of the processor, on the same addresses. Lanes use different blocks of a
     cache at once, so who comes behind whom is known of blocks; those of attention are not looked at."""
@@ -300,6 +306,8 @@ class CacheDesc:
         self._block_size = shape[4]
         self._block_bytes = 4 * prod(shape[4:7])  # of one layer
         self._blocks = Present.blocks.setdefault(shape[0], {})
+        self._address, self._num_blocks = shape[:2]
+        self._bytes = prod(shape[2:7]) * (4 if shape[7] == FLOAT32 else 2)
 
     def write(self, stream: int, layer: int, *args: Any) -> None:
         *_, slots, count = args
@@ -318,10 +326,22 @@ class CacheDesc:
         self._do(stream, gather, read=self._of(slots, count))
 
     def copy_to(self, stream: int, target: CacheDesc, pairs: int, count: int) -> None:
-        """Of the source nothing is asked: it is another process's."""
-        self._do(stream, lambda: self._desc.copy_to(target._desc, pairs, count))
-        written = {int(block) for block in numbers_at(pairs, 2 * count)[1::2]}
-        target._touch(set(), written)
+        """Of the source nothing is asked: it is another process's. What goes to the host arrives late."""
+        numbers = numbers_at(pairs, 2 * count)
+        kept = (ctypes.c_int64 * len(numbers))(*numbers)
+        copy = partial(self._copy, target, kept, count)
+        if target._device != ON_HOST:
+            self._do(stream, copy)
+            target._touch(set(), set(numbers[1::2]))
+            return
+        for block in numbers[1::2]:
+            assert 0 <= block < target._num_blocks
+            ctypes.memset(target._address + block * target._bytes, GARBAGE, target._bytes)
+        self._do(stream, lambda: None, read=numbers[::2])
+        Present.streams.current.issue(copy)
+
+    def _copy(self, target: CacheDesc, pairs: ctypes.Array[ctypes.c_int64], count: int) -> None:
+        self._desc.copy_to(target._desc, ctypes.addressof(pairs), count)
 
     def _of(self, slots: int, count: int) -> set[int]:
         return {int(slot) // self._block_size for slot in numbers_at(slots, count) if slot >= 0}
@@ -371,6 +391,10 @@ class Extension:
         return getattr(_C, name)
 
     def cuda_check_faults(self, device: int) -> None: ...
+
+    def cuda_pin(self, address: int, num_bytes: int, device: int) -> None: ...
+
+    def cuda_unpin(self, address: int, device: int) -> None: ...
 
     def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int) -> list[Any]:
         parts = [(count, self._multiprocessors - count) for count in counts]

@@ -19,7 +19,7 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.errors import ResourceError
 from tests.emulated import tensors
 from tests.emulated.conftest import Models, assert_clean
-from tests.emulated.cuda import emulated_cuda
+from tests.emulated.cuda import NO_PEER_ACCESS, emulated_cuda
 from tests.emulated.process import FINDINGS
 from tests.emulated.streams import Streams
 from tests.engine.conftest import assert_at_rest, picture
@@ -197,19 +197,43 @@ def test_without_memory_for_a_step_requests_are_computed_alone(models: Models, m
     assert_clean(streams)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["E+P+D", "EP+D"])
-def test_blocks_move_between_instances(
-    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, topology: str
-) -> None:
-    """Each a process with a device of its own."""
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Instances are processes, each with a device of its own, and write what they find into the folder."""
     command = [sys.executable, "-m", "tests.emulated.process"]
     monkeypatch.setitem(Supervisor.__init__.__kwdefaults__, "command", command)
     monkeypatch.setenv(FINDINGS, str(tmp_path))
-    options = SMALL | {"device": "cuda", "topology": topology, "max_num_seqs": 6, "cuda_graph_sizes": (1, 4, 6)}
+    return tmp_path
+
+
+MOVES: dict[str, tuple[str, str, bool]] = {  # topology, transport, whether devices map each other's memory
+    "three": ("E@cuda:0+P@cuda:0+D@cuda:0", "auto", True),
+    "two": ("EP@cuda:0+D@cuda:0", "auto", True),
+    "no access": ("E@cuda:0+P@cuda:0+D@cuda:0", "auto", False),
+    "host": ("ED@cuda:0+P@cuda:0", "host", True),
+    "encoder on a processor": ("E@cpu+PD@cuda:0", "auto", True),
+    "decoder on a processor": ("EP@cuda:0+D@cpu", "auto", True),
+    "all of it": ("E@cuda:0+P@cpu+D@cuda:0", "host", True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MOVES)
+def test_blocks_move_between_instances(
+    models: Models, monkeypatch: pytest.MonkeyPatch, processes: Path, case: str
+) -> None:
+    topology, transport, access = MOVES[case]
+    if not access:
+        monkeypatch.setenv(NO_PEER_ACCESS, "1")
+    options = SMALL | {"topology": topology, "max_num_seqs": 6, "cuda_graph_sizes": (1, 4, 6), "transport": transport}
     with emulated_cuda(), Engine(models("qwen2_5_vl"), **options) as engine:
         for _ in range(2):
             assert ask(engine) == expected(models("qwen2_5_vl"))
         assert_at_rest(engine)
-    found = [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()]
+        reports = [status.transfer for status in engine.statuses().values()]
+        pulled, through_host = (sum(getattr(r, name) for r in reports) for name in ("pulled_bytes", "host_bytes"))
+    found = [path.read_text(encoding="utf-8") for path in processes.iterdir()]
     assert found == [""] * len(topology.split("+"))
+    # A device reads a processor's memory where it is, and the other way round nothing can.
+    by_host = not access or transport == "host" or case == "decoder on a processor"
+    assert pulled and through_host == (pulled if by_host else 0)

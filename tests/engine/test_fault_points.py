@@ -50,6 +50,12 @@ def e_p_d(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
     yield from make_rig(tiny_model, "E+P+D", golden, check_transfers=True)
 
 
+@pytest.fixture(scope="module")
+def staged(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
+    """All that moves goes through host memory."""
+    yield from make_rig(tiny_model, "E+P+D", golden, check_transfers=True, transport="host")
+
+
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     found: Rig = request.getfixturevalue(request.param)
@@ -67,6 +73,7 @@ def strike(rig: Rig, name: str, point: str, action: str, argument: str) -> bool:
 
 
 # Each costs a start of an instance; without the slow ones a point of each side and of a step is left.
+STAGED = [("e0", "src.after_staging"), ("p0", "src.after_staging"), ("p0", "dst.mid_copy"), ("d0", "dst.after_copy")]
 ALWAYS = {("e0", "src.after_offer"), ("p0", "src.before_free"), ("p0", "dst.mid_copy")}
 
 
@@ -75,6 +82,7 @@ def cases(topology: str, found: list[tuple[str, str]]) -> list[Any]:
 
 
 KILLS = cases("ep_d", EP_D) + cases("e_p_d", E_P_D)
+KILLS += [pytest.param("staged", *case, marks=pytest.mark.slow) for case in STAGED]
 
 
 @pytest.mark.quick("mid_copy")
@@ -101,6 +109,7 @@ def test_an_exception_in_the_loop_of_an_instance_ends_it_loudly(
 
 
 IN_A_LANE = [("ep_d", "d0", "dst.mid_copy"), ("ep_d", "d0", "dst.after_copy"), ("e_p_d", "p0", "dst.mid_copy")]
+IN_A_LANE += [("staged", "d0", "dst.mid_copy")]
 
 
 @pytest.mark.slow
@@ -119,6 +128,23 @@ def test_bytes_that_change_on_their_way_are_noticed(rig: Rig, name: str, point: 
     invalid = num_invalid(rig, name)
     assert not strike(rig, name, point, "corrupt", "times=2")
     until(lambda: num_invalid(rig, name) >= invalid + 2, "two copies that do not count")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["e0", "p0"])
+@pytest.mark.parametrize("action", ["raise", "corrupt"])
+@pytest.mark.parametrize("rig", ["staged"], indirect=True)
+def test_what_goes_wrong_while_blocks_are_staged_costs_another_attempt(rig: Rig, name: str, action: str) -> None:
+    """The source takes back what it could not copy; what is wrong in host memory its target notices."""
+
+    def given_up() -> int:
+        transfers = {name: status.transfer for name, status in rig.engine.statuses().items()}
+        target = {"e0": "p0", "p0": "d0"}[name]
+        return transfers[name].withdrawn if action == "raise" else transfers[target].invalid
+
+    before = given_up()
+    assert not strike(rig, name, "src.after_staging", action, "times=2")
+    until(lambda: given_up() >= before + 2, "two offers that come to nothing")
 
 
 def num_invalid(rig: Rig, name: str) -> int:

@@ -57,6 +57,10 @@ def every_late_token_is_explained(engine: Engine) -> None:
         ("E+P+D", {"token_budget": 24, "check_transfers": True}),
         pytest.param("E+P+D", {"token_budget": 24}, marks=pytest.mark.slow),
         pytest.param("E+P+D", {"token_budget": 512, "prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param("EP+D", {"transport": "host"}, marks=pytest.mark.slow),
+        pytest.param("ED+P", {"transport": "host"}, marks=pytest.mark.slow),
+        pytest.param("E+P+D", {"transport": "host", "check_transfers": True}, marks=pytest.mark.slow),
+        pytest.param("2E+P+2D", {"transport": "host"}, marks=pytest.mark.slow),
         pytest.param("2E+P+2D", {"token_budget": 24}, marks=pytest.mark.slow),
         pytest.param("2E+P+2D", {"token_budget": 512}, marks=pytest.mark.slow),
         ("2EPD", {"token_budget": 24}),
@@ -71,18 +75,23 @@ def test_every_topology_gives_the_tokens_of_one_instance(
         assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
     every_late_token_is_explained(engine)
     assert_at_rest(engine)
-    moved = sum(status.transfer.pulled for status in engine.statuses().values())
+    reports = [status.transfer for status in engine.statuses().values()]
+    moved, through_host = (sum(getattr(r, name) for r in reports) for name in ("pulled_bytes", "host_bytes"))
     assert (moved > 0) == (topology not in ("EPD", "2EPD")), "whether anything went from one instance to another"
+    assert through_host == (moved if options.get("transport") == "host" else 0)
 
 
+@pytest.mark.quick("host")
+@pytest.mark.parametrize("transport", ["auto", "host"])
 @pytest.mark.parametrize(
     "topology", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("EP+D", "ED+P")), "E+P+D"]
 )
 def test_caches_with_room_for_one_request_of_each_kind(
-    make_engine: EngineFactory, golden: list[Outcome], topology: str
+    make_engine: EngineFactory, golden: list[Outcome], topology: str, transport: str
 ) -> None:
-    """Everything waits for everything, and all of it ends."""
+    """Everything waits for everything, and all of it ends; staging pools have room for one piece of each kind too."""
     longest = 472  # tokens of the longest request, prompt and answer
-    engine = make_engine(topology=topology, num_kv_blocks=longest // 4, num_image_blocks=1, max_model_len=longest)
+    options = {"num_kv_blocks": longest // 4, "num_image_blocks": 1, "max_model_len": longest}
+    engine = make_engine(topology=topology, transport=transport, **options)
     assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
     assert_at_rest(engine)

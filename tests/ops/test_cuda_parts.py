@@ -79,6 +79,6 @@ def test_a_device_is_not_touched_before_it_is_used() -> None:
     with pytest.raises(ValueError, match="partition: expected 0, the device is not divided, got 1"):
         device.partitions.at(1)
     layout = PoolLayout(PoolKind.KV, 1, (1, 2, 1, 1, 4), "float32", 32)
-    with pytest.raises(TransferError, match="'memfd' cannot be mapped by a GPU"):
-        device.open_peer(PoolExport(layout, "memfd", 32), -1)
+    with pytest.raises(TransferError, match="'other' cannot be mapped by a GPU"):
+        device.open_peer(PoolExport(layout, "other", 32), -1)
     assert not torch.cuda.is_initialized()

@@ -7,7 +7,10 @@ import torch
 
 from hydra_engine.backend import devices
 from hydra_engine.backend.devices import CudaDeviceInfo, CudaProbe, CudaSupport, choose, refusal
+from hydra_engine.core.roles import Role
 from hydra_engine.errors import BackendError, ConfigError
+from hydra_engine.instance import compute_stack
+from hydra_engine.instance.ports import InstanceContext
 
 CODES = ("sm_80", "sm_90", "compute_90")
 H200 = CudaDeviceInfo(0, "NVIDIA H200", (9, 0), 132, 150 << 30, usable=True)
@@ -117,3 +120,18 @@ def test_a_missing_extension_leaves_the_processor(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "hydra_engine._C", None)
     assert devices.names() == ("cpu",)
     assert "not built" in devices.resolve("auto").reason
+
+
+def test_instances_that_share_a_gpu_take_turns_unless_mps_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(OK, devices=(H200, replace(H200, index=1, has_mps=True)))
+    monkeypatch.setattr(devices, "probe", lambda: found)
+    assert [devices.takes_turns(name) for name in ("cuda:0", "cuda:1", "cuda", "cpu")] == [True, False, True, False]
+    for name, neighbours, said in (
+        ("cuda:0", (Role.E, Role.P), "the 2 instances on cuda:0 take turns"),
+        ("cuda:0", (Role.E,), ""),
+        ("cuda:1", (Role.E, Role.P), ""),
+        ("cpu", (Role.E, Role.P), ""),
+    ):
+        chosen = devices.ChosenDevice(name, None if name == "cpu" else int(name[-1]), 132, "as asked")
+        note = compute_stack._turns(chosen, InstanceContext(Role.E, neighbours=neighbours)) or ""
+        assert said in note and bool(said) == bool(note)

@@ -373,8 +373,8 @@ async def test_the_client_s_words_never_become_labels(served: Served) -> None:
 # ---- by instance
 
 BUSY = TransferReport(
-    offers=2, pulls=3, offered=40, acknowledged=30, withdrawn=5, expired=1, pulled=29, pulled_bytes=1 << 30, pull_s=2.5,
-    invalid=4, ignored=6,
+    offers=2, staged=5, pulls=3, offered=40, acknowledged=30, withdrawn=5, expired=1, pulled=29, pulled_bytes=1 << 30,
+    host_bytes=1 << 29, pull_s=2.5, invalid=4, ignored=6,
 )  # fmt: skip
 
 
@@ -395,6 +395,7 @@ def test_every_instance_has_its_series_beside_the_sums() -> None:
         "hydra:instance_kv_cache_usage_perc": 0.25,
         "hydra:instance_image_cache_usage_perc": 0.5,
         "hydra:transfer_live_offers": 2,
+        "hydra:transfer_live_staged": 5,
         "hydra:transfer_live_pulls": 3,
         "hydra:transfer_offered_total": 40,
         "hydra:transfer_acknowledged_total": 30,
@@ -402,6 +403,7 @@ def test_every_instance_has_its_series_beside_the_sums() -> None:
         "hydra:transfer_expired_total": 1,
         "hydra:transfer_pulled_total": 29,
         "hydra:transfer_pulled_bytes_total": 1 << 30,
+        "hydra:transfer_host_bytes_total": 1 << 29,
         "hydra:transfer_pull_seconds_total": 2.5,
         "hydra:transfer_invalid_total": 4,
         "hydra:transfer_ignored_total": 6,

@@ -79,6 +79,12 @@ class CpuDevice:
     def share(self, num_bytes: int) -> SharedMemory:
         return SharedPool(num_bytes)
 
+    def stage(self, num_bytes: int) -> SharedMemory:
+        return SharedPool(num_bytes, peers_write=True)
+
+    def open_staging(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        return map_pool(descriptor, export.num_bytes)
+
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
         if export.transport != TRANSPORT:
             raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a processor")

@@ -37,8 +37,8 @@ class SharedPool:
     transport = TRANSPORT
     handle = b""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Raises ResourceError where the system gives no such memory."""
+    def __init__(self, num_bytes: int, *, peers_write: bool = False) -> None:
+        """`peers_write`: they may map it to write too. Raises ResourceError where the system gives no such memory."""
         if num_bytes <= 0:
             raise ValueError(f"num_bytes: expected a positive size, got {num_bytes}")
         self.num_bytes = num_bytes
@@ -50,7 +50,7 @@ class SharedPool:
             self._map = mmap.mmap(self._descriptor, num_bytes)
             with suppress(OSError):  # as numpy does; most systems have no large pages for memory of this kind
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            _seal(self._descriptor)
+            _seal(self._descriptor, peers_write=peers_write)
         except OSError as error:
             self.close()
             raise ResourceError(
@@ -110,9 +110,9 @@ class _Window:
         }
 
 
-def map_pool(descriptor: int, num_bytes: int) -> MappedPool:
-    """A peer's pool, to be read only. The descriptor is still the caller's. Raises TransferError for anything but a
-    memfd of exactly this size that can never have another one."""
+def map_pool(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ) -> MappedPool:
+    """A peer's pool, to be read only, whatever `prot` lets the system do with its pages. The descriptor is still the
+    caller's. Raises TransferError for anything but a memfd of exactly this size that can never have another one."""
     try:
         size = os.fstat(descriptor).st_size
         if size != num_bytes or num_bytes <= 0:
@@ -123,14 +123,15 @@ def map_pool(descriptor: int, num_bytes: int) -> MappedPool:
             raise TransferError("a peer's memory is no memfd") from error
         if seals & (_SEALS | _FINAL) != _SEALS | _FINAL:
             raise TransferError("a peer's memory is not sealed: it could shrink under its readers")
-        return MappedPool(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
+        return MappedPool(mmap.mmap(descriptor, num_bytes, prot=prot))
     except OSError as error:
         raise TransferError(f"a peer's memory cannot be mapped: {error.strerror}") from error
 
 
-def _seal(descriptor: int) -> None:
+def _seal(descriptor: int, *, peers_write: bool) -> None:
+    writers = 0 if peers_write else _FUTURE_WRITE
     try:
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL | _FUTURE_WRITE)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL | writers)
     except OSError:  # a system that does not know the last one
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL)
 

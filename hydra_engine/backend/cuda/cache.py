@@ -20,12 +20,15 @@ from hydra_engine.backend import checks
 from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary
 from hydra_engine.backend.cpu.cache import CacheOps, desc_arguments
 
+_HOST = -1  # in place of a device's number: see `_C.CudaCacheDesc`
+
 
 def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
-    """`device`: whose kernels use the cache, where that is another one than its memory's: for a peer's mapped pool."""
+    """`device`: whose kernels use the cache, where that is another one than its memory's: for a peer's mapped pool. A
+    cache in host memory is for copies of its blocks alone."""
     arguments = desc_arguments(cache)
     if not cache.data.is_cuda:
-        raise ValueError(f"cache: expected a CUDA device, got {cache.data.device}")
+        return _C.CudaCacheDesc(*arguments, _HOST)
     return _C.CudaCacheDesc(*arguments, cache.data.get_device() if device is None else device)
 
 
@@ -60,8 +63,9 @@ class _OnStream:
         self._desc.gather(_stream(self._device), *arguments)
 
     def copy_to(self, target: _OnStream, pairs: int, count: int) -> None:
-        """On the target's device: this cache may be another process's."""
-        self._desc.copy_to(_stream(target._device), target._desc, pairs, count)
+        """On the target's device, for this cache may be another process's; on this one's if the target is the host."""
+        device = self._device if target._device.type == "cpu" else target._device
+        self._desc.copy_to(_stream(device), target._desc, pairs, count)
 
 
 class CudaCacheOps(CacheOps):
@@ -110,7 +114,8 @@ class CudaCacheOps(CacheOps):
         return super().gather_cache(cache, layer, index, _slots(cache, slots))
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
-        """`source` may be a peer's pool that is mapped here; the copy runs on the target's device."""
+        """`source` may be a peer's pool that is mapped here; the copy runs on the target's device. One of the two may
+        lie in host memory, pinned or not: copy engines move its blocks."""
         checks.check_device(torch.device("cpu"), (("pairs", pairs),))
         super().copy_blocks(source, target, pairs)
 

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.cpu.lanes import set_torch_threads
+from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
+from hydra_engine.backend.cpu.shared_memory import map_pool
 from hydra_engine.backend.cuda import ipc as cuda_ipc
 from hydra_engine.backend.cuda.copies import CudaFetch, CudaMark, Sender, failure
 from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.cuda.lanes import PRIORITIES, CudaLane
 from hydra_engine.backend.cuda.sm_split import SplitDevice
+from hydra_engine.backend.cuda.staging import PeerStaging, StagingPool
 from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.core.units import size
@@ -98,7 +101,16 @@ class CudaDevice:
                 param="kv_cache_gib",
             ) from error
 
+    def stage(self, num_bytes: int) -> SharedMemory:
+        return StagingPool(num_bytes, self._index)
+
+    def open_staging(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        return PeerStaging(descriptor, export.num_bytes, self._index)
+
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        """The host's memory too, which is not pinned: it is as large as a processor's caches."""
+        if export.transport == HOST_TRANSPORT:
+            return map_pool(descriptor, export.num_bytes)
         if export.transport != cuda_ipc.TRANSPORT:
             raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a GPU")
         return cuda_ipc.PEER_POOLS.open(export.handle, export.num_bytes, self._index)

@@ -30,7 +30,6 @@ class Placement:
 
     has_vision: bool = True
     keeps_states: bool = False  # its decoder has recurrent states
-    device: str = "auto"  # where instances are that name none
 
     @property
     def stages(self) -> Role:
@@ -39,11 +38,9 @@ class Placement:
     def check(self, text: str) -> None:
         """Raises ConfigError, with a topology that would do."""
         topology = Topology.parse(text)
+        # What --device names is asked for by the instances, which say why they cannot have it.
         named = {spec.device for spec in topology.instances} - {"auto"}
         check_devices(topology, _known(named))
-        # `device` itself is asked for by the instances, which say why they cannot have it.
-        placed = topology.devices(self.device)
-        check_devices(topology.on(placed), placed)
         check_serves(topology, self.has_vision)
         if self.keeps_states:
             check_states(topology)

@@ -6,6 +6,7 @@ and it is the lane that closes a peer, behind the jobs that read it. Does not kn
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,17 +14,22 @@ from functools import partial
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cpu.shared_memory import ControlWords
 from hydra_engine.clock import Clock
-from hydra_engine.core.plans import PullJob, PullResult
+from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.transfer.lane import Peer, TransferLane, checksums_of, exports_of
+from hydra_engine.worker.transfer.staging import STAGING_BYTES, StagingPools
+
+logger = logging.getLogger(__name__)
 
 NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 
 
 class Exchange:
     """`TransferPort` over one backend. `caches`: what the instance has, in memory that peers can map or not. `deliver`
-    is called in the lane; so is `run`, which runs a pull and may raise BackendError, where the device failed."""
+    is called in the lane; so is `run`, which runs a copy and may raise BackendError, where the device failed.
+    `through_host`: blocks go through host memory also where peers could map them; a staging pool has at most
+    `staging_bytes`."""
 
     def __init__(
         self,
@@ -31,20 +37,25 @@ class Exchange:
         caches: Mapping[PoolKind, PagedCache | None],
         clock: Clock,
         faults: FaultPoints,
-        deliver: Callable[[PullResult], None],
+        deliver: Callable[[PullResult | StagingResult], None],
         run: Callable[[Callable[[], None]], None] = lambda job: job(),
+        *,
+        through_host: bool = False,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._run = run
         self._deliver = deliver
         self._device = backend.device
         self._caches = {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
         self._words = ControlWords(NUM_CONTROL_WORDS)
+        self._through_host = through_host
+        self._staging = StagingPools(self._caches, backend.device, always=through_host, max_bytes=staging_bytes)
         self._peers: dict[str, Peer] = {}
         self._runner = TransferLane(backend.ops, backend.device, self._caches, clock, faults)
         self._lane = backend.device.lane("transfer")
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
-        return exports_of(self._caches, self._words)
+        return exports_of(self._caches, self._words, self._staging)
 
     def set_word(self, slot: int, word: int) -> None:
         self._words.store(slot, word)
@@ -56,16 +67,30 @@ class Exchange:
         """Closes the descriptors, whatever comes of it. Raises TransferError."""
         try:
             assert name not in self._peers, "a peer opened twice"
-            self._peers[name] = Peer(exports, descriptors, self._caches, self._device)
+            peer = Peer(exports, descriptors, self._caches, self._device, through_host=self._through_host)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        self._peers[name] = peer
+        if peer.not_mapped:
+            logger.warning("blocks of instance %s come through host memory: %s", name, peer.not_mapped)
 
     def close_peer(self, name: str) -> None:
         """An unknown name is ignored; a name can be opened again at once."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._lane.submit(peer.close)
+
+    def piece_blocks(self, peer: str, pool: str) -> int:
+        opened = self._peers.get(peer)
+        return 0 if opened is None else opened.piece_blocks.get(PoolKind(pool), 0)
+
+    @property
+    def staging_blocks(self) -> Mapping[PoolKind, int]:
+        return self._staging.num_blocks
+
+    def submit_staging(self, job: StagingJob) -> None:
+        self._lane.submit(lambda: self._run(lambda: self._deliver(self._runner.stage(job, self._staging))))
 
     def submit_pull(self, job: PullJob) -> None:
         pull = partial(self._runner.run, job, self._peers.get(job.peer))
@@ -80,4 +105,5 @@ class Exchange:
         for cache in self._caches.values():
             if cache.memory is not None:
                 cache.memory.close()
+        self._staging.close()
         self._words.close()

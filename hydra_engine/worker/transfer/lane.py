@@ -19,17 +19,12 @@ from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.backend.cpu.shared_memory import ControlWords, PeerWords
 from hydra_engine.backend.device import Device, PeerMemory
 from hydra_engine.clock import Clock
-from hydra_engine.core.plans import PullJob, PullResult
-from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
+from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
+from hydra_engine.core.pools import Exports, PoolExport, PoolKind
 from hydra_engine.errors import ErrorInfo, TransferError
 from hydra_engine.worker.boundary import attempt_step
 from hydra_engine.worker.faults import AFTER_COPY, MID_COPY, FaultPoints
-
-
-def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
-    data = cache.data
-    dtype = str(data.dtype).removeprefix("torch.")
-    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
+from hydra_engine.worker.transfer.staging import StagingPools, cache_in, flip_a_byte, layout_of, piece_of
 
 
 def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
@@ -37,7 +32,9 @@ def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
     return tuple(zlib.crc32(cache.block_view(block).cpu().numpy().data) for block in blocks)
 
 
-def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tuple[Exports, tuple[int, ...]]:
+def exports_of(
+    caches: Mapping[PoolKind, PagedCache], words: ControlWords, staging: StagingPools
+) -> tuple[Exports, tuple[int, ...]]:
     """Those of `caches` that peers can map, and the words; and the descriptors, by their index in what is exported."""
     pools, descriptors = [], [words.descriptor]
     for kind, cache in caches.items():
@@ -49,18 +46,29 @@ def exports_of(caches: Mapping[PoolKind, PagedCache], words: ControlWords) -> tu
             index = len(descriptors)
             descriptors.append(memory.descriptor)
         pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, index, memory.handle))
-    return Exports(tuple(pools), words=0, num_words=words.num_words), tuple(descriptors)
+    staged, more = staging.exports(len(descriptors))
+    return Exports(tuple(pools), words=0, num_words=words.num_words, staging=staged), (*descriptors, *more)
 
 
 class Peer:
-    """What one peer lets us read, mapped."""
+    """What one peer lets us read, mapped: its pools, or its staging pools where those cannot be mapped here."""
 
     def __init__(
-        self, exports: Exports, descriptors: Sequence[int], caches: Mapping[PoolKind, PagedCache], device: Device
+        self,
+        exports: Exports,
+        descriptors: Sequence[int],
+        caches: Mapping[PoolKind, PagedCache],
+        device: Device,
+        *,
+        through_host: bool = False,
     ) -> None:
-        """`caches` are ours: pools of other kinds are not opened. The descriptors are still the caller's. Raises
-        TransferError unless everything is what `exports` says and our blocks are like the peer's."""
+        """`caches` are ours: pools of other kinds are not opened. The descriptors are still the caller's.
+        `through_host`: staging pools whatever can be mapped. Raises TransferError unless everything is what `exports`
+        says and our blocks are like the peer's."""
         self.pools: dict[PoolKind, PagedCache] = {}
+        self.piece_blocks: dict[PoolKind, int] = {}  # of those that are staging pools
+        self.not_mapped = ""  # why there are such, if that was not asked for
+        staging = {export.layout.kind: export for export in exports.staging}
         with ExitStack() as opened:
             self.words = PeerWords(_chosen(descriptors, exports.words), exports.num_words)
             opened.callback(self.words.close)
@@ -68,12 +76,32 @@ class Peer:
                 ours = caches.get(export.layout.kind)
                 if ours is None:
                     continue
+                staged = staging.get(export.layout.kind)
                 _check(export, ours)
-                descriptor = -1 if export.descriptor < 0 else _chosen(descriptors, export.descriptor)
-                memory = device.open_peer(export, descriptor)
+                memory = None
+                if staged is None or not through_host:
+                    memory = self._mapped(export, descriptors, device, needed=staged is None)
+                if memory is None and staged is not None:
+                    export = staged
+                    _check(export, ours)
+                    memory = device.open_staging(export, _chosen(descriptors, export.descriptor))
+                    self.piece_blocks[export.layout.kind] = piece_of(export.layout.num_blocks)
+                assert memory is not None
                 opened.callback(memory.close)
-                self.pools[export.layout.kind] = _cache_in(memory, export, ours)
+                self.pools[export.layout.kind] = cache_in(memory, export.layout.num_blocks, ours)
             self._opened = opened.pop_all()
+
+    def _mapped(
+        self, export: PoolExport, descriptors: Sequence[int], device: Device, *, needed: bool
+    ) -> PeerMemory | None:
+        descriptor = -1 if export.descriptor < 0 else _chosen(descriptors, export.descriptor)
+        try:
+            return device.open_peer(export, descriptor)
+        except TransferError as error:
+            if needed:
+                raise
+            self.not_mapped = error.message
+            return None
 
     def close(self) -> None:
         """Unmaps everything: no other reference to the tensors is left. A second call does nothing."""
@@ -93,14 +121,6 @@ def _check(export: PoolExport, ours: PagedCache) -> None:
         raise TransferError(
             f"{theirs.num_blocks} {theirs.kind} blocks of {theirs.block_bytes} bytes do not lie in {export.num_bytes}"
         )
-
-
-def _cache_in(memory: PeerMemory, export: PoolExport, ours: PagedCache) -> PagedCache:
-    shape = export.layout.num_blocks, *export.layout.block_shape
-    raw = memory.tensor()[: shape[0] * ours.block_bytes]
-    if ours.scales is not None:
-        return PagedCache.quantized(raw, shape, ours.row_dtype)
-    return PagedCache(raw.view(ours.data.dtype).view(shape))
 
 
 def _chosen(descriptors: Sequence[int], index: int) -> int:
@@ -124,6 +144,13 @@ class TransferLane:
         self._clock = clock
         self._faults = faults
 
+    def stage(self, job: StagingJob, staging: StagingPools) -> StagingResult:
+        """As `run`."""
+        fill = partial(staging.fill, job, self._ops, self._device, self._faults)
+        outcome = attempt_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
+        problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
+        return StagingResult(job.number, problem)
+
     def run(self, job: PullJob, peer: Peer | None) -> PullResult:
         """`peer` None: the job's peer is not open. Raises nothing but BackendError, where the device failed; the result
         of a job that did has a `problem`."""
@@ -132,7 +159,7 @@ class TransferLane:
         if isinstance(outcome, ErrorInfo):
             outcome = False, 0, _problem(job, outcome)
         valid, num_bytes, problem = outcome
-        return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem)
+        return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem, job.ticket)
 
     def _pull(self, job: PullJob, peer: Peer | None) -> tuple[bool, int, str | None]:
         """(the word was still there, bytes, problem)."""
@@ -146,7 +173,7 @@ class TransferLane:
         self._copy(source, target, torch.from_numpy(blocks.astype(np.int64)))
         self._device.finish()
         if self._faults.hit_copy(AFTER_COPY):
-            _flip_a_byte(target, job.target_blocks.tolist())
+            flip_a_byte(target, job.target_blocks.tolist())
         # Everything has been read: what the word says now was true of every byte.
         valid = peer.words.load(job.slot) == job.word
         problem = None
@@ -162,7 +189,7 @@ class TransferLane:
         self._ops.copy_blocks(source, target, pairs[:half])
         self._device.finish()
         if self._faults.hit_copy(MID_COPY):
-            _flip_a_byte(target, pairs[:half, 1].tolist())
+            flip_a_byte(target, pairs[:half, 1].tolist())
         self._ops.copy_blocks(source, target, pairs[half:])
 
 
@@ -170,8 +197,3 @@ def _problem(job: PullJob, error: ErrorInfo) -> str:
     if error.kind == TransferError.__name__:
         return error.message
     return f"blocks of instance {job.peer} could not be copied; the log says why"
-
-
-def _flip_a_byte(cache: PagedCache, blocks: Sequence[int]) -> None:
-    if blocks:
-        cache.block_view(blocks[-1])[0] ^= 0xFF

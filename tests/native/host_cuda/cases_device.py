@@ -60,7 +60,7 @@ def test_the_probe_says_what_is_wrong_and_leaves_no_error(
 
 
 def test_calls_name_a_device_that_is_there(host: Any) -> None:
-    for device in (-1, 2, 64):
+    for device in (-2, 2, 64):
         with pytest.raises(ValueError, match="device: expected 0 to"):
             small_cache(host, device)
     with pytest.raises(ValueError, match="cache: expected the address of device memory"):
@@ -96,6 +96,62 @@ def test_blocks_are_copied_by_the_device_that_they_go_to(
     host.end_stream(stream)
     assert [(launch.device, launch.stream) for launch in launches()] == [(target, stream)]
     assert ours[0].eq(7).all() and ours[1].isnan().all() and host.current_device() == 0
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_blocks_cross_the_bus_in_runs(host: Any, launches: Callable[[], list[Launch]], to_host: bool) -> None:
+    """Blocks that follow each other on both sides are one copy, on the device's stream."""
+    device, elsewhere = torch.arange(6 * 32.0).view(6, 32), torch.full((8, 32), float("nan"))
+    descs = [
+        host.CudaCacheDesc(data.data_ptr(), len(data), 1, 1, 4, 1, 8, FLOAT32, at)
+        for data, at in ((device, 1 if to_host else -1), (elsewhere, -1 if to_host else 1))
+    ]
+    pairs, stream = torch.tensor([[0, 4], [1, 5], [2, 6], [4, 7], [5, 0], [3, 1]]), host.new_stream(1, False)
+    for count in (0, 6):
+        descs[0].copy_to(stream, descs[1], pairs.data_ptr(), count)
+    host.end_stream(stream)
+    # (4, 7) follows neither what is before it nor what is behind it.
+    assert [(seen.device, seen.stream, seen.widest) for seen in launches()] == [
+        (1, stream, count * 128) for count in (3, 1, 1, 1)
+    ]
+    for source, target in pairs.tolist():
+        assert torch.equal(elsewhere[target], device[source])
+    assert elsewhere[2:4].isnan().all() and host.current_device() == 0
+    pairs[5] = torch.tensor([3, 8])
+    with pytest.raises(ValueError, match=r"pairs\[:, 1\]: expected 0 to 7, got 8"):
+        descs[0].copy_to(0, descs[1], pairs[5:].data_ptr(), 1)
+
+
+def test_a_cache_in_host_memory_is_for_copies_alone(host: Any) -> None:
+    data = torch.zeros(2, 32)
+    desc, pairs = host.CudaCacheDesc(data.data_ptr(), 2, 1, 1, 4, 1, 8, FLOAT32, -1), torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match="device: expected 0 to"):
+        write(desc, torch.ones(1, 8), torch.tensor([0]))
+    with pytest.raises(ValueError, match="expected one of the caches on a device"):
+        desc.copy_to(0, desc, pairs.data_ptr(), 1)
+    assert not data.any()
+
+
+def test_memory_is_pinned_once_and_a_refusal_leaves_no_error(host: Any) -> None:
+    memory = torch.zeros(64)
+    host.cuda_pin(memory.data_ptr(), memory.nbytes, 1)
+    with pytest.raises(RuntimeError, match=r"CUDA error 1 .*cudaHostRegister.*host\.cpp:\d"):
+        host.cuda_pin(memory.data_ptr(), memory.nbytes, 0)
+    host.cuda_unpin(memory.data_ptr(), 1)
+    with pytest.raises(RuntimeError, match="cudaHostUnregister"):
+        host.cuda_unpin(memory.data_ptr(), 1)
+    _data, desc = small_cache(host)
+    write(desc, torch.zeros(1, 8), torch.tensor([0]))
+    assert host.current_device() == 0
+
+
+def test_the_probe_knows_which_devices_processes_share(host: Any) -> None:
+    assert [device["has_mps"] for device in host.cuda_probe()["devices"]] == [False, True]
+    host.make_fail("cudaDeviceGetAttribute", UNKNOWN)  # a driver that does not know the question
+    assert not any(device["has_mps"] for device in host.cuda_probe()["devices"])
+    host.make_fail("cudaDeviceGetAttribute", 0)
+    _data, desc = small_cache(host)
+    write(desc, torch.zeros(1, 8), torch.tensor([0]))
 
 
 def test_faults_belong_to_the_device_that_met_them(host: Any) -> None:

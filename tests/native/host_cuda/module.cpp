@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include "cuda/host.h"
 #include "executor.h"
 #include "rules.h"
 #include "runtime.h"
@@ -11,6 +12,8 @@
 PYBIND11_MODULE(host_cuda, m) {
   namespace py = pybind11;
   hydra::register_cuda_cache(m);
+  m.def("cuda_pin", &hydra::cuda::pin_memory);
+  m.def("cuda_unpin", &hydra::cuda::unpin_memory);
   m.def("take_launches", [] {
     py::list launches;
     for (const host_cuda::Seen& seen : host_cuda::take_launches()) {

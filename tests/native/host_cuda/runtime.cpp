@@ -112,8 +112,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return outcome("cudaGetDeviceProperties", device_exists(device));
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
-  *value = kMultiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  *value = attribute == cudaDevAttrMpsEnabled ? device == 1 : kMultiprocessors;
   return outcome("cudaDeviceGetAttribute", device_exists(device));
 }
 
@@ -137,6 +137,25 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   std::memset(*memory, 0xff, bytes);
   const std::lock_guard<std::mutex> guard(lock);
   host_memory[static_cast<char*>(*memory)] = bytes;
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned flags) {
+  const std::lock_guard<std::mutex> guard(lock);
+  const bool added = flags == cudaHostRegisterPortable && host_memory.emplace(static_cast<char*>(memory), bytes).second;
+  return added ? cudaSuccess : last_error = cudaErrorInvalidValue;
+}
+
+cudaError_t cudaHostUnregister(void* memory) {
+  const std::lock_guard<std::mutex> guard(lock);
+  return host_memory.erase(static_cast<char*>(memory)) == 1 ? cudaSuccess : last_error = cudaErrorInvalidValue;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  const cudaError_t error = outcome("cudaMemcpyAsync", check_stream(stream));
+  if (error != cudaSuccess) return error;
+  std::memcpy(to, from, bytes);
+  note_launch({"cudaMemcpyAsync", 1, dim3(1), dim3(1), 0, stream}, bytes);
   return cudaSuccess;
 }
 

@@ -1,0 +1,72 @@
+"""Host memory between devices: the CPU backend's shared memory, pinned, so that copy engines reach it at full speed.
+
+Where the system refuses to pin it, copies go on, slower, and one line says so. Does not know blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+
+from torch import Tensor
+
+from hydra_engine import _C
+from hydra_engine.backend.cpu.shared_memory import MappedPool, SharedPool, map_pool
+from hydra_engine.core.units import size
+
+logger = logging.getLogger(__name__)
+
+
+class _Pin:
+    """Of memory that stays mapped until `end`."""
+
+    def __init__(self, memory: Tensor, device: int) -> None:
+        self._address, self._device = memory.data_ptr(), device
+        try:
+            _C.cuda_pin(self._address, memory.nbytes, device)
+        except RuntimeError as error:
+            self._address = 0
+            logger.warning("%s of host memory cannot be pinned, copies are slower: %s", size(memory.nbytes), error)
+
+    def end(self) -> None:
+        """Once no copy from or to it is in flight; a second call does nothing."""
+        address, self._address = self._address, 0
+        if address:
+            _C.cuda_unpin(address, self._device)
+
+
+class StagingPool(SharedPool):
+    """`SharedMemory` of backend/device.py, pinned from the first `tensor` on."""
+
+    def __init__(self, num_bytes: int, device: int) -> None:
+        super().__init__(num_bytes, peers_write=True)
+        self._device = device
+        self._pin: _Pin | None = None
+
+    def tensor(self) -> Tensor:
+        memory = super().tensor()
+        self._pin = self._pin or _Pin(memory, self._device)
+        return memory
+
+    def close(self) -> None:
+        """No copy from or to it may be in flight."""
+        if self._pin is not None:
+            self._pin.end()
+        super().close()
+
+
+class PeerStaging:
+    """`PeerMemory` of backend/device.py: a peer's staging pool, pinned here too."""
+
+    def __init__(self, descriptor: int, num_bytes: int, device: int) -> None:
+        """Raises TransferError as `map_pool`."""
+        # Memory that is mapped to be read only cannot be pinned beside most processors.
+        self._pool: MappedPool = map_pool(descriptor, num_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._pin = _Pin(self._pool.tensor(), device)
+
+    def tensor(self) -> Tensor:
+        return self._pool.tensor()
+
+    def close(self) -> None:
+        self._pin.end()
+        self._pool.close()

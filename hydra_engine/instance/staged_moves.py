@@ -1,0 +1,92 @@
+"""Both halves of `transfer/staging.py` over the ports of an instance: pulls, and what peers ask to have staged.
+
+A part of the migration, for the instance's own thread. Knows which peers are read through host memory from the transfer
+port alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hydra_engine.core.pools import PoolKind
+from hydra_engine.transfer.messages import Stage, Staged, Taken
+from hydra_engine.transfer.staging import StagedPulls, Staging
+
+if TYPE_CHECKING:
+    from hydra_engine.core.plans import PullJob, PullResult, StagingResult
+    from hydra_engine.instance.ports import PeerPort, TransferPort
+    from hydra_engine.transfer.offers import Owner, Source
+
+
+class StagedMoves:
+    def __init__(self, source: Source, transfer: TransferPort, peers: PeerPort) -> None:
+        self._source = source
+        self._transfer = transfer
+        self._peers = peers
+        self._staging = Staging(transfer.staging_blocks)
+        self._pulls = StagedPulls()
+        self.num_bytes = 0  # that were pulled in pieces
+
+    def submit(self, job: PullJob, incarnation: int, now: float) -> None:
+        """One copy, or where the peer's memory cannot be mapped as many as it has pieces; the result of the last one
+        makes `on_pull` return that of the job."""
+        piece_blocks = self._transfer.piece_blocks(job.peer, job.pool)
+        if piece_blocks and len(job.source_blocks):
+            self._peers.send(job.peer, self._pulls.begin(job, incarnation, piece_blocks, now))
+        else:
+            self._transfer.submit_pull(job)
+
+    def on_pull(self, result: PullResult) -> PullResult | None:
+        if not result.ticket:
+            return result
+        self.num_bytes += result.num_bytes
+        peer, messages, ended = self._pulls.copied(result)
+        self._peers.send(peer, messages)
+        return ended
+
+    def receive(self, peer: str, message: Stage | Staged | Taken) -> Owner | None:
+        """Returns whose blocks can never be staged."""
+        match message:
+            case Stage():
+                owner = self._source.owner_of(peer, message.incarnation, message.sequence)
+                if owner is None:  # over, as the target knows or will hear
+                    return None
+                pool = PoolKind.KV if owner[1] is None else PoolKind.FEATURES
+                if not self._staging.ask(peer, message, pool):
+                    return owner
+                self._start()
+            case Staged():
+                job = self._pulls.staged(peer, message)
+                if job is not None:
+                    self._transfer.submit_pull(job)
+            case Taken():
+                self._staging.taken(peer, message)
+                self._start()
+        return None
+
+    def on_staging(self, result: StagingResult) -> Owner | None:
+        """Returns whose blocks could not be staged."""
+        done = self._staging.copied(result.number)
+        self._start()
+        if done is None:
+            return None
+        peer, staged = done
+        if result.problem is not None:
+            return self._source.owner_of(peer, staged.incarnation, staged.sequence)
+        self._peers.send(peer, [staged])
+        return None
+
+    def tend(self, is_over: Callable[[PullJob], bool], now: float) -> list[PullResult]:
+        """Takes back what was staged for offers that are over. Returns the results of pulls of such."""
+        self._staging.take_back(self._source.is_live)
+        self._start()
+        return list(self._pulls.end_over(is_over, now))
+
+    @property
+    def staged(self) -> int:
+        return self._staging.live
+
+    def _start(self) -> None:
+        for job in self._staging.start():
+            self._transfer.submit_staging(job)

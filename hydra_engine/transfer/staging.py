@@ -1,0 +1,216 @@
+"""Blocks on their way through host memory, where a target cannot map the memory of a source.
+
+The source has a small pool of host memory that its peers map, the staging pool. A target that is about to copy asks for
+a piece of the offer (`Stage`); the source copies the piece into free blocks of the pool and says which (`Staged`); the
+target copies it from there and gives the blocks back (`Taken`). So a piece is read only once all of it is written, a
+block of the pool belongs to one piece at a time, and what is staged waits for nothing but one copy. Several pieces of a
+pull are under way at once: one is written while another is read.
+
+Everything follows the offer. As long as its control word stands its pieces stay; once it is over, whatever the reason,
+the word says so first, and then the pieces are taken back without asking: a target that reads too late finds that out
+from the word, as it does where it reads the source's own memory. `Staging` is the source's half, `StagedPulls` the
+target's. Messages come once and in order, as those of a connection do, and end with it. Neither half sends or copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hydra_engine.core.ids import StepId
+from hydra_engine.core.plans import PullJob, PullResult, StagingJob
+from hydra_engine.core.pools import PoolKind
+from hydra_engine.transfer.messages import Stage, Staged, Taken
+
+PIECES_AT_ONCE = 2  # of one pull
+
+
+@dataclass(slots=True)
+class _Piece:
+    peer: str
+    stage: Stage
+    pool: PoolKind
+    blocks: list[int] = field(default_factory=list)  # of the staging pool; none: it waits for room
+    staged: bool = False
+
+
+class Staging:
+    """`num_blocks` of the staging pool of each kind of cache. Copies are made in the order in which they are started,
+    so what is over is free at once, even while it is being written: who gets it writes it later."""
+
+    def __init__(self, num_blocks: Mapping[PoolKind, int]) -> None:
+        self.ignored = 0  # messages
+        self._num_blocks = dict(num_blocks)
+        self._free = {pool: list(range(count - 1, -1, -1)) for pool, count in num_blocks.items()}
+        self._pieces: dict[tuple[int, int], _Piece] = {}  # by sequence of the offer and ticket, in the order they came
+        self._waiting: dict[PoolKind, deque[_Piece]] = {pool: deque() for pool in num_blocks}
+        self._copying: dict[int, _Piece] = {}  # by number of the job; some are over
+        self._next_number = 1
+
+    def ask(self, peer: str, stage: Stage, pool: PoolKind) -> bool:
+        """A piece of an offer that is live. False: it can never be staged, for it is larger than the pool."""
+        if not 0 < len(stage.blocks) <= self._num_blocks.get(pool, 0):
+            return False
+        key = stage.sequence, stage.ticket
+        if key in self._pieces:
+            self.ignored += 1
+            return True
+        piece = self._pieces[key] = _Piece(peer, stage, pool)
+        self._waiting[pool].append(piece)
+        return True
+
+    def start(self) -> Iterator[StagingJob]:
+        """The copies for which there is room, in the order in which they were asked for; `copied` follows each."""
+        for pool, waiting in self._waiting.items():
+            free = self._free[pool]
+            while waiting and len(waiting[0].stage.blocks) <= len(free):
+                piece = waiting.popleft()
+                piece.blocks = [free.pop() for _ in piece.stage.blocks]
+                number, self._next_number = self._next_number, self._next_number + 1
+                self._copying[number] = piece
+                yield StagingJob(number, pool, piece.stage.blocks, tuple(piece.blocks))
+
+    def copied(self, number: int) -> tuple[str, Staged] | None:
+        """The copy has ended. What is to be sent, to whom, if it succeeded; None where the offer is over."""
+        piece = self._copying.pop(number)
+        if not piece.blocks:
+            return None
+        piece.staged = True
+        stage = piece.stage
+        return piece.peer, Staged(stage.incarnation, stage.sequence, stage.ticket, tuple(piece.blocks))
+
+    def taken(self, peer: str, taken: Taken) -> None:
+        piece = self._pieces.get((taken.sequence, taken.ticket))
+        if piece is None or piece.peer != peer or not piece.staged:
+            self.ignored += 1
+            return
+        self._end(piece)
+
+    def take_back(self, is_live: Callable[[int], bool]) -> None:
+        """The pieces of offers that are over, by `is_live` of their sequence."""
+        for piece in [piece for piece in self._pieces.values() if not is_live(piece.stage.sequence)]:
+            self._end(piece)
+
+    @property
+    def live(self) -> int:
+        """Pieces that wait, are copied, or are held for a target."""
+        return len(self._pieces)
+
+    def check(self) -> None:
+        """AssertionError if a block of a pool is lost or given out twice."""
+        for pool, count in self._num_blocks.items():
+            held = [block for piece in self._pieces.values() if piece.pool is pool for block in piece.blocks]
+            assert sorted(held + self._free[pool]) == list(range(count)), f"a {pool} block is lost or given out twice"
+            waiting = [piece for piece in self._pieces.values() if piece.pool is pool and not piece.blocks]
+            assert waiting == list(self._waiting[pool]), "a piece waits twice, or for ever"
+
+    def _end(self, piece: _Piece) -> None:
+        del self._pieces[piece.stage.sequence, piece.stage.ticket]
+        if not piece.blocks:
+            self._waiting[piece.pool].remove(piece)
+        self._free[piece.pool] += piece.blocks
+        piece.blocks = []
+
+
+@dataclass(slots=True)
+class _Pull:
+    """A pull in pieces. `tickets`: those that were asked for and not copied, with the first block and the one behind
+    the last."""
+
+    job: PullJob
+    incarnation: int
+    piece_blocks: int
+    started_s: float
+    asked: int = 0  # blocks
+    tickets: dict[int, tuple[int, int]] = field(default_factory=dict)
+    copying: int = 0  # pieces
+    num_bytes: int = 0
+    valid: bool = True
+    problem: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return not self.copying and (not self.valid or (not self.tickets and self.asked == len(self.job.source_blocks)))
+
+
+class StagedPulls:
+    """Each pull ends with exactly one result, from `copied` or `end_over`."""
+
+    def __init__(self) -> None:
+        self.ignored = 0  # messages
+        self._pulls: dict[StepId, _Pull] = {}
+        self._of_ticket: dict[int, _Pull] = {}
+        self._next_ticket = 1
+
+    def begin(self, job: PullJob, incarnation: int, piece_blocks: int, now: float) -> list[Stage]:
+        """`job` has blocks; pieces have at most `piece_blocks` each. What is to be sent to the job's peer, whose life
+        is `incarnation`."""
+        pull = self._pulls[job.step_id] = _Pull(job, incarnation, piece_blocks, now)
+        return self._ask(pull)
+
+    def staged(self, peer: str, staged: Staged) -> PullJob | None:
+        """The copy of a piece, under the ticket that makes it a part of a pull; `copied` follows. None where nobody
+        waits for it any more."""
+        pull = self._of_ticket.get(staged.ticket)
+        begin, end = (0, 0) if pull is None else pull.tickets[staged.ticket]
+        if pull is None or pull.job.peer != peer or len(staged.blocks) != end - begin:
+            self.ignored += 1
+            return None
+        del self._of_ticket[staged.ticket]
+        pull.copying += 1
+        job = pull.job
+        return replace(
+            job,
+            source_blocks=np.array(staged.blocks, np.int32),
+            target_blocks=job.target_blocks[begin:end],
+            checksums=job.checksums[begin:end],
+            ticket=staged.ticket,
+        )
+
+    def copied(self, result: PullResult) -> tuple[str, list[Taken | Stage], PullResult | None]:
+        """A piece is here, or could not be copied. What is to be sent, to whom, and the result of the pull if it has
+        ended."""
+        pull = self._pulls[result.step_id]
+        del pull.tickets[result.ticket]
+        pull.copying -= 1
+        pull.num_bytes += result.num_bytes
+        pull.valid &= result.valid and result.problem is None
+        pull.problem = pull.problem or result.problem
+        messages: list[Taken | Stage] = []
+        if pull.valid:
+            messages = [Taken(pull.incarnation, pull.job.sequence, result.ticket), *self._ask(pull)]
+        ended = self._end(pull, result.ended_s) if pull.ended else None
+        return pull.job.peer, messages, ended
+
+    def end_over(self, is_over: Callable[[PullJob], bool], now: float) -> Iterator[PullResult]:
+        """Those that wait for a piece of an offer that is over, which never comes; those with a copy in flight end with
+        it."""
+        for pull in list(self._pulls.values()):
+            if pull.valid and is_over(pull.job):
+                pull.valid = False
+                if pull.ended:
+                    yield self._end(pull, now)
+
+    @property
+    def live(self) -> int:
+        return len(self._pulls)
+
+    def _ask(self, pull: _Pull) -> list[Stage]:
+        messages = []
+        while pull.asked < len(pull.job.source_blocks) and len(pull.tickets) < PIECES_AT_ONCE:
+            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+            begin, end = pull.asked, min(pull.asked + pull.piece_blocks, len(pull.job.source_blocks))
+            pull.tickets[ticket], pull.asked = (begin, end), end
+            self._of_ticket[ticket] = pull
+            blocks = tuple(pull.job.source_blocks[begin:end].tolist())
+            messages.append(Stage(pull.incarnation, pull.job.sequence, ticket, blocks))
+        return messages
+
+    def _end(self, pull: _Pull, ended_s: float) -> PullResult:
+        del self._pulls[pull.job.step_id]
+        for ticket in pull.tickets:
+            self._of_ticket.pop(ticket, None)
+        return PullResult(pull.job.step_id, pull.started_s, ended_s, pull.valid, pull.num_bytes, pull.problem)

@@ -1,0 +1,95 @@
+"""Host memory of an instance, into which it copies blocks for peers that cannot read them where they are.
+
+Of each kind of cache a pool of a few of its blocks, in pieces of which a peer asks for one at a time. Runs in the
+transfer lane but for `exports` and the numbers of blocks. Does not know who reads it, nor when a block is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hydra_engine.backend.base import Ops, PagedCache
+from hydra_engine.backend.cpu.shared_memory import TRANSPORT
+from hydra_engine.backend.device import Device, PeerMemory, SharedMemory
+from hydra_engine.core.plans import StagingJob
+from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
+from hydra_engine.worker.faults import AFTER_STAGING, FaultPoints
+
+STAGING_BYTES = 256 << 20  # of one pool, at most, unless one block is larger
+NUM_PIECES = 8  # that a pool has room for
+
+
+def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
+    data = cache.data
+    dtype = str(data.dtype).removeprefix("torch.")
+    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
+
+
+def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCache) -> PagedCache:
+    """`num_blocks` blocks like those of a cache, at the beginning of `memory`."""
+    shape = num_blocks, *like.data.shape[1:]
+    raw = memory.tensor()[: num_blocks * like.block_bytes]
+    if like.scales is not None:
+        return PagedCache.quantized(raw, shape, like.row_dtype)
+    return PagedCache(raw.view(like.data.dtype).view(shape))
+
+
+def piece_of(num_blocks: int) -> int:
+    """Blocks of a piece in a pool of so many."""
+    return max(1, num_blocks // NUM_PIECES)
+
+
+class StagingPools:
+    """`always`: of every cache that peers read, instead of those in memory that only some of them can map. `max_bytes`
+    of a pool."""
+
+    def __init__(
+        self, caches: Mapping[PoolKind, PagedCache], device: Device, *, always: bool, max_bytes: int = STAGING_BYTES
+    ) -> None:
+        self.num_blocks: dict[PoolKind, int] = {}
+        self._sources = caches
+        self._memory: dict[PoolKind, SharedMemory] = {}
+        self._caches: dict[PoolKind, PagedCache] = {}  # made when they are used first: until then they take nothing
+        for kind, cache in caches.items():
+            if cache.memory is not None and (always or cache.memory.transport != TRANSPORT):
+                self.num_blocks[kind] = max(1, min(max_bytes // cache.block_bytes, cache.num_blocks))
+                self._memory[kind] = device.stage(self.num_blocks[kind] * cache.block_bytes)
+
+    def exports(self, first: int) -> tuple[tuple[PoolExport, ...], tuple[int, ...]]:
+        """And their descriptors, whose numbers begin at `first`."""
+        pools = [
+            PoolExport(
+                replace(layout_of(kind, self._sources[kind]), num_blocks=self.num_blocks[kind]),
+                memory.transport,
+                memory.num_bytes,
+                index,
+            )
+            for index, (kind, memory) in enumerate(self._memory.items(), first)
+        ]
+        return tuple(pools), tuple(memory.descriptor for memory in self._memory.values())
+
+    def fill(self, job: StagingJob, ops: Ops, device: Device, faults: FaultPoints) -> None:
+        """When this returns all of it is there. Raises what the device does."""
+        kind = PoolKind(job.pool)
+        if kind not in self._caches:
+            self._caches[kind] = cache_in(self._memory[kind], self.num_blocks[kind], self._sources[kind])
+        pairs = np.stack((job.blocks, job.staging_blocks), axis=1).astype(np.int64)
+        ops.copy_blocks(self._sources[kind], self._caches[kind], torch.from_numpy(pairs))
+        device.finish()
+        if faults.hit_copy(AFTER_STAGING):
+            flip_a_byte(self._caches[kind], job.staging_blocks)
+
+    def close(self) -> None:
+        """Once no copy is in flight; peers keep what they have mapped."""
+        self._caches.clear()
+        for memory in self._memory.values():
+            memory.close()
+
+
+def flip_a_byte(cache: PagedCache, blocks: Sequence[int]) -> None:
+    if blocks:
+        cache.block_view(blocks[-1])[0] ^= 0xFF
