@@ -142,6 +142,10 @@ class Device(Protocol):
 
     def lane(self, name: str) -> Lane: ...
 
+    def reader(self, name: str) -> Lane:
+        """A thread that waits for what lanes have launched (`Fetch.result`, `Mark.wait`), and launches nothing."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of this device's memory."""
         ...

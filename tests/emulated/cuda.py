@@ -82,7 +82,8 @@ class TorchCuda:
     def stream(self, stream: streams.Stream) -> AbstractContextManager[None]:
         return self._streams.using(stream)
 
-    def set_device(self, device: Any) -> None: ...
+    def set_device(self, device: Any) -> None:
+        self._streams.has_device()
 
     def get_device_properties(self, device: Any) -> SimpleNamespace:
         return SimpleNamespace(

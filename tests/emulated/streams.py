@@ -69,6 +69,16 @@ class Streams:
         found: Stream = getattr(self._of_thread, "stream", self.default)
         return found
 
+    def has_device(self) -> None:
+        """The calling thread has said which device it works on."""
+        self._of_thread.has_device = True
+
+    def check_device(self) -> None:
+        """Before an event is asked or waited for, which torch does on the thread's device, whatever the event's is. The
+        main thread is not held to it: it builds an instance and names the device each time."""
+        if threading.current_thread() is not threading.main_thread() and not hasattr(self._of_thread, "has_device"):
+            self.found("an event, by a thread that has not set its device")
+
     def use(self, stream: Stream) -> None:
         self._of_thread.stream = stream
 
@@ -209,6 +219,7 @@ class Event:
             self.mark = clock.record(stream.line)
 
     def synchronize(self) -> None:
+        self._streams.check_device()
         if self.stream is not None:
             if self.mark is not None and (clock := self._streams.timing) is not None:
                 clock.wait(self.mark)
@@ -217,6 +228,7 @@ class Event:
             self.stream.complete(self.number)
 
     def query(self) -> bool:
+        self._streams.check_device()
         if self.stream is None:
             return True
         if self.mark is not None and (clock := self._streams.timing) is not None and clock.is_done(self.mark):

@@ -59,6 +59,9 @@ class CpuDevice:
         niceness = self._niceness.get(name, 0)
         return ThreadLane(name, self.threads, set_threads=self._set_threads, niceness=niceness)
 
+    def reader(self, name: str) -> Lane:
+        return ThreadLane(name, 1)
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes: the machine's, or the container's where that is less."""
         lines = (line.split() for line in _MEMINFO.read_text().splitlines())

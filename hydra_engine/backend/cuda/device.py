@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.cpu.device import CpuDevice
-from hydra_engine.backend.cpu.lanes import set_torch_threads
+from hydra_engine.backend.cpu.lanes import ThreadLane, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cpu.shared_memory import map_pool
 from hydra_engine.backend.cuda import ipc as cuda_ipc
@@ -61,6 +61,14 @@ class CudaDevice:
         if self._split is None:
             return CudaLane(name, self.torch_device, stream, self._threads, self._set_threads)
         return self._split.lane(name, stream, self._threads, self._set_threads)
+
+    def reader(self, name: str) -> Lane:
+        """A thread that has not said which device it works on makes a context on the first one when it waits."""
+        return ThreadLane(name, 1, set_threads=self._begin_reader)
+
+    def _begin_reader(self, threads: int) -> None:
+        set_torch_threads(threads)
+        torch.cuda.set_device(self.torch_device)
 
     # ---- memory
 

@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
-from hydra_engine.backend.cpu.lanes import ThreadLane
 from hydra_engine.backend.device import Fetch, Lane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
@@ -192,7 +191,7 @@ class LanguageLane:
                 self.graphs = DecodeGraphs(parts, slot_table, _graph_sizes(config), max_model_len)
             self._step = AsynchronousStep(parts, slot_table, self.graphs)
             self._order = StepOrder(slot_table, clock, gate)
-            self._readers = ThreadLane("results", 1)
+            self._readers = device.reader("results")
         else:
             self._slot_table = SlotTable(num_seq_slots)
             self._step = SynchronousStep(parts, self._slot_table, gate)

@@ -1,0 +1,36 @@
+"""What the ops of the CUDA backend launch on the emulated device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hydra_engine.backend.select import create_backend
+from tests.emulated.streams import Streams
+from tests.emulated.tensors import DEVICE
+from tests.emulated.works import Work
+
+
+@pytest.fixture
+def launches(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[Work]:
+    seen: list[Work] = []
+    monkeypatch.setattr(streams, "launch", seen.append)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("options", "expected"), [({}, 1), ({"act": "silu"}, 2), ({"out_dtype": torch.float16}, 2)])
+def test_logits_of_many_rows_are_one_launch(
+    launches: list[Work], dtype: torch.dtype, options: dict[str, object], expected: int
+) -> None:
+    """A product by cuBLAS gives sums, and nothing copies them where nothing is done with them."""
+    ops = create_backend("cuda", dtype, threads=1).ops
+    x = torch.randn((17, 32), device=DEVICE).to(dtype)
+    values = torch.randn((48, 32), device=DEVICE).to(dtype)
+    weight = ops.pack_linear(values)
+    wide = x.float() @ values.float().T
+    wide = torch.nn.functional.silu(wide) if options.get("act") else wide
+    launches.clear()
+    out = ops.linear(x, weight, **({"out_dtype": torch.float32} | options))  # type: ignore[arg-type]
+    assert len(launches) == expected and out.dtype is options.get("out_dtype", torch.float32)
+    torch.testing.assert_close(out.float().cpu(), wide.cpu(), rtol=2e-3, atol=2e-3)
