@@ -95,6 +95,11 @@ class Partitions(Protocol):
 
     count: int  # 1: the device is never divided
 
+    def choose(self, partition: int) -> None:
+        """Where the job of the language lane that calls this runs, and those of both lanes that begin from now on,
+        while both have work."""
+        ...
+
     def current(self) -> int:
         """Where the calling lane's present job runs."""
         ...
@@ -108,6 +113,9 @@ class WholeDevice:
     """`Partitions` of a device that is never divided."""
 
     count = 1
+
+    def choose(self, partition: int) -> None:
+        """Does nothing."""
 
     def current(self) -> int:
         return 0

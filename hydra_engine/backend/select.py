@@ -25,6 +25,8 @@ from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import BackendError, ConfigError
 
+SM_GRANULE = 8  # what devices of compute capability 9.0 divide by; others divide by 2 or 4
+
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "reference")  # on a processor; a GPU has one, which is "auto"
@@ -111,6 +113,15 @@ def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool
     if device == CPU:
         return True, None
     return False, "not deterministic: on a GPU batch-invariant ops are slower; --deterministic takes them"
+
+
+def resolve_sm_split(sm_split: str, num_sms: int) -> str:
+    """`EngineConfig.sm_split` without "auto", for a device with so many multiprocessors; 0: a processor. Quarters: each
+    part more has a set of captured decode steps, and what lies between two is left to the gate between the lanes."""
+    if sm_split.strip().lower() != "auto":
+        return sm_split
+    counts = [num_sms * part // 4 // SM_GRANULE * SM_GRANULE for part in (1, 2, 3)]
+    return ",".join(map(str, counts)) if counts[0] else "off"
 
 
 def resolve_dtype(

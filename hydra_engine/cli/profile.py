@@ -128,17 +128,26 @@ def _corun_lines(profile: Profile) -> Iterator[str]:
         f"both lanes at once: decodes take {surface.decode_slowdown:.2f} times as long, prompts "
         f"{surface.prefill_slowdown:.2f}, vision {surface.vision_slowdown:.2f}"
     )
-    points = sorted(profile.samples.corun, key=lambda point: _order(point.language))
+    for number, split in enumerate(surface.splits, start=1):
+        yield (
+            f"on partition {number} of the device: decodes {split.decode:.2f}, prompts {split.prefill:.2f}, "
+            f"vision {split.vision:.2f}"
+        )
+    points = sorted(profile.samples.corun, key=lambda point: (point.partition, *_order(point.language)))
     columns = _LOAD | _TIMES | {"beside patches": "", "vision measured": "ms"}
+    if surface.splits:
+        columns |= {"partition": ""}
     yield from _table(columns, [_corun_cells(profile, point) for point in points])
 
 
 def _corun_cells(profile: Profile, point: CorunTimes) -> tuple[str, ...]:
     language = ("-", "-", "-")
     if point.language_s:
-        language = _time_cells(point.language_s, profile.surface.corun_s(point.language, float("inf")))
+        surface = profile.surface.on(point.partition)
+        language = _time_cells(point.language_s, surface.corun_s(point.language, float("inf")))
     vision = _ms(median_low(point.vision_s)) if point.vision_s else "-"
-    return (*_load_cells(point.language), *language, str(point.vision.num_patches), vision)
+    partition = (str(point.partition),) if profile.surface.splits else ()
+    return (*_load_cells(point.language), *language, str(point.vision.num_patches), vision, *partition)
 
 
 def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:

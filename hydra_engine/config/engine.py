@@ -221,8 +221,9 @@ class EngineConfig:
     )
     sm_split: str = opt(
         "off",
-        "multiprocessors of a GPU that are reserved for tokens while pictures are encoded: off, a number such as 32 or "
-        "several such as 32,64, of which the first is used; rounded up to the device's granularity",
+        "multiprocessors of a GPU that are reserved for tokens while pictures are encoded: off; a number such as 32; "
+        "several such as 32,64, among which each step chooses with a TPOT limit, and of which else the first is used; "
+        "auto: a quarter, a half and three quarters. Rounded up to the device's granularity",
     )
     attention_backend: str = opt(
         "auto",

@@ -57,13 +57,13 @@ def parse_seconds(value: object, name: str, *, param: str | None = None) -> floa
 
 
 def parse_sm_split(text: str) -> tuple[int, ...]:
-    """Counts of multiprocessors; empty for "off"."""
-    if text.strip().lower() == "off":
+    """Counts of multiprocessors; empty for "off", and for "auto" as long as the device is not known."""
+    if text.strip().lower() in ("off", "auto"):
         return ()
     counts = [part.strip() for part in text.split(",", MAX_SM_SPLITS)]
     if len(counts) > MAX_SM_SPLITS or not all(_SM_COUNT.fullmatch(count) for count in counts):
         raise ConfigError(
-            f"sm_split must be off or at most {MAX_SM_SPLITS} numbers of multiprocessors with commas, such as 32,64",
+            f"sm_split must be auto, off or at most {MAX_SM_SPLITS} numbers of multiprocessors, such as 32,64",
             param="sm_split",
         )
     return tuple(map(int, counts))

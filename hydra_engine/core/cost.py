@@ -2,14 +2,14 @@
 
 A language step costs a monotone piecewise linear function of its rows, plus a price per decode, per key that its
 decodes read, per (query, key) pair of its chunks and per chunk. A vision step costs the same kind of function of its
-patches, plus a price per pair of patches that see each other. While both lanes run, each is slowed by a factor.
-Measured by `planner/calibrate.py`, evaluated by `scheduler/budget.py`. Does not know requests, limits or
-the clock.
+patches, plus a price per pair of patches that see each other. While both lanes run, each is slowed by a factor, on a
+divided device by that of the partition. Measured by `planner/calibrate.py`, evaluated by `scheduler/budget.py`. Does
+not know requests, limits or the clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,16 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdowns:
+    """While both lanes run, each on its part of a divided device: factors as those of `CostSurface`, over steps that
+    have the whole device."""
+
+    decode: float
+    prefill: float
+    vision: float
+
+
+@dataclass(frozen=True, slots=True)
 class CostSurface:
     """Seconds. `language_error` and `vision_error` bound 90 % of the relative residuals of the fit; `corun_error` those
     of co-running steps."""
@@ -75,6 +85,14 @@ class CostSurface:
     vision_error: float = 0.0
     corun_error: float = 0.0
     per_decode_s: float = 0.0  # what a decode costs more than a token of a chunk: its logits and its sampling
+    splits: tuple[Slowdowns, ...] = ()  # of the device's partitions from 1 on; partition 0 is the undivided device
+
+    def on(self, partition: int) -> CostSurface:
+        """With the slowdowns of a partition, where the device is divided."""
+        if not partition or not self.splits:
+            return self
+        split = self.splits[partition - 1]
+        return replace(self, decode_slowdown=split.decode, prefill_slowdown=split.prefill, vision_slowdown=split.vision)
 
     def language_s(self, load: LanguageLoad) -> float:
         """A step that has the machine to itself."""

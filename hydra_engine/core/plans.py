@@ -103,12 +103,14 @@ class ChunkRow:
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguagePlan:
     """Rows are numbered through: decodes first, then chunks. While the step runs the vision lane may run for `vision_s`
-    seconds and then pauses until the step has ended."""
+    seconds and then pauses until the step has ended. A device that is divided runs the step on a part of it while the
+    vision lane has work, by `partition`, and the vision lane all along on the rest."""
 
     step_id: StepId
     decodes: DecodeRows
     chunks: tuple[ChunkRow, ...]
     vision_s: float = math.inf
+    partition: int = 1  # 0: both lanes on the whole device
 
     @property
     def num_rows(self) -> int:

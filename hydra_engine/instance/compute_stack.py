@@ -28,6 +28,7 @@ from hydra_engine.backend.select import (
     resolve_deterministic,
     resolve_device,
     resolve_dtype,
+    resolve_sm_split,
     weights_dtype,
 )
 from hydra_engine.clock import MonotonicClock
@@ -87,7 +88,8 @@ def build_worker(
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
     deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
     _check_kv_dtype(config.cache.kv_cache_dtype, spec, dtype, chosen.name)
-    decided = replace(config, deterministic=deterministic)
+    sm_split = resolve_sm_split(config.sm_split, chosen.num_sms)
+    decided = replace(config, deterministic=deterministic, sm_split=sm_split)
     backend, split_note = _backend(decided, spec, context.role, chosen, dtype)
     resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
     faults = FaultPoints(enabled=fault_points_enabled())

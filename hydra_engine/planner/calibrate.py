@@ -11,7 +11,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
@@ -154,7 +154,9 @@ class _Run:
         language = tuple(LanguageTimes(load, tuple(times)) for load, times in self._language.items())
         vision = tuple(VisionTimes(point.load, tuple(times)) for point, times in self._vision.items())
         corun = tuple(
-            CorunTimes(point.language.load, point.vision.load, _thinned(language_s), _thinned(vision_s))
+            CorunTimes(
+                point.language.load, point.vision.load, _thinned(language_s), _thinned(vision_s), point.partition
+            )
             for point, (language_s, vision_s) in self._corun.items()
             if language_s or vision_s
         )
@@ -236,9 +238,11 @@ class _Run:
         alone_s = _CORUN_STEPS * language.step_s + vision.step_s
         until = min(clock.now() + _CORUN_PATIENCE * max(alone_s, 0.01), self._deadline)
         self._prepare(point.language)
+        self._submit(point.language, point.partition)  # says where the next encode runs
+        self._collect(1)
         for track in (language, vision):
             for _ in range(2 if track.step_s < _SHORT_S else 1):  # one runs, one waits
-                self._submit(track.point)
+                self._submit(track.point, point.partition)
                 track.in_flight += 1
         while language.in_flight or vision.in_flight:
             for result in self._collect(1):
@@ -247,7 +251,7 @@ class _Run:
                 track.spans.append((result.started_s, result.ended_s))
                 enough = len(language.within(vision)) >= _CORUN_STEPS and len(vision.within(language)) >= 1
                 if clock.now() < until and not enough:
-                    self._submit(track.point)
+                    self._submit(track.point, point.partition)
                     track.in_flight += 1
         language_s, vision_s = self._corun[point]
         language_s += language.within(vision)
@@ -264,11 +268,11 @@ class _Run:
             self._site.lanes.submit_language(plan)
             self._collect(1)
 
-    def _submit(self, point: LanguagePoint | VisionPoint) -> LanguageLoad | None:
+    def _submit(self, point: LanguagePoint | VisionPoint, partition: int = 0) -> LanguageLoad | None:
         """The load of the submitted language step, None for a vision step. With states, rows may start a little later
         than the point says."""
         if isinstance(point, LanguagePoint):
-            plan = self._maker.language(point)
+            plan = replace(self._maker.language(point), partition=partition)
             self._site.lanes.submit_language(plan)
             return load_of(plan)
         if point not in self._pictures:

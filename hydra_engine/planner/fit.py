@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, Slowdowns, VisionLoad
 
 TYPICAL_CONTEXT = 512  # keys of each decode, where a table needs one number
 _ERROR_QUANTILE = 0.9
@@ -53,12 +53,13 @@ class VisionTimes:
 
 @dataclass(frozen=True, slots=True)
 class CorunTimes:
-    """Seconds of language steps and of vision steps while both lanes were busy."""
+    """Seconds of language steps and of vision steps while both lanes were busy, on a partition of the device."""
 
     language: LanguageLoad
     vision: VisionLoad
     language_s: tuple[float, ...]
     vision_s: tuple[float, ...]
+    partition: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,19 +225,30 @@ def nnls(matrix: Floats, target: Floats) -> Floats:
 
 def _with_slowdowns(alone: CostSurface, samples: Samples) -> CostSurface:
     corun = samples.corun
-    decodes = [point for point in corun if not point.language.prefill_tokens] or corun
-    chunks = [point for point in corun if not point.language.num_decodes] or corun
+    most = max((point.partition for point in corun), default=0)
+    whole, *splits = (_slowdowns(alone, [p for p in corun if p.partition == number]) for number in range(most + 1))
     surface = replace(
         alone,
-        decode_slowdown=_slowdown(decodes, lambda p: alone.language_s(p.language), lambda p: p.language_s),
-        prefill_slowdown=_slowdown(chunks, lambda p: alone.language_s(p.language), lambda p: p.language_s),
-        vision_slowdown=_slowdown(corun, lambda p: alone.vision_s(p.vision), lambda p: p.vision_s),
+        decode_slowdown=whole.decode,
+        prefill_slowdown=whole.prefill,
+        vision_slowdown=whole.vision,
+        splits=tuple(splits),
     )
     return replace(
         surface,
         language_error=_error((surface.language_s(p.load), without_bursts(p.seconds)) for p in samples.language),
         vision_error=_error((surface.vision_s(p.load), without_bursts(p.seconds)) for p in samples.vision),
         corun_error=_error(chain.from_iterable(_corun_pairs(surface, p) for p in corun)),
+    )
+
+
+def _slowdowns(alone: CostSurface, corun: Sequence[CorunTimes]) -> Slowdowns:
+    decodes = [point for point in corun if not point.language.prefill_tokens] or corun
+    chunks = [point for point in corun if not point.language.num_decodes] or corun
+    return Slowdowns(
+        decode=_slowdown(decodes, lambda p: alone.language_s(p.language), lambda p: p.language_s),
+        prefill=_slowdown(chunks, lambda p: alone.language_s(p.language), lambda p: p.language_s),
+        vision=_slowdown(corun, lambda p: alone.vision_s(p.vision), lambda p: p.vision_s),
     )
 
 
@@ -250,6 +262,7 @@ def _slowdown(
 
 
 def _corun_pairs(surface: CostSurface, point: CorunTimes) -> list[tuple[float, Sequence[float]]]:
+    surface = surface.on(point.partition)
     language_s = surface.corun_s(point.language, float("inf"))
     return [(language_s, point.language_s), (surface.vision_s(point.vision) * surface.vision_slowdown, point.vision_s)]
 

@@ -29,6 +29,7 @@ class Sizes:
     block_size: int
     num_image_blocks: int
     image_block_size: int
+    num_partitions: int = 1  # of the device, the undivided one included
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,11 @@ class VisionPoint:
 
 @dataclass(frozen=True, slots=True)
 class CorunPoint:
-    """Steps of both lanes, repeated side by side."""
+    """Steps of both lanes, repeated side by side on a partition of the device."""
 
     language: LanguagePoint
     vision: VisionPoint
+    partition: int = 0
 
 
 Point = LanguagePoint | VisionPoint | CorunPoint
@@ -91,7 +93,7 @@ Point = LanguagePoint | VisionPoint | CorunPoint
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`coarse` has the ends of every axis, and decodes and a chunk beside vision."""
+    """`coarse` has the ends of every axis, and decodes and a chunk beside vision on every partition."""
 
     coarse: tuple[Point, ...]
     rest: tuple[Point, ...]
@@ -103,6 +105,7 @@ def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
     mixed = _mixed(sizes)
     pictures = [] if vision is None else _pictures(sizes, vision)
     corun: list[CorunPoint] = []
+    divided: list[CorunPoint] = []
     if pictures:
         single = [point for point in pictures if point.count == 1]
         middle = single[(len(single) - 1) // 2]
@@ -116,9 +119,11 @@ def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
             *mixed[::3],
         ]
         corun = [CorunPoint(point, middle) for point in beside]
+        parts = range(1, sizes.num_partitions)
+        divided = [CorunPoint(point, middle, partition) for partition in parts for point in beside[:2]]
     most_short = next(point for point in decodes if point.num_decodes == decodes[-1].num_decodes)
     ends = [decodes[0], most_short, decodes[-1], plain[0], plain[-1], *behind[-1:]]
-    coarse: list[Point] = [*ends, *pictures[:1], *corun[:2], *pictures[-1:]]
+    coarse: list[Point] = [*ends, *pictures[:1], *corun[:2], *divided, *pictures[-1:]]
     every: list[Point] = [*coarse, *decodes, *plain, *behind, *mixed, *pictures, *corun]
     first = tuple(dict.fromkeys(coarse))
     return Grid(first, tuple(dict.fromkeys(every))[len(first) :])

@@ -137,6 +137,9 @@ def _measured(
             surface, decode_slowdown=_EVEN, prefill_slowdown=_EVEN, vision_slowdown=_EVEN, corun_error=1.0
         )
         notes.append("steps of both lanes at once were not measured; each lane is assumed to run at half its speed")
+    if len({point.partition for point in done.samples.corun}) < sizes.num_partitions > 1:
+        surface = replace(surface, splits=())
+        notes.append("the device is not divided: steps on its partitions were not all measured")
     return Profile(
         identity=identity,
         reach=reach,
@@ -168,6 +171,7 @@ def _sizes(config: EngineConfig, subject: Subject) -> Sizes:
         block_size=block_size,
         num_image_blocks=subject.num_image_blocks,
         image_block_size=config.cache.image_block_size,
+        num_partitions=1 + len(subject.sm_split),
     )
 
 

@@ -168,6 +168,7 @@ def problem_of(profile: Profile) -> str | None:
     ]
     for names, least, most in _BOUNDS:
         checks += [_out_of(name, [getattr(surface, name)], least, most) for name in names]
+    checks.append(_out_of("splits", _numbers(msgspec.to_builtins(surface.splits)), 1.0, _MOST))
     checks.append(_out_of("times", (profile.submit_s, profile.collect_s, profile.seconds), 0.0, _LONGEST_S))
     checks.append(_out_of("samples", _numbers(msgspec.to_builtins(profile.samples)), 0.0, 1e18))
     return next((check for check in checks if check is not None), None)

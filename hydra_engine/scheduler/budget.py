@@ -66,6 +66,7 @@ class StepBudget(NamedTuple):
     planned_s: float = 0.0  # what the surface says, uncorrected, of a step that uses all of it
     more_tokens: bool = False  # more prefill waits than the step may hold
     more_vision: bool = False  # more images wait than can be encoded beside it
+    partition: int = 0  # as `LanguagePlan.partition`
 
     def is_used_up(self, tokens: int, vision_s: float) -> bool:
         """Whether a step that held so much was as full as it could be."""
@@ -93,7 +94,7 @@ class Budgets:
         if pending.num_decodes and min(tokens, pending.prefill_tokens) > LEAST_CHUNK:
             tokens = min(tokens, self._beside_decodes(pending.num_decodes))
         self._latest_tokens = tokens
-        return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens)
+        return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens, partition=1)
 
     def _beside_decodes(self, num_decodes: int) -> int:
         """Tokens of prefill beside decodes without a limit. Steps beside vision are asked only where no others are

@@ -80,7 +80,8 @@ class LanguagePlanner:
             num_chunks=len(chunks),
         )
         chunk_tokens = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
-        return LanguageStep(LanguagePlan(step_id, decodes, chunks, budget.vision_s), load, budget, chunk_tokens)
+        plan = LanguagePlan(step_id, decodes, chunks, budget.vision_s, budget.partition)
+        return LanguageStep(plan, load, budget, chunk_tokens)
 
     # ---- decodes
 

@@ -42,25 +42,10 @@ def sms(out: Tensor) -> set[int]:
     return set(out.tolist())
 
 
-class OwnPolicy:
-    """A policy that the test sets."""
-
-    def __init__(self) -> None:
-        self.number = 1
-
-    def __call__(self) -> int:
-        return self.number
-
-
 @pytest.fixture(scope="module")
-def policy() -> OwnPolicy:
-    return OwnPolicy()
-
-
-@pytest.fixture(scope="module")
-def split(cuda: torch.device, policy: OwnPolicy) -> SplitDevice:
+def split(cuda: torch.device) -> SplitDevice:
     try:
-        return SplitDevice(cuda, (16, 32), PRIORITIES["balanced"], policy)
+        return SplitDevice(cuda, (16, 32), PRIORITIES["balanced"])
     except (BackendError, ConfigError) as error:
         pytest.skip(error.message)
 
@@ -72,8 +57,8 @@ def device(cuda: torch.device, split: SplitDevice) -> CudaDevice:
 
 
 @pytest.fixture
-def language(device: CudaDevice, policy: OwnPolicy) -> Iterator[Lane]:
-    policy.number = 1
+def language(device: CudaDevice, split: SplitDevice) -> Iterator[Lane]:
+    split.choose(1)
     lane = device.lane("language")
     yield lane
     lane.close()

@@ -8,13 +8,14 @@ import torch
 from hydra_engine import _C
 from hydra_engine.backend.cuda import sm_split as cuda_split
 from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, Sharing, Track, note_of
-from hydra_engine.backend.select import create_backend
+from hydra_engine.backend.select import create_backend, resolve_sm_split
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import BackendError, ConfigError
 
 
 def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
-    sharing = Sharing(lambda: 2)
+    sharing = Sharing()
+    sharing.choose(2)
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 0
     sharing.submitted(VISION)
@@ -26,7 +27,7 @@ def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
 
 
 def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
-    sharing = Sharing(lambda: 1)
+    sharing = Sharing()
     for _ in range(2):
         sharing.submitted(VISION)
         assert sharing.begin(VISION) == 0
@@ -37,13 +38,36 @@ def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
 
 
 def test_an_encode_between_two_steps_shares_the_device_with_the_next_one() -> None:
-    sharing = Sharing(lambda: 1)
+    sharing = Sharing()
     for lane in (VISION, LANGUAGE):
         sharing.submitted(lane)
         sharing.begin(lane)
         sharing.ended(lane)
     assert sharing.begin(VISION) == 1
     assert sharing.begin(VISION) == 0, "no step since"
+
+
+def test_a_step_beside_an_encode_on_the_whole_device_has_the_whole_device() -> None:
+    sharing = Sharing()
+    sharing.submitted(VISION)
+    assert sharing.begin(VISION) == 0
+    sharing.submitted(LANGUAGE)
+    assert (sharing.begin(LANGUAGE), sharing.choose(2)) == (0, 0)
+    sharing.ended(VISION)
+    sharing.submitted(VISION)
+    assert sharing.begin(VISION) == 2 == sharing.begin(LANGUAGE)
+
+
+def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follows() -> None:
+    sharing = Sharing()
+    sharing.submitted(LANGUAGE)
+    sharing.submitted(VISION)
+    assert (sharing.begin(LANGUAGE), sharing.choose(3)) == (1, 3)
+    assert sharing.begin(VISION) == 3
+    assert sharing.choose(0) == 0, "vision stays on its part until the encode ends"
+    sharing.ended(VISION)
+    sharing.submitted(VISION)
+    assert sharing.begin(VISION) == 0
 
 
 class Recording:
@@ -88,17 +112,22 @@ def test_the_note_says_how_counts_were_rounded() -> None:
     )
     assert note_of((30, 64), [(32, 100), (64, 68)]) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures (30 asked for, the device divides "
-        "by more); else all for either; also made: 64 for tokens and 68 for pictures"
+        "by more); else all for either; with a TPOT limit also 64 for tokens and 68 for pictures, step by step"
     )
 
 
 def test_counts_are_read_and_bounded() -> None:
-    assert EngineConfig().sm_counts == EngineConfig(sm_split=" Off ").sm_counts == ()
+    assert all(EngineConfig(sm_split=text).sm_counts == () for text in ("off", " Off ", "auto"))
     assert EngineConfig(sm_split="32, 64").sm_counts == (32, 64)
     for wrong in ("", "0", "-8", "32,", "32;64", "1,2,3,4,5", "99999", "1" * 5000):
-        with pytest.raises(ConfigError, match="sm_split must be off or at most 4 numbers") as refused:
+        with pytest.raises(ConfigError, match="sm_split must be auto, off or at most 4 numbers") as refused:
             EngineConfig(sm_split=wrong)
         assert refused.value.param == "sm_split"
+
+
+def test_auto_divides_a_device_into_quarters() -> None:
+    assert resolve_sm_split("auto", 132) == "32,64,96" and resolve_sm_split(" 30 ", 132) == " 30 "
+    assert resolve_sm_split("auto", 0) == resolve_sm_split("auto", 20) == "off"
 
 
 def test_a_processor_is_not_divided() -> None:

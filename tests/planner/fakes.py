@@ -93,7 +93,8 @@ class _Step:
 
 class FakeLanes:
     """`noise`: how much longer a step may take, as a share; one in `burst_every` takes three times as long. `fails`:
-    every row fails. A step beside which the other lane is busy when it begins takes its slowdown all along."""
+    every row fails. A step beside which the other lane is busy when it begins takes its slowdown all along, by the
+    partition that the latest language step has chosen."""
 
     def __init__(
         self, surface: CostSurface = SURFACE, *, noise: float = 0.0, burst_every: int = 0, fails: bool = False
@@ -111,6 +112,7 @@ class FakeLanes:
         self._fails = fails
         self._rng = random.Random(1)
         self._steps = 0
+        self._chosen = surface
         self._language: deque[_Step] = deque()  # the first one runs, or begins when somebody waits for it
         self._vision: deque[_Step] = deque()
 
@@ -129,8 +131,10 @@ class FakeLanes:
         load = load_of(plan)
         failures = tuple((row, FAILED) for row in range(plan.num_rows)) if self._fails else ()
         result = LanguageResult(plan.step_id, 0.0, 0.0, np.zeros(plan.num_rows, np.int64), (), failures)
+        if self.surface.splits:
+            self._chosen = self.surface.on(plan.partition)
         self._language.append(
-            _Step(result, self.clock.now(), self.surface.language_s(load), self.surface.slowdown(load))
+            _Step(result, self.clock.now(), self.surface.language_s(load), self._chosen.slowdown(load))
         )
 
     def submit_vision(self, plan: VisionPlan) -> None:
@@ -138,7 +142,7 @@ class FakeLanes:
         load = VisionLoad(plan.num_patches, float(sum(item.num_patches**2 for item in plan.items)))
         result = VisionResult(plan.step_id, 0.0, 0.0, (None,) * len(plan.items))
         alone_s = self.surface.vision_s(load)
-        self._vision.append(_Step(result, self.clock.now(), alone_s, self.surface.vision_slowdown))
+        self._vision.append(_Step(result, self.clock.now(), alone_s, self._chosen.vision_slowdown))
 
     @property
     def num_in_flight(self) -> int:

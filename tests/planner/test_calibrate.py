@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
-from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.cost import CostSurface, Slowdowns
 from hydra_engine.errors import BackendError
 from hydra_engine.planner.calibrate import Calibration, Site, calibrate, covered
 from hydra_engine.planner.fit import fit
+from hydra_engine.planner.grid import Sizes
 from tests.planner.fakes import SIZES, SURFACE, FakeLanes, SquareVision, decodes, prompt
 
 
-def site(lanes: FakeLanes, *, vision: bool = True, stateful: bool = False) -> Site:
-    return Site(lanes, lanes.wake, lanes.clock, SIZES, 500, SquareVision() if vision else None, stateful)
+def site(lanes: FakeLanes, *, vision: bool = True, stateful: bool = False, sizes: Sizes = SIZES) -> Site:
+    return Site(lanes, lanes.wake, lanes.clock, sizes, 500, SquareVision() if vision else None, stateful)
 
 
 def measured(lanes: FakeLanes, deadline_s: float = 1e6, **options: bool) -> Calibration:
@@ -36,6 +37,17 @@ def test_what_the_lanes_cost_is_found() -> None:
     assert found.vision_slowdown == pytest.approx(1.25, rel=0.02)
     assert done.num_left == 0 and done.submit_s == done.collect_s == 0.0
     assert max(found.language_error, found.vision_error) < 0.01 and found.corun_error < 0.05
+
+
+def test_slowdowns_on_every_partition_of_a_device_are_found() -> None:
+    splits = Slowdowns(3.0, 4.0, 1.2), Slowdowns(1.4, 2.0, 2.5)
+    lanes = FakeLanes(replace(SURFACE, splits=splits))
+    here = site(lanes, sizes=replace(SIZES, num_partitions=3))
+    found = fit(calibrate(here, lambda done, total: None, 1e6).samples)
+    assert found.decode_slowdown == pytest.approx(1.5, rel=0.02)
+    for split, wanted in zip(found.splits, splits, strict=True):
+        assert (split.decode, split.prefill, split.vision) == pytest.approx(astuple(wanted), rel=0.02)
+    assert found.corun_error < 0.05
 
 
 def test_through_noise_and_bursts_too() -> None:

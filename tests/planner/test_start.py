@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.cost import VisionLoad
+from hydra_engine.core.cost import Slowdowns, VisionLoad
 from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import LanguageSpec
 from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.planner.start import StepCosts, Subject, surface_for
-from tests.planner.fakes import FakeLanes, SquareVision, decodes
+from tests.planner.fakes import SURFACE, FakeLanes, SquareVision, decodes
 
 LANGUAGE = LanguageSpec(2, 64, 4, 2, 16, 128, 500, 1e-5, 1e4, 2048, True)
 GENERIC = GenericVisionSpec(
@@ -148,6 +148,21 @@ def test_what_changes_step_times_on_a_gpu_has_a_file_of_its_own(config: EngineCo
     assert len(files | {first.file}) == len(changes) + 4
     fewer = found(config, subject(**plain | {"graph_sizes": (1, 2, 4)}))
     assert fewer.file == first.file and fewer.source == "saved profile"
+
+
+def test_partitions_that_were_not_all_measured_are_not_used(config: EngineConfig) -> None:
+    divided: dict[str, object] = {"gpu": "NVIDIA H200", "sm_split": (32, 64)}
+    splits = Slowdowns(3.0, 4.0, 1.2), Slowdowns(1.4, 2.0, 2.5)
+
+    def divided_device() -> Subject:
+        lanes = FakeLanes(replace(SURFACE, splits=splits))
+        return subject(lanes=lanes, wake=lanes.wake, clock=lanes.clock, **divided)
+
+    cut = surface_for(config, divided_device(), lambda done, total: None, deadline_s=0.01)
+    assert cut.surface.splits == () and any("partitions were not all measured" in note for note in cut.notes)
+    whole = surface_for(config, divided_device(), lambda done, total: None, fresh=True, deadline_s=1e6)
+    assert len(whole.surface.splits) == 2 and not any("partitions" in note for note in whole.notes)
+    assert found(config, divided_device()).surface == whole.surface
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_no_reason_to_fail(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.cost import Curve, VisionLoad
+from hydra_engine.core.cost import Curve, Slowdowns, VisionLoad
 from hydra_engine.planner.fit import LanguageTimes, Samples, VisionTimes
 from hydra_engine.planner.store import (
     Identity,
@@ -114,6 +114,7 @@ NONSENSE = {
     "a speed-up": {"decode_slowdown": 0.5},
     "an endless slowdown": {"vision_slowdown": float("inf")},
     "a negative error": {"corun_error": -0.1},
+    "a speed-up on a partition": {"splits": (Slowdowns(1.5, 2.0, 0.9),)},
 }
 
 

@@ -57,21 +57,30 @@ class SimulatedMachine:
         self._slice_s = slice_s
         self._random = np.random.default_rng(seed)
 
-    def language(self, load: LanguageLoad, vision_s: float, work_s: float) -> tuple[float, float]:
+    def language(self, load: LanguageLoad, vision_s: float, work_s: float, partition: int = 0) -> tuple[float, float]:
         """Seconds of a language step and of the vision that ran beside it: what was allowed, up to the end of a slice,
-        and no more than the `work_s` that the vision lane has."""
+        and no more than the `work_s` that the vision lane has. On a part of the device vision runs all along, and the
+        step has that part only."""
+        divided = partition > 0 and work_s > 0 and len(self.surface.splits) > 0
+        if divided:
+            vision_s = math.inf
         factor = self.speed * max(0.1, 1 + self._noise * float(self._random.standard_normal()))
         if self._slice_s and vision_s < math.inf:
             begun = float(self._random.uniform(0, self._slice_s))  # of the slice that is running
             vision_s = math.ceil((vision_s + begun) / self._slice_s) * self._slice_s - begun if vision_s else 0.0
         beside_s = min(vision_s, work_s)
-        duration = self.surface.corun_s(load, beside_s / factor) * factor
+        all_along = math.inf if divided else beside_s / factor
+        duration = self.surface.on(partition).corun_s(load, all_along) * factor
         if self._random.random() < self._stalls:
             duration *= 10
         return duration, min(beside_s, duration)
 
+    def vision_speed(self, partition: int) -> float:
+        """Of the vision lane beside the language lane, over that on the undivided device."""
+        return self.surface.vision_slowdown / self.surface.on(partition).vision_slowdown
+
     def vision_work_s(self, load: VisionLoad) -> float:
-        """Seconds that the vision lane needs beside the language lane."""
+        """Seconds that the vision lane needs beside the language lane on the undivided device."""
         return self.surface.vision_s(load) * self.surface.vision_slowdown * self.speed
 
 
@@ -171,11 +180,12 @@ class Traffic:
         )
         if not load.num_rows:
             return None
-        duration, vision_s = self.machine.language(load, budget.vision_s, self._work_s())
+        speed = self.machine.vision_speed(budget.partition)
+        duration, vision_s = self.machine.language(load, budget.vision_s, self._work_s() / speed, budget.partition)
         gap_s = duration + self.machine.pause_s
         step = Step(self.now, pending, budget, load, gap_s, vision_s)
         self.budgets.on_language(load, budget, duration_s=duration, gap_s=gap_s, vision_s=vision_s)
-        self._encode(vision_s)
+        self._encode(vision_s * speed)
         self._take_tokens(gap_s, chunks)
         self._advance(gap_s, busy=True)
         return step

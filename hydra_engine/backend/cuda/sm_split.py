@@ -4,7 +4,7 @@ A partition is one split: the language lane's part and the rest, which is the vi
 since ordinary streams run on every multiprocessor. Partition 0 is the whole device, where lanes run on their ordinary
 streams. Only multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its
 stream of the new partition waits for that of the old one. Other lanes than these two are never moved. Does not know
-what a job does, nor which split is best: a policy says that.
+what a job does, nor which split is best: each language step says that (scheduler/latency/partition_choice.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from hydra_engine.errors import BackendError, ConfigError
 
 LANGUAGE, VISION = "language", "vision"
 
-# The partition of jobs that begin now while both lanes have work; 0: the whole device. From any thread.
-Policy = Callable[[], int]
-
 
 class Sharing:
     """Which lanes have work, and so the partition of a job that begins. From any thread."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._chosen = 1  # while both lanes have work
         self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not ended
+        self._fills_device = False  # a job of the vision lane runs on the whole device
         self._steps = 0  # of the language lane, begun
         self._steps_seen = 0  # when the vision lane's last job began
 
@@ -43,19 +41,31 @@ class Sharing:
     def ended(self, lane: str) -> None:
         with self._lock:
             self._open[lane] -= 1
+            self._fills_device &= lane == LANGUAGE
 
     def begin(self, lane: str) -> int:
-        """The language lane has the whole device once the vision lane has nothing to run. An encode is longer than a
-        step, and between two steps the language lane has none: so an encode shares the device too where steps began
-        since the last encode did."""
+        """An encode is longer than a step, and between two steps the language lane has no work: so an encode shares the
+        device also where steps began since the last encode did."""
         with self._lock:
             if lane == LANGUAGE:
                 self._steps += 1
-                shares = self._open[VISION] > 0
-            else:
-                shares = self._open[LANGUAGE] > 0 or self._steps > self._steps_seen
-                self._steps_seen = self._steps
-        return self._policy() if shares else 0
+                return self._of_step()
+            shares = self._open[LANGUAGE] > 0 or self._steps > self._steps_seen
+            self._steps_seen = self._steps
+            partition = self._chosen if shares else 0
+            self._fills_device = partition == 0
+            return partition
+
+    def choose(self, partition: int) -> int:
+        """The partition of the language lane's present job, now that this one was chosen."""
+        with self._lock:
+            self._chosen = partition
+            return self._of_step()
+
+    def _of_step(self) -> int:
+        """A step has the whole device once the vision lane has nothing to run, and as long as an encode fills it: on a
+        part of it the step would wait for that encode's blocks all the same."""
+        return self._chosen if self._open[VISION] > 0 and not self._fills_device else 0
 
 
 class Track:
@@ -143,7 +153,6 @@ class SplitDevice:
         device: torch.device,
         counts: Sequence[int],
         priorities: dict[str, int],
-        policy: Policy = lambda: 1,
     ) -> None:
         self.torch_device = device
         splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
@@ -152,7 +161,7 @@ class SplitDevice:
             for i, lane in enumerate((LANGUAGE, VISION))
         }
         self._sms = {lane: [sms[i] for _, _, *sms in splits] for i, lane in enumerate((LANGUAGE, VISION))}
-        self.sharing = Sharing(policy)
+        self.sharing = Sharing()
         self.of_thread = threading.local()
         self.count = 1 + len(splits)
         self.note = note_of(counts, [sms for _, _, *sms in splits])
@@ -162,6 +171,12 @@ class SplitDevice:
         if name not in (LANGUAGE, VISION):
             return CudaLane(name, self.torch_device, whole, threads, set_threads)
         return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
+
+    def choose(self, partition: int) -> None:
+        place = self.sharing.choose(min(partition, self.count - 1))
+        track: Track | None = getattr(self.of_thread, "track", None)
+        if track is not None:
+            track.move(place)
 
     def current(self) -> int:
         track: Track | None = getattr(self.of_thread, "track", None)
@@ -207,7 +222,7 @@ def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]]) -> str:
         + (f" ({count} asked for, the device divides by more)" if count != language else "")
         for count, (language, vision) in zip(counts, sms, strict=True)
     ]
-    others = f"; also made: {', '.join(partitions[1:])}" if len(partitions) > 1 else ""
+    others = f"; with a TPOT limit also {', '.join(partitions[1:])}, step by step" if len(partitions) > 1 else ""
     return f"multiprocessors while both models run: {partitions[0]}; else all for either{others}"
 
 

@@ -18,6 +18,7 @@ from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.correction import Correction, Kind
+from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
 from hydra_engine.scheduler.timeline import Window
 
 MIN_SHARE = 0.2  # of the slack that prefill and vision each have at least while both have work
@@ -104,12 +105,17 @@ class LatencyBudgets(Budgets):
     Neither starves: vision has 5 % of the limit beside every step if it has that much to do, and after 64 steps with
     less than 16 tokens a prefill gets as many as take half a limit, at least 16.
 
+    On a device that is divided (`CostSurface.splits`) a step also has a partition, by `PartitionChoice`: on a part of
+    the device vision runs beside it all along, and the step has the prefill that it has time for so.
+
     `num_slices` is how many pieces the vision lane can cut a vision step into; 0: it cannot pause at all.
     """
 
     def __init__(self, surface: CostSurface, config: SchedulerConfig, *, num_slices: int) -> None:
         super().__init__(config)
         self._surface = surface
+        self._surfaces = [surface.on(number) for number in range(1 + len(surface.splits))]
+        self._choice = PartitionChoice(len(self._surfaces))
         self._num_slices = num_slices
         self._correction = Correction(surface.language_error, surface.corun_error)
         self._kind = Kind.DECODES
@@ -130,14 +136,15 @@ class LatencyBudgets(Budgets):
         limit = pending.decode_limit_s
         highest = max(0, self._config.token_budget - pending.num_decodes)
         if not pending.num_decodes or limit == math.inf:
-            budget = super().language(pending)
+            budget = super().language(pending)._replace(partition=0)
         else:
             budget = self._filled(pending, highest, limit, _Towards.BOTH)
             if self._is_at_risk(pending, budget):
                 towards = _Towards.VISION if pending.due_patches else _Towards.PREFILL
                 target = max(limit, min(pending.stretch_s, MAX_STRETCH * limit))
                 budget = self._filled(pending, highest, target, towards)
-        self._latest, self._latest_vision_s = pending, budget.vision_s
+        budget = self._placed(pending, budget, min(highest, pending.prefill_tokens))
+        self._latest, self._latest_vision_s = pending, math.inf if budget.partition else budget.vision_s
         return self._fed(pending, budget, min(highest, pending.prefill_tokens))
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
@@ -192,6 +199,62 @@ class LatencyBudgets(Budgets):
         tokens = _largest(step.alone, step.base + STARVED_SHARE * budget.limit_s, want)
         return budget._replace(tokens=max(tokens, min(MIN_CHUNK, want)), more_tokens=False, more_vision=False)
 
+    # ---- a divided device
+
+    def _placed(self, pending: PendingWork, whole: StepBudget, want: int) -> StepBudget:
+        """`whole`, the budget on the undivided device, or that on the partition where more gets done."""
+        before = self._choice.partition
+        if not self._surface.splits or not pending.encode_patches:
+            return whole._replace(partition=before) if before else whole
+        budgets = {0: whole}
+
+        def rate(partition: int) -> float:
+            if partition:
+                budgets[partition] = self._divided(pending, whole, want, partition)
+            return self._rate(pending, budgets[partition])
+
+        chosen = self._choice.choose(rate)
+        if chosen != before:
+            self._image_budget = self._best_image_budget()
+        return budgets[chosen]
+
+    def _divided(self, pending: PendingWork, whole: StepBudget, want: int, partition: int) -> StepBudget:
+        """Vision runs beside it all along. Where the step runs on the undivided device all the same, because an encode
+        does, vision has the seconds of `whole`."""
+        step = _Step(self._surfaces[partition], pending)
+        allowed = self._allowed(Kind.VISION, whole.target_s)
+        tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=min(whole.tokens, want))
+        return whole._replace(
+            tokens=tokens,
+            planned_s=step.beside(tokens, math.inf),
+            more_tokens=tokens < want,
+            more_vision=False,
+            partition=partition,
+        )
+
+    def _rate(self, pending: PendingWork, budget: StepBudget) -> float:
+        """As `PartitionChoice.choose` wants it: of the work that waits, all of which is done once the side that takes
+        longer beside the other has ended by itself. Decodes that keep a limit need not be faster."""
+        surface = self._surfaces[budget.partition]
+        step, tokens = _Step(surface, pending), min(budget.tokens, pending.prefill_tokens)
+        vision_s = math.inf if budget.partition else budget.vision_s
+        seconds, allowed = step.beside(tokens, vision_s), self._allowed(Kind.VISION, budget.target_s)
+        if not seconds or seconds > allowed:
+            return 0.0
+        vision_rate = min(vision_s, seconds) / seconds / surface.vision_slowdown
+        decode_rate = step.base / seconds if pending.decode_limit_s == math.inf else 0.0
+        if not tokens or not vision_rate:
+            return decode_rate + vision_rate
+        vision_work = self._vision_s(pending.encode_patches) / self._vision_slowdown
+        both_s = vision_work / vision_rate
+        if budget.partition:  # a step stays on its part when the last picture is done
+            both_s = math.ceil(both_s / seconds) * seconds
+        prefill_s = step.alone(tokens) - step.base
+        prefill_work = prefill_s * pending.prefill_tokens / tokens
+        left = max(0.0, prefill_work - prefill_s / seconds * both_s)  # for steps without vision beside them
+        left_s = left / max(prefill_s / seconds, 1 - step.base / allowed)
+        return decode_rate + (prefill_work + vision_work) / (both_s + left_s)
+
     def _is_at_risk(self, pending: PendingWork, budget: StepBudget) -> bool:
         """Whether the earliest due first token comes too late if all steps are like this one."""
         left = pending.ttft_due_s - pending.now
@@ -220,7 +283,11 @@ class LatencyBudgets(Budgets):
     def _vision_s(self, num_patches: int) -> float:
         """Seconds of the vision lane beside the language lane."""
         load = VisionLoad(num_patches, self._pairs_per_patch * num_patches)
-        return self._surface.vision_s(load) * self._surface.vision_slowdown
+        return self._surface.vision_s(load) * self._vision_slowdown
+
+    @property
+    def _vision_slowdown(self) -> float:
+        return self._surfaces[self._choice.partition].vision_slowdown
 
     def _best_image_budget(self) -> int:
         """With a limit the smallest batch that is nearly as efficient as the best one, in slices that are short beside
@@ -264,10 +331,10 @@ class LatencyBudgets(Budgets):
             self._correction.paused(gap_s - duration_s)
             took = gap_s - self._correction.pause_s
         used_up = budget.is_used_up(load.prefill_tokens, vision_s)
-        predicted = budget.planned_s if used_up and budget.planned_s else self._surface.corun_s(load, vision_s)
+        predicted = budget.planned_s if used_up and budget.planned_s else self._expected_s(load, budget, vision_s)
         scale = max(predicted, MIN_PREDICTION * limit) if limit < math.inf else predicted
         self._correction.measured(self._kind, 1 + (took - predicted) / scale)
-        if vision_s > 0 and vision_s >= USED * budget.vision_s:
+        if not budget.partition and vision_s > 0 and vision_s >= USED * budget.vision_s:
             self._overruns.add(max(0.0, vision_s - budget.vision_s))
         if load.num_decodes:
             self._decode_steps += 1
@@ -276,6 +343,11 @@ class LatencyBudgets(Budgets):
             if used_up and budget.target_s == limit < math.inf:
                 self._full_steps += 1
                 self._used.append(gap_s / limit)
+
+    def _expected_s(self, load: LanguageLoad, budget: StepBudget, vision_s: float) -> float:
+        """A step on a part of the device is slowed all along while the vision lane has work."""
+        all_along = budget.partition and vision_s > 0
+        return self._surfaces[budget.partition].corun_s(load, math.inf if all_along else vision_s)
 
     def report(self) -> BudgetReport:
         """`token_budget` is what the latest language step could have held had enough prompts waited."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -40,14 +41,16 @@ FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
 
 
 class Pending:
-    """A step of the lane. Its launch fills it; then only `result` may be used."""
+    """A step of the lane. Its launch fills it; then only `result` may be used. `divided`: it runs on a part of the
+    device, beside which vision runs all along."""
 
-    def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float) -> None:
+    def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float, *, divided: bool = False) -> None:
         self._order = order
         self._unread: list[tuple[Ints, Unread]] = []
         self._fences: list[Fetch] = []
         self.plan = plan
         self.launched_s = launched_s
+        self.allowance_s = inf if divided else plan.vision_s
         self.vision_s = 0.0  # of the vision lane, beside this step
         self.samples = Samples.none(plan.num_rows)  # as far as they are known
         self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
@@ -108,7 +111,7 @@ class StepOrder:
         with self._changing:
             self._steps.append(pending)
             if len(self._steps) == 1:
-                self._gate.begin(pending.plan.vision_s)
+                self._gate.begin(pending.allowance_s)
 
     def settle(self, pending: Pending) -> LanguageResult:
         with self._reading:
@@ -145,7 +148,7 @@ class StepOrder:
             self._steps.popleft()
             step.vision_s += self._gate.end()
             if self._steps:
-                self._gate.begin(self._steps[0].plan.vision_s)
+                self._gate.begin(self._steps[0].allowance_s)
 
 
 class LanguageLane:
@@ -225,7 +228,9 @@ class LanguageLane:
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
         """In the lane's thread, which is in inference mode. Never raises because of a request's content; BackendError
         where the device failed. The result may not be there yet."""
-        pending = Pending(self._order, plan, self._clock.now())
+        partitions = self._device.partitions
+        partitions.choose(plan.partition)
+        pending = Pending(self._order, plan, self._clock.now(), divided=partitions.current() > 0)
         self._order.add(pending)
         self._step.vision_s = 0.0
         self._launch(pending, records)
