@@ -110,7 +110,7 @@ class Streams:
 
     def wait_for_device(self) -> None:
         self.waiting.set()
-        assert self.working.wait(20), "nobody lets the device work"
+        assert self.working.wait(90), "nobody lets the device work"
 
     def check_draw(self) -> None:
         """Before random numbers are drawn, and before a graph is replayed, which may draw some."""
