@@ -295,6 +295,25 @@ class Ops(Protocol):
         result's dtype) are applied to the float32 sums, which are rounded once."""
         ...
 
+    # ---- products and what follows them, for weights in one part or in several ones whose outputs follow each other
+    def linear_act_and_mul(self, x: Tensor, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+        """`act_and_mul` of `linear`: x [T, K], 2 * F outputs -> [T, F]."""
+        ...
+
+    def linear_rope_and_write(
+        self,
+        x: Tensor,
+        weights: Sequence[PackedLinear],
+        rotary: Rotary,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """`rope_and_write` of `linear`, whose (Hq + 2 Hkv) * D outputs are the heads of q, k and v: x [T, K] ->
+        rotated q [T, Hq, D]."""
+        ...
+
     # ---- element-wise and norms
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x^2, -1) + eps) rounded to the dtype, times weight: [T, C] (as transformers' LlamaRMSNorm), or

@@ -190,13 +190,11 @@ _TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
 _TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
 
 
-def vector_launch(num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
-    columns, depth = _first(_VECTOR, num_out)
-    return LinearLaunch(1, columns, min(depth * 2 // dtype.itemsize, triton.next_power_of_2(num_in)), 4, 1)
-
-
-def few_rows_launch(num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
-    """For 2 to 16 rows, in one tile of 16."""
+def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+    """For up to 16 rows: one alone, or a tile of 16. The inputs of few outputs are split, but those of one row."""
+    if num_rows == 1:
+        columns, depth = _first(_VECTOR, num_out)
+        return LinearLaunch(1, columns, min(depth * 2 // dtype.itemsize, triton.next_power_of_2(num_in)), 4, 1)
     launch = _first(_FEW_ROWS, num_out)
     launch = launch._replace(depth=launch.depth * 2 // dtype.itemsize)
     programs = triton.cdiv(num_out, launch.columns)
@@ -204,6 +202,15 @@ def few_rows_launch(num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaun
         return launch
     longest = triton.cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
     return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
+
+
+def pairs_launch(num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+    """As `small_launch`, for outputs that are computed in pairs, of which a program takes `columns` out of `width`."""
+    launch = small_launch(num_rows, num_out, num_in, dtype)
+    pairs = launch.columns // 2 or 1
+    depth = launch.depth * launch.columns // (2 * pairs)  # as many weights at once where one output became two
+    least = 1 if num_rows == 1 else 8  # of the tensor cores
+    return launch._replace(columns=max(least, min(pairs, triton.next_power_of_2(width))), depth=depth, splits=1)
 
 
 def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLaunch:

@@ -1,4 +1,4 @@
-"""What linears of float and of quantised weights share: the end of a tile, split inputs, and checks of arguments."""
+"""What linears share: the products of a few rows, the end of a tile, split inputs, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -7,12 +7,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._checks import FLOATS, check_rows, check_vector
+from hydra_kernels._checks import FLOATS, check_rows, check_vector, described
+from hydra_kernels._common import dot, wait_for_previous
 from hydra_kernels.activation import ACTIVATIONS, activate
 
 GROUP = 8  # tiles of rows that follow each other before the next columns: their weights are still in L2
 _JOIN_COLUMNS = 256
 _JOIN_WARPS = 2
+
+
+@triton.jit
+def few_rows_sums(
+    x: tl.tensor,
+    weight: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    num_rows: tl.tensor,
+    first: tl.tensor,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> tl.tensor:
+    """x [num_rows, K] @ weight[column]^T over the inputs from `first` to first + SPAN: [ROWS, C] float32, ROWS 1 or a
+    tile. The last DEPTH inputs' weights are read ahead of the wait for the kernel before, and multiplied at the end,
+    so that sums have one order."""
+    LAST: tl.constexpr = (SPAN - 1) // DEPTH * DEPTH
+    row = tl.arange(0, ROWS)
+    tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
+    alive = (row < num_rows)[:, None]
+    source = weight + column.to(tl.int64)[:, None] * K
+    k = first + LAST + tl.arange(0, DEPTH)[None, :]
+    ahead = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
+    wait_for_previous(PDL)
+    last_values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
+    if ROWS == 1:  # too little arithmetic for tensor cores to matter
+        products = tl.zeros([column.shape[0], DEPTH], tl.float32)
+        for start in range(0, LAST, DEPTH):
+            k = first + start + tl.arange(0, DEPTH)[None, :]
+            piece = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
+            products += piece.to(tl.float32) * tl.load(tokens + k, mask=k < K, other=0.0).to(tl.float32)
+        products += ahead.to(tl.float32) * last_values.to(tl.float32)
+        sums = tl.sum(products, axis=1)[None, :]
+    else:
+        sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
+        for start in tl.range(0, LAST, DEPTH, num_stages=STAGES):
+            k = first + start + tl.arange(0, DEPTH)[None, :]
+            values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
+            piece = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
+            sums = dot(values, tl.trans(piece), sums, DTYPE)
+        sums = dot(last_values, tl.trans(ahead), sums, DTYPE)
+    return sums
 
 
 @triton.jit
@@ -78,6 +127,22 @@ def join_splits(partial: Tensor, bias: Tensor | None, residual: Tensor | None, o
     )
 
 
+def check_weight(weight: Tensor, x: Tensor) -> None:
+    """[N, K] for x [M, K], which is checked already."""
+    num_in = x.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != num_in or not weight.is_contiguous() or weight.dtype is not x.dtype:
+        raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")
+    if weight.device != x.device:
+        raise ValueError(f"weight: expected a tensor on {x.device} like x, got {described(weight)}")
+
+
+def check_bias(bias: Tensor | None, num_out: int, x: Tensor) -> None:
+    """[N] of x's dtype or float32."""
+    if bias is not None:
+        wanted = torch.float32 if bias.dtype is torch.float32 else x.dtype
+        check_vector("bias", bias, num_out, wanted, x.device)
+
+
 def checked_output(
     x: Tensor,
     num_out: int,
@@ -92,9 +157,7 @@ def checked_output(
     dtype = x.dtype if out_dtype is None else out_dtype
     if dtype not in FLOATS:
         raise ValueError(f"out_dtype: expected a float type, got {dtype}")
-    if bias is not None:
-        wanted = torch.float32 if bias.dtype is torch.float32 else x.dtype
-        check_vector("bias", bias, num_out, wanted, x.device)
+    check_bias(bias, num_out, x)
     out = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.device)
     if residual is not None:
         check_rows("residual", residual, out)

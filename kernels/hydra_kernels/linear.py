@@ -13,51 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._checks import check_rows, described
+from hydra_kernels._checks import check_rows
 from hydra_kernels._common import (
     DOT_DTYPE,
     LinearLaunch,
     capability_of,
+    dependent_launch,
     dot,
-    few_rows_launch,
+    let_next_begin,
     num_sms_of,
+    small_launch,
     tiled_launch,
-    vector_launch,
 )
-from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_splits
+from hydra_kernels._linear import GROUP, check_weight, checked_output, few_rows_sums, finish_tile, join_splits
 
 MAX_SMALL_ROWS = 16
 
 
-@triton.jit
-def _vector_linear_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ACT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-) -> None:
-    """Grid (N / COLUMNS,), for one row: too little arithmetic for tensor cores to matter."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (column < N)[:, None]
-    source = weight + column.to(tl.int64)[:, None] * K
-    sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for start in range(0, K, DEPTH):
-        k = start + tl.arange(0, DEPTH)[None, :]
-        mask = inside & (k < K)
-        piece = tl.load(source + k, mask=mask, other=0.0, eviction_policy="evict_first")
-        sums += piece.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    row = tl.arange(0, 1)
-    finish_tile(tl.sum(sums, axis=1)[None, :], bias, residual, out, row, column, 1, N, ACT, 0)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
-def _few_rows_linear_kernel(
+def _small_linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -75,21 +49,18 @@ def _few_rows_linear_kernel(
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (N / COLUMNS, K / SPAN): with more than one split `out` is [splits, num_rows, N] float32."""
-    row = tl.arange(0, ROWS)
+    let_next_begin(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
-    tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
-    source = weight + column.to(tl.int64)[:, None] * K
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, SPAN, DEPTH, num_stages=STAGES):
-        k = split * SPAN + start + tl.arange(0, DEPTH)[None, :]
-        values = tl.load(tokens + k, mask=(row < num_rows)[:, None] & (k < K), other=0.0)
-        piece = tl.load(source + k, mask=(column < N)[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
-        sums = dot(values, tl.trans(piece), sums, DTYPE)
+    first = split * SPAN
+    sums = few_rows_sums(
+        x, weight, column, column < N, num_rows, first, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
+    )
     target = out + split.to(tl.int64) * num_rows * N
-    finish_tile(sums, bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+    finish_tile(sums, bias, residual, target, tl.arange(0, ROWS), column, num_rows, N, ACT, STRIDE_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -154,19 +125,13 @@ def small_linear(
     if out.numel() == 0:
         return out
     name = None if act == "none" else act
-    if num_rows == 1:
-        launch = vector_launch(num_out, num_in, x.dtype)
-        shape = {"N": num_out, "K": num_in, "COLUMNS": launch.columns, "DEPTH": launch.depth}
-        grid = (triton.cdiv(num_out, launch.columns),)
-        _vector_linear_kernel[grid](x, weight, bias, residual, out, ACT=name, **shape, num_warps=launch.warps)
-        return out
-    launch = few_rows_launch(num_out, num_in, x.dtype)
+    launch = small_launch(num_rows, num_out, num_in, x.dtype)
     stride_residual = 0 if residual is None else residual.stride(0)
     if launch.splits == 1:
-        _few_rows(x, weight, (bias, residual, out), launch, name, stride_residual)
+        _small(x, weight, (bias, residual, out), launch, name, stride_residual)
         return out
     partial = torch.empty((launch.splits, num_rows, num_out), dtype=torch.float32, device=x.device)
-    _few_rows(x, weight, (None, None, partial), launch, None, 0)
+    _small(x, weight, (None, None, partial), launch, None, 0)
     join_splits(partial, bias, residual, out, name)
     return out
 
@@ -210,7 +175,7 @@ def invariant_linear(
     return out
 
 
-def _few_rows(
+def _small(
     x: Tensor,
     weight: Tensor,
     end: tuple[Tensor | None, Tensor | None, Tensor],
@@ -220,7 +185,7 @@ def _few_rows(
 ) -> None:
     """end: bias, residual and what is written."""
     num_out, num_in = weight.shape
-    _few_rows_linear_kernel[(triton.cdiv(num_out, launch.columns), launch.splits)](
+    _small_linear_kernel[(triton.cdiv(num_out, launch.columns), launch.splits)](
         *(x, weight, *end, x.shape[0]),
         N=num_out,
         K=num_in,
@@ -234,6 +199,7 @@ def _few_rows(
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
         num_warps=launch.warps,
+        **dependent_launch(x.device),
     )
 
 
@@ -247,9 +213,5 @@ def _checked(
 ) -> Tensor:
     """The result, not yet written."""
     check_rows("x", x)
-    num_in = x.shape[1]
-    if weight.dim() != 2 or weight.shape[1] != num_in or not weight.is_contiguous() or weight.dtype is not x.dtype:
-        raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")
-    if weight.device != x.device:
-        raise ValueError(f"weight: expected a tensor on {x.device} like x, got {described(weight)}")
+    check_weight(weight, x)
     return checked_output(x, weight.shape[0], bias, residual, act, out_dtype)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, check_vector, described
-from hydra_kernels._common import row_launch
+from hydra_kernels._common import dependent_launch, let_next_begin, row_launch, wait_for_previous
 from hydra_kernels.activation import activate
 
 
@@ -35,11 +35,15 @@ def _rms_norm_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Row r is head r % HEADS of token r // HEADS. `residual` and `gate` may be None."""
+    let_next_begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < COLUMNS)
+    scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     value = tl.load(x + row // HEADS * stride_token + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
     if residual is not None:
         place = residual + row * stride_residual + column
@@ -51,7 +55,6 @@ def _rms_norm_kernel(
     normed = wide * factor
     if weight.dtype.element_ty == x.dtype.element_ty:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     result = (normed * scale).to(out.dtype.element_ty)
     if gate is not None:
         place = gate + row // HEADS * stride_gate + row % HEADS * STRIDE_GATE_HEAD + column
@@ -143,6 +146,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor |
             ROWS=tile.rows,
             PADDED=tile.columns,
             num_warps=tile.warps,
+            **dependent_launch(x.device),
         )
     return out
 

@@ -29,6 +29,7 @@ class Trace:
         self.is_invalid = False  # something was done that no capture permits
         self._steps: list[Callable[[], Any]] = []
         self.works: list[Work] = []  # of its kernels
+        self.launched: list[str] = []  # names of Triton's kernels, and "cache" for those of the extension
         self._kept: list[Tensor] = []
         self._made: list[tuple[weakref.ref[Memory], torch.UntypedStorage]] = []
         self._read: weakref.WeakSet[Memory] = weakref.WeakSet()

@@ -56,6 +56,8 @@ class Launches:
             if isinstance(value, Tensor) and not isinstance(value, OnDevice):
                 Present.streams.found(f"{self._name}: a kernel gets a tensor of the host")
                 raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {self._name}")
+        if (trace := Present.streams.current.trace) is not None:
+            trace.launched.append(self._name)
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +86,8 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
             compute()
             changed = [args[place] for place in CHANGED.get(function.__name__, ())]
             touch(given, [*outs, *changed], streams.current.issue())
+            if function.__name__ == "rope_linear":
+                CacheDesc.write_through(args[6], args[5])
         if streams.current.trace is not None:
             streams.current.trace.call(compute)
         streams.launch(work_of_kernel(function.__name__, args, given, outs))
@@ -104,6 +108,29 @@ def _linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     return OPS.linear(x, OPS.pack_linear(weight, bias), act=act, residual=residual, out_dtype=out_dtype)
+
+
+def _gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: Any) -> Tensor:
+    return OPS.act_and_mul(_linear(x, weight, bias), act)
+
+
+def _rope_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    _, size, num_kv_heads, dim = k_cache.shape
+    heads = _linear(x, weight, bias).unflatten(1, (-1, dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    kept = slots >= 0
+    block, offset = slots[kept] // size, slots[kept] % size
+    k_cache[block, offset], v_cache[block, offset] = OPS.rotate(k, cos, sin)[kept], v[kept]
+    return OPS.rotate(q, cos, sin)
 
 
 def _quantized_linear(
@@ -265,6 +292,8 @@ def _places(states: Tensor, writes: Tensor) -> Iterator[tuple[StateCache, Tensor
 REFERENCES: dict[str, Callable[..., Any]] = {
     "small_linear": _linear,
     "invariant_linear": _linear,
+    "gated_linear": _gated_linear,
+    "rope_linear": _rope_linear,
     "small_quantized_linear": _quantized_linear,
     "invariant_quantized_linear": _quantized_linear,
     "round_rows": _round_rows,
@@ -343,6 +372,14 @@ class CacheDesc:
     def _copy(self, target: CacheDesc, pairs: ctypes.Array[ctypes.c_int64], count: int) -> None:
         self._desc.copy_to(target._desc, ctypes.addressof(pairs), count)
 
+    @staticmethod
+    def write_through(plane: Tensor, slots: Tensor) -> None:
+        """What a kernel writes to a plane [N, S, H, D] of a cache, by its slots."""
+        address, streams = plane.held.data_ptr(), Present.streams  # type: ignore[attr-defined]
+        blocks = Present.blocks.get(max((start for start in Present.blocks if start <= address), default=0), {})
+        for block in {slot // plane.shape[1] for slot in slots.held.tolist() if slot >= 0}:  # type: ignore[attr-defined]
+            blocks.setdefault(block, Accesses(streams)).touch(streams.current, streams.current.issue(), write=True)
+
     def _of(self, slots: int, count: int) -> set[int]:
         return {int(slot) // self._block_size for slot in numbers_at(slots, count) if slot >= 0}
 
@@ -368,6 +405,7 @@ class CacheDesc:
             launch()
         if stream.trace is not None:
             stream.trace.call(launch)
+            stream.trace.launched.append("cache")
         streams.launch(Work(num_bytes=self._block_bytes * len({*read, *written})))
 
 

@@ -35,6 +35,10 @@ def work_of_kernel(name: str, args: Sequence[Any], given: Sequence[Any], made: S
     if name in _LINEAR:
         x = args[0]
         return Work(2.0 * x.numel() * sum(out.shape[-1] for out in made), _bytes((*given, *made)))
+    if name in ("gated_linear", "rope_linear"):
+        x, weight = args[0], args[1]
+        written = x.shape[0] * weight.shape[0] * x.element_size()
+        return Work(2.0 * x.numel() * weight.shape[0], _bytes((x, weight)) + written)
     if name == "packed_attention":
         q, cu_seqlens = args[0], args[3]
         pairs = sum((end - begin) ** 2 for begin, end in pairwise(cu_seqlens.held.tolist()))

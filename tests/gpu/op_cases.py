@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, Adjustments, DeltaInputs, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import (
+    Activation,
+    Adjustments,
+    DeltaInputs,
+    PagedCache,
+    SamplingTensors,
+    StateCache,
+    StateRows,
+)
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, QuantizedCudaLinear, implementation
 from hydra_engine.backend.float8 import BLOCK, product
@@ -210,6 +218,47 @@ def test_messages_of_linear(side: Side) -> None:
         side.ops.pack_linear(weight, side.there(random(7)))
     with pytest.raises(ValueError, match=r"x: expected \[T, 256\] torch\.float32 with a dense last dimension"):
         side.ops.linear(x, side.ops.pack_linear(weight))
+
+
+# ---- products and what follows them
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, SMALL_ROWS + 1])
+def test_products_and_gated_activations(side: Side, rows: int) -> None:
+    """In one launch or in two, of one weight or of two, of which one is quantised."""
+    gate, up = quantized_weight(4, 64, offsets=False), random(56, 256, dtype=torch.float16, seed=6) * 0.1
+    bias = random(112, dtype=torch.float16, seed=2)
+    x = strided(random(rows, 256, dtype=torch.float16, seed=3))
+    whole = torch.cat((gate.dequantized(torch.float16), up))
+    expected = REFERENCE.linear_act_and_mul(x, (REFERENCE.pack_linear(whole, bias),), "silu")
+    for ops in (side.ops, side.exact):
+        packed = (ops.pack_linear(side.there(whole), side.there(bias)),)
+        found = ops.linear_act_and_mul(side.there(x), packed, "silu")
+        assert_close(found.cpu(), expected, ulps=12, atol=1e-3)
+    parts = (
+        side.ops.pack_linear(gate.to(side.device), side.there(bias[:56].clone())),
+        side.ops.pack_linear(side.there(up), side.there(bias[56:].clone())),
+    )
+    assert_close(side.ops.linear_act_and_mul(side.there(x), parts, "silu").cpu(), expected, ulps=12, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_rotation_and_write(side: Side, rows: int) -> None:
+    host = PagedCache(torch.full((4, 2, 2, 4, 2, 16), float("nan")))
+    there = side.cache(host)
+    x, weight, bias = strided(random(rows, 40)), random(8 * 16, 40, seed=1), random(8 * 16, seed=2)
+    cos, sin = random(rows, 16, seed=4).chunk(2, dim=1)
+    slots = torch.tensor([13, -1, 0, 5, 6])[:rows]
+    expected = REFERENCE.linear_rope_and_write(x, (REFERENCE.pack_linear(weight, bias),), (cos, sin), host, 1, slots)
+    packed = side.ops.pack_linear(side.there(weight), side.there(bias))
+    for given in (slots, slots.to(side.device)):
+        found = side.ops.linear_rope_and_write(
+            side.there(x), (packed,), (side.there(cos), side.there(sin)), there, 1, given
+        )
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.data.cpu(), host.data, rtol=1e-4, atol=1e-4, equal_nan=True)
+    with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
+        side.ops.linear_rope_and_write(side.there(x), (packed,), (cos, sin), there, 2, slots)
 
 
 # ---- element-wise

@@ -105,7 +105,7 @@ class OneLayer:
     """A decoder of one layer without MLP: norm, QKV, rotation and write, attention, head, sample."""
 
     def __init__(self, side: Side, batch: int) -> None:
-        self._ops, self._batch = side.ops, batch
+        self._ops = side.ops
         self._qkv = self._ops.pack_linear(side.there(cases.random(8 * 64, 128, dtype=torch.bfloat16, seed=1)))
         self._head = self._ops.pack_linear(side.there(cases.random(500, 4 * 64, dtype=torch.bfloat16, seed=2)))
         self._scale = side.there(cases.random(128, dtype=torch.bfloat16, seed=3))
@@ -117,8 +117,7 @@ class OneLayer:
         ops, angles = self._ops, self._angles
         plan = ops.plan_decode(context, tables)
         normed = ops.rms_norm(x, self._scale, 1e-6)
-        q, k, v = ops.linear(normed, self._qkv).view(self._batch, 8, 64).split((4, 2, 2), dim=1)
-        q = ops.rope_and_write(q, k, v, (angles, angles), cache, 0, slots)
+        q = ops.linear_rope_and_write(normed, (self._qkv,), (angles, angles), cache, 0, slots)
         mixed = ops.attention_paged(q, cache, 0, plan, 0.125)
         return ops.sample(ops.linear(mixed.flatten(1), self._head, out_dtype=torch.float32), draws)
 

@@ -24,6 +24,7 @@ from hydra_kernels.decode_attention import decode_attention
 from hydra_kernels.delta_rule import delta_rule
 from hydra_kernels.epilogue import finish
 from hydra_kernels.float8_rows import round_rows
+from hydra_kernels.fused_linear import gated_linear, rope_linear
 from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -81,6 +82,22 @@ def linear(
     added = torch.empty(num_rows, num_out, dtype=BF16) if residual else None
     function = small_linear if num_rows <= 16 else invariant_linear
     return function(x, weight, residual=added, out_dtype=out_dtype)
+
+
+def gated(num_rows: int, width: int, num_in: int) -> object:
+    """Weights as those of `linear`."""
+    return gated_linear(
+        torch.empty(num_rows, num_in, dtype=BF16), torch.empty(2 * width, num_in, dtype=BF16), None, "silu"
+    )
+
+
+def roped(num_rows: int, heads: int, kv_heads: int, dim: int, num_in: int, *, bias: bool) -> object:
+    cache = torch.zeros(4, 2, 2, 16, kv_heads, dim, dtype=BF16)
+    num_out = (heads + 2 * kv_heads) * dim
+    x, weight = torch.empty(num_rows, num_in, dtype=BF16), torch.empty(num_out, num_in, dtype=BF16)
+    added = torch.empty(num_out, dtype=BF16) if bias else None
+    angles, slots = torch.zeros(num_rows, dim), torch.zeros(num_rows, dtype=torch.int64)
+    return rope_linear(x, weight, added, *angles.chunk(2, dim=1), slots, cache[:, 1, 0], cache[:, 1, 1])
 
 
 def patches(num_rows: int) -> object:
@@ -174,6 +191,15 @@ CASES: dict[str, Callable[[], object]] = {
     "linear-few-22016": lambda: linear(8, 22016, 4096),
     "linear-few-3584": lambda: linear(16, 3584, 18944, residual=True),
     "linear-few-512": lambda: linear(8, 512, 3584),
+    "linear-gated-vector-11008": lambda: gated(1, 11008, 4096),
+    "linear-gated-vector-18944": lambda: gated(1, 18944, 3584),
+    "linear-gated-few-11008": lambda: gated(16, 11008, 4096),
+    "linear-gated-few-18944": lambda: gated(16, 18944, 3584),
+    "linear-rope-vector-mha": lambda: roped(1, 32, 32, 128, 4096, bias=False),
+    "linear-rope-vector-gqa": lambda: roped(1, 28, 4, 128, 3584, bias=True),
+    "linear-rope-few-mha": lambda: roped(16, 32, 32, 128, 4096, bias=False),
+    "linear-rope-few-gqa": lambda: roped(16, 28, 4, 128, 3584, bias=True),
+    "linear-rope-few-80": lambda: roped(8, 8, 8, 80, 640, bias=False),
     "linear-tiled-4096": lambda: linear(100, 4096, 11008, residual=True),
     "linear-tiled-37888": lambda: linear(100, 37888, 3584),
     "linear-tiled-head": lambda: linear(100, 152064, 3584, out_dtype=torch.float32),
@@ -206,21 +232,30 @@ CASES: dict[str, Callable[[], object]] = {
 # Matrix products of bf16 in tiles of 64 rows or more.
 WGMMA = [name for name in CASES if name.startswith(("prefill", "packed", "linear-tiled", "quantized"))]
 # Kernels whose tiles go through shared memory, and those that read into registers.
-_PIPELINED = ("decode", "prefill", "packed", "linear-few", "linear-tiled", "quantized")
+_PIPELINED = ("decode", "prefill", "packed", "linear-few", "linear-gated-few", "linear-rope-few", "linear-tiled")
+_PIPELINED += ("quantized",)
 PIPELINED = [name for name in CASES if name.startswith(_PIPELINED)]
 DIRECT = [name for name in CASES if name not in PIPELINED]
 # One number of a row or a few of them are all that a program stores, or stores of every token.
-REDUCING = [name for name in DIRECT if name.startswith(("greedy", "sample", "score", "linear-vector", "delta_rule"))]
+_REDUCING = ("greedy", "sample", "score", "linear-vector", "linear-gated-vector", "linear-rope-vector", "delta_rule")
+REDUCING = [name for name in DIRECT if name.startswith(_REDUCING)]
 # Reads what it was given a list of, in any order; reads the beginnings of short lists.
 GATHERING = ("_draw_kernel", "_score_kernel")
 
 
 # Further shapes of a kernel that another case has.
 FURTHER = {"rms_norm-heads", "rms_norm-4096-float32", "act_and_mul-gelu", "sample-152064", "linear-vector-4096"}
-FURTHER |= {"linear-vector-head", "linear-few-22016", "linear-few-512", "linear-tiled-37888", "linear-tiled-head"}
+FURTHER |= {
+    "linear-vector-head",
+    "linear-few-22016",
+    "linear-gated-vector-18944",
+    "linear-tiled-37888",
+    "linear-tiled-head",
+}
 FURTHER |= {"quantized-few-4-32-offsets", "quantized-few-4-64-rows", "quantized-tiled-4-32", "quantized-tiled-8"}
 FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8", "quantized-few-float8-128", "quantized-tiled-float8-128"}
-FURTHER |= {"round_rows-4096"}
+FURTHER |= {"round_rows-4096", "linear-few-512", "linear-gated-few-18944"}
+FURTHER |= {"linear-rope-vector-gqa", "linear-rope-few-mha", "linear-rope-few-80"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
 FURTHER |= {
     "delta_rule-64",
@@ -286,8 +321,8 @@ def test_tensor_cores(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None:
-    assert compiled("linear-few-3584", capability)["_few_rows_linear_kernel"].count(r"mma\.sync") > 0
-    assert compiled("linear-vector-3584", capability)["_vector_linear_kernel"].count("mma") == 0
+    assert compiled("linear-few-3584", capability)["_small_linear_kernel"].count(r"mma\.sync") > 0
+    assert compiled("linear-vector-3584", capability)["_small_linear_kernel"].count("mma") == 0
 
 
 def test_decodes_are_split_into_whole_waves() -> None:
@@ -335,6 +370,28 @@ def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(
     copies = result.count(r"cp\.async\.c[ag]\.shared\.global")
     assert copies == result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10")
     assert copies > 0 or result.count(r"ld\.global[.\w:]*\.v4") >= 4
+
+
+# Pieces of 16 bytes that a thread reads before it waits: weights, of one step of a product or of a norm.
+AHEAD = {"rms_norm-4096": 2, "add_rms_norm-3584": 2, "decode-mha-128": 0, "decode-gqa-128": 0}
+AHEAD |= {"linear-vector-4096": 4, "linear-few-3584": 8, "linear-gated-vector-11008": 4, "linear-gated-few-11008": 8}
+AHEAD |= {"linear-rope-vector-mha": 4, "linear-rope-few-gqa": 8}
+
+
+@pytest.mark.parametrize("name", on_the_newest([*AHEAD]))
+def test_nothing_but_weights_is_touched_before_the_kernel_ahead_has_ended(name: str) -> None:
+    """The rule of `hydra_kernels._common`, in the order of the machine code. On sm_80 there is no such launch."""
+    (launch,) = launches_of(name, 90)
+    assert launch.options["launch_pdl"]
+    ((kernel, result),) = compiled(name, 90).items()
+    before, after = result.ptx.split("griddepcontrol.wait")
+    assert before.count("griddepcontrol.launch_dependents") == 1, kernel
+    assert re.findall(r"\b(?:st\.global|red\.|atom\.|cp\.async)", before) == [], kernel
+    assert len(re.findall(r"ld\.global", before)) == AHEAD[name], kernel
+    assert "griddepcontrol" not in after
+    code = re.findall(r"\b(?:LDG|STG|RED|ATOM|LDGSTS|ACQBULK)\b", result.machine_code())
+    assert code.index("ACQBULK") == AHEAD[name] and {*code[: AHEAD[name]]} <= {"LDG"}, kernel
+    assert not any(launch.options["launch_pdl"] for launch in launches_of(name, 80))
 
 
 @pytest.mark.quick("-4]")
@@ -401,6 +458,7 @@ def of_step(tokens: int, first: int) -> object:
     tables, cache = torch.zeros(64, 37, dtype=torch.int32)[rest], torch.zeros(4, 2, 2, 16, 4, 64, dtype=BF16)
     k_cache, v_cache, q = cache[:, 1, 0], cache[:, 1, 1], torch.zeros(64, 28, 64, dtype=BF16)[rest]
     places, tiles = torch.zeros(65, dtype=torch.int64)[first:], torch.zeros(64, 2, dtype=torch.int32)[rest]
+    projection = x.new_zeros(36 * 64, 4096), None, *torch.zeros(2, tokens, 32), places[:tokens]
     vectors = places[: tokens + 1], *(places[:tokens],) * 3
     fields = torch.zeros(5, 64)[:, rest]
     conv, state = torch.zeros(2, 3, 6144, dtype=BF16), torch.zeros(2, 16, 128, 128)
@@ -418,6 +476,8 @@ def of_step(tokens: int, first: int) -> object:
         finish(x, None, x, "gelu"),
         round_rows(x, 2048, 4096),
         *((small_linear(x, x.new_zeros(512, 4096)),) if 1 < tokens <= 16 else ()),
+        *((gated_linear(x, x.new_zeros(512, 4096), None, "silu"),) if 1 < tokens <= 16 else ()),
+        *((rope_linear(x, *projection, k_cache, v_cache),) if 1 < tokens <= 16 else ()),
         invariant_linear(x, x.new_zeros(512, 4096)),
         small_quantized_linear(x, QUANTIZED),
         invariant_quantized_linear(x, QUANTIZED),

@@ -11,6 +11,7 @@ from torch import Tensor
 from hydra_engine import _C
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, OpChoice, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cpu import delta_rule as native_delta
 from hydra_engine.backend.cpu import linear as native_linear
 from hydra_engine.backend.cpu.cache import CacheOps
@@ -23,7 +24,7 @@ _COPIES = ("write_cache", "merge_image_tokens", "gather_cache", "copy_blocks")
 _MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
 
 
-class NativeOps(CacheOps):
+class NativeOps(CacheOps, ComposedOps):
     """`Ops` of backend/base.py."""
 
     name = "native"

@@ -81,7 +81,7 @@ class CudaCacheOps(CacheOps):
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         checks.check_device(cache.data.device, [(f"rows[{x}]", source) for x, source in enumerate(rows)])
-        super().write_cache(cache, layer, rows, _slots(cache, slots, least=-1))
+        super().write_cache(cache, layer, rows, slots_on_device(cache, slots, least=-1))
 
     def rope_and_write(
         self,
@@ -99,7 +99,7 @@ class CudaCacheOps(CacheOps):
             weights = (("q_norm", norms.q), ("k_norm", norms.k))
             tensors += [(name, weight) for name, weight in weights if weight is not None]
         checks.check_device(cache.data.device, tensors)
-        return super().rope_and_write(q, k, v, rotary, cache, layer, _slots(cache, slots, least=-1), norms)
+        return super().rope_and_write(q, k, v, rotary, cache, layer, slots_on_device(cache, slots, least=-1), norms)
 
     def merge_image_tokens(
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
@@ -107,11 +107,11 @@ class CudaCacheOps(CacheOps):
         device = cache.data.device
         checks.check_device(device, (("hidden", hidden),))
         rows = step_indices("rows", rows, device, least=0, size=hidden.shape[0])
-        super().merge_image_tokens(hidden, rows, cache, _slots(cache, slots), plane)
+        super().merge_image_tokens(hidden, rows, cache, slots_on_device(cache, slots), plane)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
         checks.check_plane(cache, layer, index)
-        return super().gather_cache(cache, layer, index, _slots(cache, slots))
+        return super().gather_cache(cache, layer, index, slots_on_device(cache, slots))
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
         """`source` may be a peer's pool that is mapped here; the copy runs on the target's device. One of the two may
@@ -120,7 +120,8 @@ class CudaCacheOps(CacheOps):
         super().copy_blocks(source, target, pairs)
 
 
-def _slots(cache: PagedCache, slots: Tensor, *, least: int = 0) -> Tensor:
+def slots_on_device(cache: PagedCache, slots: Tensor, *, least: int = 0) -> Tensor:
+    """As `step_indices`, of this cache."""
     return step_indices("slots", slots, cache.data.device, least=least, size=cache.num_blocks * cache.block_size)
 
 

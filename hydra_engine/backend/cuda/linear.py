@@ -10,6 +10,7 @@ product acts on its rounded numbers. Does not know layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -86,6 +87,13 @@ def implementation(
     if quantized:
         return "small" if rows <= MAX_SMALL_ROWS else "invariant"
     return "small" if rows <= SMALL_ROWS else "cublas"
+
+
+def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) -> PlainLinear | None:
+    """The weight, where one launch computes its product with x and what follows."""
+    (weight, *others), rows = weights, x.shape[0]
+    small = implementation(rows, deterministic=deterministic) == "small"
+    return weight if small and rows and not others and isinstance(weight, PlainLinear) else None
 
 
 def linear(

@@ -6,18 +6,31 @@ delta_rule.py, everything else is one kernel of hydra_kernels. Nothing here wait
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Adjustments, Decode, OpChoice, PackedLinear, SamplingTensors, StateRows
+from hydra_engine.backend import checks
+from hydra_engine.backend.base import (
+    Activation,
+    Adjustments,
+    Decode,
+    HeadNorms,
+    OpChoice,
+    PackedLinear,
+    PagedCache,
+    Rotary,
+    SamplingTensors,
+    StateRows,
+)
+from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
 from hydra_engine.backend.cuda.attention_choice import TRITON, ChosenAttention
-from hydra_engine.backend.cuda.cache import CudaCacheOps
+from hydra_engine.backend.cuda.cache import CudaCacheOps, slots_on_device
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer_choices
 from hydra_engine.backend.device import Send
@@ -25,6 +38,7 @@ from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
 from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
+from hydra_kernels.fused_linear import gated_linear, rope_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
@@ -58,7 +72,7 @@ _DETERMINISTIC = {
 }
 
 
-class CudaOps(CudaCacheOps):
+class CudaOps(CudaCacheOps, ComposedOps):
     """`Ops` of backend/base.py for one device with `num_sms` multiprocessors. `send` as that of its `Device`;
     FlashInfer's `attention` is not deterministic. `num_sms_here`: as that of `CudaAttention`."""
 
@@ -114,6 +128,31 @@ class CudaOps(CudaCacheOps):
         if isinstance(weight, QuantizedWeight):
             return cuda_linear.QuantizedCudaLinear(weight, bias)
         return PlainLinear(weight, bias, rows or weight.dtype)
+
+    def linear_act_and_mul(self, x: Tensor, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+        weight = cuda_linear.fused(x, weights, deterministic=self.deterministic)
+        if weight is None:
+            return super().linear_act_and_mul(x, weights, act)
+        return gated_linear(x, weight.weight, weight.bias, act)
+
+    def linear_rope_and_write(
+        self,
+        x: Tensor,
+        weights: Sequence[PackedLinear],
+        rotary: Rotary,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """In one launch, that has no place for norms, rows whose slots are not in the cache are skipped unsaid."""
+        weight = cuda_linear.fused(x, weights, deterministic=self.deterministic)
+        if weight is None or norms is not None or cache.scales is not None:
+            return super().linear_rope_and_write(x, weights, rotary, cache, layer, slots, norms)
+        checks.check_plane(cache, layer, 1)
+        slots = slots_on_device(cache, slots, least=-1)
+        planes = cache.data[:, layer, 0], cache.data[:, layer, 1]
+        return rope_linear(x, weight.weight, weight.bias, *rotary, slots, *planes)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum takes the place of `residual`."""

@@ -31,6 +31,7 @@ from hydra_engine.backend.base import (
     StateCache,
     StateRows,
 )
+from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.quantized import QuantizedWeight, reference_product
 from hydra_engine.backend.reference import delta_rule
 from hydra_engine.backend.reference.attention import causal, padded, tiles
@@ -88,7 +89,7 @@ class PlainLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """`Ops` of backend/base.py."""
 
     name = "reference"

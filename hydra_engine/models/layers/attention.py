@@ -1,6 +1,6 @@
 """Attention modules: causal over a paged cache (decoders) and bidirectional over packed segments (vision towers).
 
-Know how a fused projection is cut into heads. Do not know blocks, batches or which rows are decodes.
+Do not know blocks, batches or which rows are decodes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ class PagedAttention:
     def __init__(self, scope: Scope, spec: LanguageSpec, layer: int) -> None:
         self._ops = scope.ops
         self._layer = layer
-        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self._split = (-1, sum(self._heads), spec.head_dim)
         self._width = spec.num_heads * spec.head_dim
         self._scale = spec.head_dim**-0.5
         query, key_value = self._width, spec.num_kv_heads * spec.head_dim
@@ -41,20 +39,11 @@ class PagedAttention:
         rows: Tensor | None = None,
     ) -> Tensor:
         """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
-        q, k, v = self._qkv(x).view(self._split).split(self._heads, dim=1)
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
             norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
-        q = self._ops.rope_and_write(  # [T, Hq, D]
-            q,
-            k,
-            v,
-            rotary,
-            cache,
-            self._layer,
-            places.slots,
-            norms,
-        )
+        slots = places.slots
+        q = self._ops.linear_rope_and_write(x, self._qkv.packed, rotary, cache, self._layer, slots, norms)  # [T, Hq, D]
         if rows is not None and not rows.shape[0]:
             return x[:0]
         mixed = self._ops.attention_paged(q, cache, self._layer, places.attention, self._scale).view(-1, self._width)

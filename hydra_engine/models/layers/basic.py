@@ -285,7 +285,7 @@ class GatedMlp:
         self._down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        return self._down(self._ops.act_and_mul(self._gate_up(x), self._act), residual=residual)
+        return self._down(self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act), residual=residual)
 
 
 class Mlp:

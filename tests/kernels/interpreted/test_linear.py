@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Activation
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_kernels._common import few_rows_launch
+from hydra_kernels._common import small_launch
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.linear import MAX_SMALL_ROWS, invariant_linear, small_linear
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
@@ -66,9 +66,9 @@ def test_everything_is_rounded_once(linear: Callable[..., Tensor], num_rows: int
 
 def test_the_inputs_of_few_outputs_are_split() -> None:
     """So that the shapes above run both ways."""
-    assert few_rows_launch(20, 1100, torch.float32).splits > 1
-    assert few_rows_launch(33, 257, torch.bfloat16).splits == 1
-    assert all(few_rows_launch(size, 4096, torch.bfloat16).splits == 1 for size in (3584, 4096, 22016))
+    assert small_launch(2, 20, 1100, torch.float32).splits > 1
+    assert small_launch(2, 33, 257, torch.bfloat16).splits == 1
+    assert all(small_launch(2, size, 4096, torch.bfloat16).splits == 1 for size in (3584, 4096, 22016))
 
 
 @pytest.mark.quick("float32")

@@ -1,0 +1,39 @@
+"""Ops that are other ops one after another, for implementations that gain nothing from computing them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_engine.backend.base import Activation, HeadNorms, Ops, PackedLinear, PagedCache, Rotary
+
+
+def joined(linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
+    """The outputs of all weights beside each other."""
+    if len(weights) == 1:
+        return linear(x, weights[0])
+    return torch.cat([linear(x, part) for part in weights], dim=1)
+
+
+class ComposedOps:
+    """Those of `Ops` in backend/base.py."""
+
+    def linear_act_and_mul(self: Ops, x: Tensor, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+        return self.act_and_mul(joined(self.linear, x, weights), act)
+
+    def linear_rope_and_write(
+        self: Ops,
+        x: Tensor,
+        weights: Sequence[PackedLinear],
+        rotary: Rotary,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        num_kv_heads, dim = cache.data.shape[4:]
+        heads = joined(self.linear, x, weights).unflatten(1, (-1, dim))
+        q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        return self.rope_and_write(q, k, v, rotary, cache, layer, slots, norms)

@@ -1,0 +1,256 @@
+"""Products of few rows together with what follows them: a gated activation, or rotation and the write into a cache.
+
+What follows needs two outputs of the product at once: gate and up of one place, or both halves of a rotary pair. A
+program computes such pairs side by side, as neighbouring columns of one tile, so that no other program is asked. The
+product is rounded to the dtype as if it had been stored; all else is as in the ops that are fused. Bound by memory:
+each weight is read once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._checks import check_rows, check_vector, described
+from hydra_kernels._common import DOT_DTYPE, LinearLaunch, dependent_launch, let_next_begin, pairs_launch
+from hydra_kernels._linear import check_bias, check_weight, few_rows_sums
+from hydra_kernels.activation import ACTIVATIONS, activate
+from hydra_kernels.linear import MAX_SMALL_ROWS
+
+
+@triton.jit
+def _pairs(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    num_rows: tl.tensor,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """x @ weight[column]^T + bias, rounded: those of even and those of odd places in `column` [2 * PAIRS], as two
+    tensors [ROWS, PAIRS] float32."""
+    SPAN: tl.constexpr = (K + DEPTH - 1) // DEPTH * DEPTH
+    sums = few_rows_sums(x, weight, column, inside, num_rows, 0, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL)
+    if bias is not None:
+        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    rounded = sums.to(x.dtype.element_ty).to(tl.float32)
+    return tl.split(tl.reshape(rounded, [ROWS, PAIRS, 2]))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    ACT: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (WIDTH / PAIRS,)."""
+    let_next_begin(PDL)
+    begin = tl.program_id(0) * PAIRS
+    each = tl.arange(0, 2 * PAIRS)
+    place = begin + each // 2
+    column = place + each % 2 * WIDTH
+    gate, up = _pairs(
+        x, weight, bias, column, place < WIDTH, num_rows, K, STRIDE_X, ROWS, PAIRS, DEPTH, STAGES, DTYPE, PDL
+    )
+    activated = activate(gate, ACT).to(x.dtype.element_ty).to(tl.float32)
+    row = tl.arange(0, ROWS)[:, None]
+    target = begin + tl.arange(0, PAIRS)[None, :]
+    mask = (row < num_rows) & (target < WIDTH)
+    tl.store(out + row.to(tl.int64) * WIDTH + target, (activated * up).to(out.dtype.element_ty), mask=mask)
+
+
+# Slots and angles are parts of what was sent, or rows of them: the first at any multiple of 8 bytes.
+@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots"])
+def _rope_linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slots: tl.tensor,
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    num_rows: tl.tensor,
+    num_slots: tl.tensor,
+    stride_block: tl.tensor,
+    stride_slot: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    STRIDE_COS: tl.constexpr,
+    STRIDE_SIN: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (heads * HALF / PAIRS,): a program has some pairs of one head, of queries, keys or values in this order.
+    Rows whose slot is not in the cache are not written."""
+    let_next_begin(PDL)
+    TILES: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
+    head = tl.program_id(0) // TILES
+    begin = tl.program_id(0) % TILES * PAIRS
+    each = tl.arange(0, 2 * PAIRS)
+    place = begin + each // 2
+    column = head * (2 * HALF) + place + each % 2 * HALF
+    first, second = _pairs(
+        x, weight, bias, column, place < HALF, num_rows, K, STRIDE_X, ROWS, PAIRS, DEPTH, STAGES, DTYPE, PDL
+    )
+    row = tl.arange(0, ROWS)
+    wide = row.to(tl.int64)[:, None]
+    target = begin + tl.arange(0, PAIRS)[None, :]
+    mask = (row < num_rows)[:, None] & (target < HALF)
+    if head < HEADS + KV_HEADS:
+        c = tl.load(cos + wide * STRIDE_COS + target, mask=mask, other=0.0)
+        s = tl.load(sin + wide * STRIDE_SIN + target, mask=mask, other=0.0)
+        turned = first * c - second * s
+        second = second * c + first * s
+        first = turned
+    first = first.to(q.dtype.element_ty)
+    second = second.to(q.dtype.element_ty)
+    if head < HEADS:
+        out = q + (wide * HEADS + head) * (2 * HALF) + target
+        tl.store(out, first, mask=mask)
+        tl.store(out + HALF, second, mask=mask)
+    else:
+        slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+        kept = mask & ((slot >= 0) & (slot < num_slots))[:, None]
+        rows = (slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot)[:, None]
+        if head < HEADS + KV_HEADS:
+            out = k_cache + rows + (head - HEADS) * STRIDE_HEAD + target
+            tl.store(out, first, mask=kept)
+            tl.store(out + HALF, second, mask=kept)
+        else:
+            out = v_cache + rows + (head - HEADS - KV_HEADS) * STRIDE_HEAD + target
+            tl.store(out, first, mask=kept)
+            tl.store(out + HALF, second, mask=kept)
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """act(gate) * up with (gate, up) = x @ weight^T + bias for x [M, K], M at most 16, rows at any stride -> new
+    contiguous [M, F]. gate, up, act(gate) and the result are rounded to x's dtype.
+
+    weight [2 * F, K] contiguous of x's dtype, gate first; bias [2 * F] of x's dtype or float32; act one of
+    `activation.ACTIVATIONS`.
+    """
+    _check_product(x, weight, bias)
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act: expected one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight: expected [2 * F, K], got {described(weight)}")
+    (num_rows, num_in), width = x.shape, weight.shape[0] // 2
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if out.numel():
+        launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype)
+        _gated_linear_kernel[(triton.cdiv(width, launch.columns),)](
+            *(x, weight, bias, out, num_rows), WIDTH=width, ACT=act, **_constants(x, launch)
+        )
+    return out
+
+
+def rope_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """Queries, keys and values x @ weight^T + bias of x [M, K], M at most 16, rows at any stride, rounded. Pairs
+    (i, i + D/2) of queries and keys are turned in float32 and rounded. Writes keys and values, returns queries
+    [M, Hq, D], new and contiguous.
+
+    weight [(Hq + 2 Hkv) * D, K] contiguous of x's dtype, bias of x's dtype or float32; cos, sin [M, D/2] float32, rows
+    at any stride; slots [M] int64, outside of the cache: not written. k_cache, v_cache [N, S, Hkv, D] as those of
+    `decode_attention`.
+    """
+    _check_product(x, weight, bias)
+    if k_cache.dim() != 4 or k_cache.dtype is not x.dtype or k_cache.device != x.device or k_cache.stride(3) != 1:
+        raise ValueError(f"k_cache: expected [N, S, Hkv, D] {x.dtype} on {x.device}, got {described(k_cache)}")
+    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride() or v_cache.dtype is not k_cache.dtype:
+        raise ValueError(f"v_cache: expected what k_cache is, {described(k_cache)}, got {described(v_cache)}")
+    (num_rows, num_in), (num_blocks, block_size, num_kv_heads, dim) = x.shape, k_cache.shape
+    num_heads = weight.shape[0] // dim - 2 * num_kv_heads
+    if dim % 2 or num_heads < 1 or weight.shape[0] != (num_heads + 2 * num_kv_heads) * dim:
+        raise ValueError(
+            f"weight: expected outputs of whole heads of an even {dim}, with {num_kv_heads} of keys and as many of "
+            f"values, got {described(weight)}"
+        )
+    check_vector("slots", slots, num_rows, torch.int64, x.device)
+    for name, angles in (("cos", cos), ("sin", sin)):
+        check_rows(name, angles)
+        if angles.shape != (num_rows, dim // 2) or angles.dtype is not torch.float32 or angles.device != x.device:
+            raise ValueError(f"{name}: expected [{num_rows}, {dim // 2}] float32, got {described(angles)}")
+    q = torch.empty((num_rows, num_heads, dim), dtype=x.dtype, device=x.device)
+    if num_rows:
+        launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype)
+        heads = num_heads + 2 * num_kv_heads
+        _rope_linear_kernel[(heads * triton.cdiv(dim // 2, launch.columns),)](
+            *(x, weight, bias, cos, sin, slots, q, k_cache, v_cache),
+            *(num_rows, num_blocks * block_size, k_cache.stride(0), k_cache.stride(1)),
+            HEADS=num_heads,
+            KV_HEADS=num_kv_heads,
+            HALF=dim // 2,
+            BLOCK_SIZE=block_size,
+            STRIDE_HEAD=k_cache.stride(2),
+            STRIDE_COS=cos.stride(0),
+            STRIDE_SIN=sin.stride(0),
+            **_constants(x, launch),
+        )
+    return q
+
+
+def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_rows("x", x)
+    check_weight(weight, x)
+    check_bias(bias, weight.shape[0], x)
+    if x.shape[0] > MAX_SMALL_ROWS:
+        raise ValueError(f"x: expected at most {MAX_SMALL_ROWS} rows, got {x.shape[0]}")
+
+
+def _constants(x: Tensor, launch: LinearLaunch) -> dict[str, Any]:
+    """`launch`: its columns are pairs."""
+    return {
+        "K": x.shape[1],
+        "STRIDE_X": x.stride(0),
+        "ROWS": launch.rows,
+        "PAIRS": launch.columns,
+        "DEPTH": launch.depth,
+        "STAGES": launch.stages,
+        "DTYPE": DOT_DTYPE,
+        "num_warps": launch.warps,
+        **dependent_launch(x.device),
+    }
