@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hydra_engine.backend import devices
 from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu.device import NICENESS, CpuDevice, usable_cores
 from hydra_engine.backend.cpu.lanes import set_torch_threads
-from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, ChosenAttention, Heads
+from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, by_name
 from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import BackendError, ConfigError
@@ -45,12 +46,14 @@ def create_backend(
     lane_priority: str = "balanced",
     sm_split: Sequence[int] = (),
     attention: str = TRITON,
-    heads: Heads | None = None,
+    shapes: Shapes | None = None,
+    profiles: Path | None = None,
     for_this_thread: bool = True,
 ) -> Backend:
     """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; deterministic: as `resolve_deterministic` takes it;
     threads per lane, None for all usable cores; sm_split: as `EngineConfig.sm_counts`; attention: as
-    `resolve_attention` says, of a GPU. "auto" is measured there, for which `heads` are needed.
+    `resolve_attention` says, of a GPU. "auto" is measured there, for which `shapes` are needed; `profiles`: the folder
+    where measurements are kept, None: they are not.
 
     `for_this_thread`: sets the thread counts and the GPU of the calling thread too, so that loading weights uses them.
     """
@@ -67,7 +70,9 @@ def create_backend(
         result = Backend(CpuDevice(count, _set_threads, lane_priority), _cpu_ops(backend), dtype, count)
     else:
         exact, _ = resolve_deterministic(deterministic, chosen.name)
-        result = _on_cuda(chosen, chosen.index, dtype, exact, count, lane_priority, sm_split, attention, heads)
+        result = _on_cuda(
+            chosen, chosen.index, dtype, exact, count, lane_priority, sm_split, attention, shapes, profiles
+        )
     if for_this_thread:
         _set_threads(count)
         if chosen.index is not None:
@@ -183,7 +188,8 @@ def _on_cuda(
     lane_priority: str,
     sm_split: Sequence[int],
     attention: str,
-    heads: Heads | None,
+    shapes: Shapes | None,
+    profiles: Path | None,
 ) -> Backend:
     # All of these import GPU libraries, which only now are known to be there and wanted.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
@@ -193,11 +199,13 @@ def _on_cuda(
         sms: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
         split = sms.SplitDevice(torch.device("cuda", index), sm_split, host.PRIORITIES[lane_priority])
     device = host.CudaDevice(index, threads, _set_threads, lane_priority, split)
-    choice = ChosenAttention(attention)
     if attention == AUTO:
-        assert heads is not None, "attention is measured for a model"
+        assert shapes is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
-        choice = timing.choose(device, chosen.num_sms, dtype, heads)
+        driver = devices.probe().driver_version
+        choice = timing.choose(device, chosen.num_sms, dtype, shapes, profiles, driver)
+    else:
+        choice = by_name(attention)
     ops = cuda.CudaOps(
         device.torch_device,
         chosen.num_sms,

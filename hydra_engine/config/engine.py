@@ -227,8 +227,8 @@ class EngineConfig:
     )
     attention_backend: str = opt(
         "auto",
-        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: triton, or if "
-        "that package is installed the faster one by a measurement at start",
+        "attention kernels on a GPU: triton; flashinfer, which needs the package of that name; auto: for decodes, "
+        "prompts, pictures and windows those that a measurement finds to be the fastest, which is kept in profile_dir",
         choices=("auto", "triton", "flashinfer"),
     )
     deterministic: bool | None = opt(

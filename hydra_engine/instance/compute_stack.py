@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hydra_engine.backend.base import Backend, PagedCache
-from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, resolve_attention
+from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, Shapes, Tower, resolve_attention
 from hydra_engine.backend.device import Device
 from hydra_engine.backend.devices import ChosenDevice, gpu_name, takes_turns
 from hydra_engine.backend.select import (
@@ -241,8 +241,9 @@ def _backend(
         heads=heads,
         deterministic=bool(config.deterministic),
     )
-    if attention == AUTO and not role.needs_language:
-        attention = TRITON  # only what reads the KV cache is measured
+    shapes = Shapes(heads if role.needs_language else None, _tower(spec) if role.needs_vision else None)
+    if attention == AUTO and not any(shapes):
+        attention = TRITON
     both = role.needs_vision and role.needs_language and spec.vision is not None
     backend = create_backend(
         chosen.name,
@@ -253,9 +254,15 @@ def _backend(
         lane_priority=config.lane_order,
         sm_split=config.sm_counts if both else (),
         attention=attention,
-        heads=heads,
+        shapes=shapes,
+        profiles=config.profile_folder if attention == AUTO else None,
     )
     return backend, None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
+
+
+def _tower(spec: ModelSpec) -> Tower | None:
+    attention = None if spec.vision is None else spec.vision.attention
+    return None if attention is None else Tower(*attention)
 
 
 def step_times(

@@ -1,28 +1,26 @@
 """Profiles on disk: the step times of a model on a machine, so that the next start does not measure again.
 
 A file is used only if it is intact, of the same model and machine, covers steps that are large enough, and every number
-is in range; otherwise `load` gives the reason and the caller measures again. Files are written atomically, readable by
-their owner only.
+is in range; otherwise `load` gives the reason and the caller measures again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
+from hydra_engine.core import profile_file
 from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.profile_file import Refused
 from hydra_engine.planner.fit import Samples
 
 SCHEMA = 1
-MAX_BYTES = 4 << 20
 _LONGEST_S = 3600.0
 _MOST = 1e6  # slowdowns and errors
 _BOUNDS = (  # of the surface's numbers
@@ -91,17 +89,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: tuple[str, ...] = ()
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`digest` is BLAKE2b-256 of the bytes of `profile`, in hex."""
-
-    digest: str
-    profile: msgspec.Raw
-
-
-class Refused(Exception):
-    """A profile exists and is not used; the message is the reason."""
-
-
 def model_identity(directory: Path) -> str:
     """Hex digest of config.json and of names, sizes and modification times of the weight files."""
     digest = hashlib.blake2b(digest_size=16)
@@ -124,32 +111,15 @@ def file_name(directory: Path, identity: Identity) -> str:
 
 def save(profile: Profile, path: Path) -> None:
     """Atomic, mode 0600. Raises OSError."""
-    body = msgspec.json.encode(profile)
-    content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    profile_file.write(path, msgspec.json.encode(profile))
 
 
 def load(path: Path, identity: Identity, reach: Reach) -> Profile | None:
     """None where there is no file. Raises Refused with the reason where there is one that cannot be used."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
+    body = profile_file.read(path)
+    if body is None:
         return None
-    except OSError as error:
-        raise Refused(f"it cannot be read: {error.strerror}") from error
-    profile = _decoded(content)
+    profile = _decoded(body)
     if profile.identity != identity:
         raise Refused(_difference(profile.identity, identity))
     if not profile.reach.covers(reach):
@@ -174,14 +144,8 @@ def problem_of(profile: Profile) -> str | None:
     return next((check for check in checks if check is not None), None)
 
 
-def _decoded(content: bytes) -> Profile:
-    if len(content) > MAX_BYTES:
-        raise Refused(f"it has more than {MAX_BYTES >> 20} MiB")
+def _decoded(body: bytes) -> Profile:
     try:
-        outer = msgspec.json.decode(content, type=_File, strict=True)
-        body = bytes(outer.profile)
-        if _digest(body) != outer.digest:
-            raise Refused("it is damaged")
         return msgspec.json.decode(body, type=Profile, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused("it is damaged, or of another version of the engine") from error
@@ -225,7 +189,3 @@ def _numbers(value: object) -> Iterator[float]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from _numbers(item)
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.blake2b(body, digest_size=32).hexdigest()

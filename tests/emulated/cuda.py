@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,11 +24,11 @@ from hydra_engine.backend.cpu import lanes
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cuda import attention as cuda_attention
+from hydra_engine.backend.cuda import attention_kept, attention_timing, ipc, staging
 from hydra_engine.backend.cuda import cache as cuda_cache
 from hydra_engine.backend.cuda import copies as cuda_copies
 from hydra_engine.backend.cuda import device as cuda_host
 from hydra_engine.backend.cuda import graphs as cuda_graphs
-from hydra_engine.backend.cuda import ipc, staging
 from hydra_engine.backend.cuda import lanes as cuda_lanes
 from hydra_engine.backend.cuda import ops as cuda
 from hydra_engine.backend.cuda import sm_split as cuda_split
@@ -47,7 +47,12 @@ from tests.emulated.kernels import Extension, Launches, functions_of, kernel
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE, Present, new, pinned
 
-WITH_TORCH = (cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes, cuda_split, select)
+WITH_TORCH = (
+    *(attention_kept, attention_timing, cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes),
+    *(cuda_split, select),
+)
+# What is measured at start is small here, and measured once.
+MEASURED = {"CACHE_BYTES": 1 << 16, "NUM_ROWS": 2, "CHUNK": 16, "TOWER_ROWS": 64, "LAUNCHES": 1, "REPLAYS": 1}
 WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split, staging)
 WITH_THREADS = (lanes, cuda_split, gate, language)
 MULTIPROCESSORS = 8
@@ -84,6 +89,12 @@ class TorchCuda:
 
     def set_device(self, device: Any) -> None:
         self._streams.has_device()
+
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def get_device_name(self, device: Any) -> str:
+        return "emulated"
 
     def get_device_properties(self, device: Any) -> SimpleNamespace:
         return SimpleNamespace(
@@ -230,6 +241,8 @@ def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> 
         for module in WITH_TORCH:
             patch.setattr(module, "torch", fake, raising=False)
         patch.setattr(random_weights, "torch", fake)
+        for name, small in MEASURED.items():
+            patch.setattr(attention_timing, name, small)
         patch.setattr(torch, "tensor", _tensor)
         for module in WITH_EXTENSION:
             patch.setattr(module, "_C", extension)

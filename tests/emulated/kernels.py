@@ -224,6 +224,7 @@ def _prefill_attention(
     *,
     max_q: int,
     out: Tensor | None = None,
+    tma: bool = False,
 ) -> Tensor:
     assert max_q >= max(end - begin for begin, end in pairwise(cu_q.tolist())), "max_q is too small"
     return _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
@@ -239,6 +240,7 @@ def _packed_attention(
     max_length: int,
     one_tile: bool = False,
     search: bool = False,
+    tma: bool = False,
 ) -> Tensor:
     assert max_length >= max(end - begin for begin, end in pairwise(cu_seqlens.tolist())), "max_length is too small"
     return OPS.attention_packed(q, k, v, cu_seqlens.tolist(), scale)

@@ -26,6 +26,7 @@ from hydra_engine.backend.device import Send
 from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, places_per_sm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
+from hydra_kernels.tma_attention import takes_cache
 
 MAX_HEAD_DIM = 256  # of the kernels
 _MAX_SEGMENTS = 32  # lists of segments that a thread remembers
@@ -72,12 +73,14 @@ class CudaAttention:
         *,
         deterministic: bool,
         num_sms_here: Callable[[int], int] | None = None,
+        tma_prompts: bool = False,
     ) -> None:
         self._device = device
         self._num_sms = num_sms
         self._num_sms_here = num_sms_here
         self._send = send
         self._deterministic = deterministic
+        self._tma_prompts = tma_prompts
         self._of_thread = threading.local()  # what a lane has sent or counts is good for that lane
         self._places: dict[tuple[object, ...], int] = {}  # programs of a multiprocessor, by what they are compiled for
 
@@ -128,16 +131,31 @@ class CudaAttention:
         if q.shape[2] > MAX_HEAD_DIM:
             return _paged_by_torch(q, cache, layer, plan, native, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
+        self.decodes(q, cache, layer, plan, native, scale, out)
+        self.prompts(q, cache, layer, plan, native, scale, out)
+        return out
+
+    def decodes(
+        self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
+    ) -> None:
+        """Results of the plan's first rows, each of one query, into `out`. Arguments are checked."""
         split = native.num_decodes
         if split:
+            k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
             longest = native.max_decode_context
             if longest is None:
                 longest = plan.block_tables.shape[1] * cache.block_size
             rows = (q[:split], k_cache, v_cache, plan.block_tables[:split], plan.num_context[:split], scale)
             splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows))
             decode_attention(*rows, num_splits=splits, counters=self._counters(), out=out[:split])
+
+    def prompts(
+        self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
+    ) -> None:
+        """The others."""
+        split = native.num_decodes
         if native.max_rest_q:
+            k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
             prefill_attention(
                 q[split:],
                 k_cache,
@@ -148,8 +166,8 @@ class CudaAttention:
                 scale,
                 max_q=native.max_rest_q,
                 out=out[split:],
+                tma=self._tma_prompts and takes_cache(k_cache, v_cache),
             )
-        return out
 
     def _num_places(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, num_context: Tensor, scale: float
@@ -168,7 +186,10 @@ class CudaAttention:
             counters = self._of_thread.counters = new_counters(self._device)
         return counters
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
+    ) -> Tensor:
+        """`tma`: by the kernel for Hopper, which takes these k and v."""
         planned = isinstance(cu_seqlens, PackedPlan)
         if isinstance(cu_seqlens, PackedPlan):
             checks.check_packed_rows(q, k, v)
@@ -179,14 +200,14 @@ class CudaAttention:
                 )
             segments, max_length = cu_seqlens.cu_seqlens, min(cu_seqlens.max_length, q.shape[0])
         else:
-            segments, max_length = self._segments(q, k, v, cu_seqlens)
+            segments, max_length = self.segments(q, k, v, cu_seqlens)
             if q.shape[2] > MAX_HEAD_DIM:
                 return _packed_by_torch(q, k, v, cu_seqlens, scale)
         return packed_attention(
-            q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic, search=planned
+            q, k, v, segments, scale, max_length=max_length, one_tile=self._deterministic, search=planned, tma=tma
         )
 
-    def _segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
+    def segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
         """(cu_seqlens on the device, the longest segment): every layer of a tower asks for the same."""
         sent: dict[tuple[int, ...], tuple[Tensor, int]] | None = getattr(self._of_thread, "segments", None)
         if sent is None:

@@ -1,19 +1,35 @@
 """Chooses the attention kernels of a GPU, and says why others cannot be used.
 
-Loads no GPU library but the one that was asked for, to see whether it is there. Does not know which is faster:
-attention_timing.py finds that out.
+They are chosen for each use by itself: decodes, prompts, pictures, windows. Loads no GPU library but the one that was
+asked for, to see whether it is there. Does not know which is faster: attention_timing.py finds that out.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from hydra_engine.errors import BackendError, ConfigError
 
 FLASHINFER, TRITON, AUTO = "flashinfer", "triton", "auto"
+# Further candidates: our kernels with descriptors, FlashInfer's for Ampere and for Hopper, and torch's.
+TRITON_TMA, FLASHINFER_FA2, FLASHINFER_FA3 = "triton-tma", "flashinfer-fa2", "flashinfer-fa3"
+CUDNN, VARLEN = "cudnn", "torch-varlen"
+FLASHINFER_PROMPTS = {FLASHINFER: "auto", FLASHINFER_FA2: "fa2", FLASHINFER_FA3: "fa3"}  # as the library calls them
+# Uses. A captured encode has its segments on the device alone.
+DECODES, PROMPTS, PICTURES, WINDOWS = "decodes", "prompts", "pictures", "windows"
+CAPTURED_PICTURES, CAPTURED_WINDOWS = "captured pictures", "captured windows"
+USES = {
+    "attention_paged": (DECODES, PROMPTS),
+    "attention_packed": (PICTURES, WINDOWS, CAPTURED_PICTURES, CAPTURED_WINDOWS),
+}
+MARGIN = 1.03  # so many times as fast as ours has another to be: a choice that noise makes is no choice
+
 # FlashInfer builds for other head dims without complaint and then reads the wrong columns.
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -29,19 +45,87 @@ class Heads(NamedTuple):
     block_size: int
 
 
-class ChosenAttention(NamedTuple):
-    """`name` FLASHINFER or TRITON; `note` is for the start-up summary, None where there was nothing to choose.
-    `only_paged`: towers of pictures take TRITON all the same, since they are not measured."""
+class Tower(NamedTuple):
+    """Of a vision tower's attention."""
 
-    name: str
-    reason: str = "asked for by name"
+    heads: int
+    head_dim: int
+    rows: int  # of a whole picture
+    window: int  # rows of a window; 0: there are none
+
+
+class Shapes(NamedTuple):
+    """What an instance computes attention for; None where it has no such model."""
+
+    language: Heads | None = None
+    tower: Tower | None = None
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By use and candidate, TRITON among them always: seconds of one call, or why there are none."""
+
+    seconds: dict[str, dict[str, float]]
+    left_out: dict[str, dict[str, str]]
+    date: str  # UTC
+
+    def best(self, use: str) -> str:
+        """The fastest if it is so by a margin, else TRITON."""
+        seconds = self.seconds[use]
+        fastest = min(seconds, key=seconds.__getitem__)
+        return fastest if seconds[TRITON] >= MARGIN * seconds[fastest] else TRITON
+
+    def told(self, use: str) -> str:
+        """The best, and all others with how many times as fast as TRITON they are."""
+        seconds = self.seconds[use]
+        parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
+        parts += [f"{name}: {why}" for name, why in self.left_out.get(use, {}).items()]
+        return f"{use} {self.best(use)}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+class ChosenAttention(NamedTuple):
+    """Whose kernels compute what. `names` by use: what is not there is TRITON's. `reasons` by op, where there was
+    something to choose; `note` is for the start-up summary."""
+
+    names: Mapping[str, str] = MappingProxyType({})
+    reasons: Mapping[str, str] = MappingProxyType({})
     note: str | None = None
-    only_paged: bool = False
+
+    def of(self, use: str) -> str:
+        return self.names.get(use, TRITON)
+
+    def choices(self) -> dict[str, tuple[str, str]]:
+        """Lines of `Ops.choices`."""
+        return {op: (", ".join(dict.fromkeys(map(self.of, USES[op]))), why) for op, why in self.reasons.items()}
+
+
+def by_name(name: str) -> ChosenAttention:
+    """FLASHINFER or TRITON for all that it can do."""
+    if name == TRITON:
+        return ChosenAttention()
+    others = f"asked for by name; head dims other than {_listed(HEAD_DIMS, 'and')}"
+    paged, packed = f"{others} take Triton", f"{others}, and encodes that are captured, take Triton"
+    return ChosenAttention(
+        dict.fromkeys((DECODES, PROMPTS, PICTURES, WINDOWS), FLASHINFER),
+        {"attention_paged": paged, "attention_packed": packed},
+    )
+
+
+def by_time(measured: Measured) -> ChosenAttention:
+    since = f"speeds are those of triton times as much, measured on {measured.date}"
+    reasons = {
+        op: f"{'; '.join(measured.told(use) for use in uses if use in measured.seconds)}; {since}"
+        for op, uses in USES.items()
+        if any(use in measured.seconds for use in uses)
+    }
+    told = "; ".join(map(measured.told, measured.seconds))
+    return ChosenAttention(
+        {use: measured.best(use) for use in measured.seconds}, reasons, f"attention: {told}; {since}" if told else None
+    )
 
 
 def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Heads, deterministic: bool) -> str:
-    """TRITON, FLASHINFER, or AUTO where both can compute and a measurement is to decide. What was asked for by name is
-    taken or refused with the reason: ConfigError, or BackendError where the package is missing."""
+    """TRITON, FLASHINFER, or AUTO where a measurement is to decide. What was asked for by name is taken or refused with
+    the reason: ConfigError, or BackendError where the package is missing."""
     if name != AUTO and not on_gpu:
         raise ConfigError(
             f"attention_backend {name} runs on a GPU; set attention_backend to auto or device to cuda:0",
@@ -49,23 +133,24 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
         )
     if name == TRITON or not on_gpu:
         return TRITON
-    reason = _unfit(dtype, heads.head_dim, heads.block_size, deterministic)
     if name == AUTO:
-        return TRITON if reason or _missing() else AUTO
+        return TRITON if deterministic or dtype not in DTYPES else AUTO
+    reason = flashinfer_problem(dtype, heads.head_dim, heads.block_size, deterministic)
     if reason:
         raise ConfigError(
             f"attention_backend flashinfer {reason}; set attention_backend to triton", param="attention_backend"
         )
-    if missing := _missing():
+    if missing := flashinfer_missing():
         raise BackendError(
-            f"attention_backend flashinfer: {missing}; `pip install -U flashinfer-python` or set attention_backend to "
+            f"attention_backend flashinfer: {missing}; `pip install -U hydra-engine[cuda]` or set attention_backend to "
             "triton",
             param="attention_backend",
         )
     return FLASHINFER
 
 
-def _unfit(dtype: torch.dtype, head_dim: int, block_size: int, deterministic: bool) -> str:
+def flashinfer_problem(dtype: torch.dtype, head_dim: int, block_size: int, deterministic: bool = False) -> str:
+    """What it cannot do of this, as a predicate; empty: it can."""
     if deterministic:
         return "divides contexts by what else is in the batch, so it is not deterministic"
     if dtype not in DTYPES:
@@ -77,7 +162,7 @@ def _unfit(dtype: torch.dtype, head_dim: int, block_size: int, deterministic: bo
     return ""
 
 
-def _missing() -> str:
+def flashinfer_missing() -> str:
     """Of what is needed; a library that is there and does not load (no driver, a broken build) is missing too."""
     try:
         library: Any = importlib.import_module("flashinfer")
@@ -89,5 +174,5 @@ def _missing() -> str:
     return "" if hasattr(library, "fast_decode_plan") else "the package is older than 0.4"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+def _listed(numbers: tuple[int, ...], word: str = "or") -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} {word} {numbers[-1]}"

@@ -1,91 +1,167 @@
-"""Which attention kernels are faster on this device for this model: both are run, timed and compared once, at start.
+"""Which attention kernels are the fastest on this device for this model: all that can run are run, compared and timed
+once, and what came of it is kept on disk.
 
-A decode over a cache that no L2 holds, and a chunk of a prompt, captured as graphs, so that what launching costs the
-host does not count. Kernels that cannot run, or give other results than ours, are not taken. Does not know the model's
-weights, nor how steps are mixed: both cases count alike.
+Decodes over a cache that no L2 holds, a chunk of a prompt, pictures and windows of the tower, each captured as a graph,
+so that what launching costs the host does not count. Every use has a winner of its own. Kernels that cannot run, or
+give other results than ours, are not taken. Does not know the model's weights, nor how steps are mixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, PagedCache
+from hydra_engine.backend.base import AttentionPlan, PagedCache, Segments
+from hydra_engine.backend.cuda import attention_kept as kept
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import FLASHINFER, TRITON, ChosenAttention, Heads
+from hydra_engine.backend.cuda.attention_choice import (
+    CAPTURED_PICTURES,
+    CAPTURED_WINDOWS,
+    DECODES,
+    FLASHINFER,
+    FLASHINFER_FA2,
+    FLASHINFER_FA3,
+    PICTURES,
+    PROMPTS,
+    TRITON,
+    TRITON_TMA,
+    WINDOWS,
+    ChosenAttention,
+    Heads,
+    Measured,
+    Shapes,
+    Tower,
+    by_time,
+    flashinfer_missing,
+    flashinfer_problem,
+)
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.graphs import GraphPools
+from hydra_engine.backend.cuda.tower_attention import Kernel, kernels
 from hydra_engine.backend.device import Device
 from hydra_engine.errors import BackendError
+from hydra_kernels.tma_attention import takes_cache
 
 CACHE_BYTES = 256 << 20
 NUM_ROWS = 32
 MAX_CONTEXT = 4096
 CHUNK, CHUNK_CONTEXT = 1024, 2048
+TOWER_ROWS = 4096
+NUM_EMPTY = 64  # segments behind those of a captured encode, which has room for as many
 LAUNCHES = 8  # in a graph, as if they were layers
 REPLAYS = 5
-MARGIN = 1.03  # so many times as fast has FlashInfer to be: a choice that noise makes is no choice
+RESOLUTION_S = 5e-7  # of CUDA's events
 TOLERANCE = 0.05  # of the largest result; kernels of these types differ by about a hundredth
+# Queries are so many times as large as usual. Then a few keys make up a result, and one too many or too few shows.
+PEAKED = 4.0
+_FAILURES = (
+    *(BackendError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError, AssertionError),
+    *(LookupError, ArithmeticError, triton.TritonError),
+)
 
 Launch = Callable[[], None]
 Seconds = Callable[[Launch], float]  # that the device takes for what is launched
+Attend = Callable[[], Tensor]
 Attention = CudaAttention | FlashInferAttention
 
 
 class Case(NamedTuple):
     """Rows of `num_q` queries each at the end of `num_context` tokens of their own."""
 
-    name: str
+    use: str
     rows: int
     num_q: int
     num_context: int
 
 
-def choose(device: Device, num_sms: int, dtype: torch.dtype, heads: Heads) -> ChosenAttention:
-    """In inference mode, in a thread that works on no stream of its own; what it took is free again afterwards."""
-    on = device.torch_device
-    with torch.cuda.device(on):
-        by_triton = CudaAttention(on, num_sms, device.send, deterministic=False)
-        choice = compare(
-            by_triton,
-            lambda: FlashInferAttention(on, num_sms, device.send, by_triton),
-            random_cache(heads, dtype, on),
-            heads,
-            partial(captured_seconds, GraphPools(on)),
-        )
-        device.finish()
-    device.trim()
-    return choice
+class Refusal(Exception):
+    """Why a candidate is left out."""
 
 
-def compare(
-    by_triton: Attention, make_other: Callable[[], Attention], cache: PagedCache, heads: Heads, seconds: Seconds
+class Candidate(NamedTuple):
+    name: str
+    make: Callable[[], Attend]  # may fail in any way; Refusal where it cannot compute the case
+
+
+class Site(NamedTuple):
+    """What attention is made for."""
+
+    device: torch.device
+    num_sms: int
+    send: Callable[..., tuple[Tensor, ...]]
+
+    def triton(self, *, tma_prompts: bool = False) -> CudaAttention:
+        return CudaAttention(self.device, self.num_sms, self.send, deterministic=False, tma_prompts=tma_prompts)
+
+    def flashinfer(self, prompts: str = "auto") -> FlashInferAttention:
+        return FlashInferAttention(self.device, self.num_sms, self.send, self.triton(), prompts=prompts)
+
+
+def choose(
+    device: Device, num_sms: int, dtype: torch.dtype, shapes: Shapes, folder: Path | None, driver: int
 ) -> ChosenAttention:
-    """The other one is made here, for that too may fail."""
-    ratios: dict[str, float] = {}
-    try:
-        other = make_other()
+    """In inference mode, in a thread that works on no stream of its own; what it took is free again afterwards.
+    `folder`: of what is kept, None: nothing; `driver`: the newest CUDA that it runs."""
+    on = device.torch_device
+    key = kept.key_of(on, num_sms, driver, dtype, shapes)
+    measured = None if folder is None else kept.load(folder, key)
+    if measured is None:
+        with torch.cuda.device(on):
+            site = Site(on, num_sms, device.send)
+            measured = measure(site, dtype, shapes, partial(captured_seconds, GraphPools(on)))
+            device.finish()
+        device.trim()
+        if folder is not None:
+            kept.save(folder, key, measured)
+    return by_time(measured)
+
+
+def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) -> Measured:
+    result = Measured({}, {}, kept.today())
+    if shapes.language is not None:
+        cache = random_cache(shapes.language, dtype, site.device)
         for case in cases(cache):
-            ours, theirs = (_prepared(attention, case, cache, heads) for attention in (by_triton, other))
-            if not _agree(theirs(), expected=ours()):
-                return _triton(f"flashinfer gives other results for {case.name}")
-            ratios[case.name] = seconds(_repeated(ours)) / seconds(_repeated(theirs))
-    except (BackendError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
-        # It compiles its kernels at first use, which needs a compiler and a cache folder.
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return _triton(f"flashinfer could not be tried ({lines[0][:160]})")
-    speed = prod(ratios.values()) ** (1 / len(ratios))
-    by_case = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    measured = f"measured at start, {speed:.2f} times as fast as triton ({by_case})"
-    if speed < MARGIN:
-        return _triton(f"flashinfer was {measured}")
-    return ChosenAttention(FLASHINFER, measured, f"attention: flashinfer, {measured}", only_paged=True)
+            ours = _prepared(site.triton(), case, cache, shapes.language)
+            compare(case.use, ours, paged_candidates(site, case, cache, shapes.language), seconds, result)
+    if shapes.tower is not None:
+        by_triton = site.triton()
+        for use, rows, segments in tower_cases(by_triton, shapes.tower, site.device):
+            q, k, v = _tower_rows(shapes.tower, rows, dtype, site.device)
+            attend = partial(by_triton.packed, q, k, v, segments, shapes.tower.head_dim**-0.5)
+            candidates = packed_candidates(site, by_triton, shapes.tower, q, k, v, segments)
+            compare(use, attend, candidates, seconds, result)
+    return result
+
+
+def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Seconds, result: Measured) -> None:
+    """Writes into `result`."""
+    expected = ours()
+    times = result.seconds[use] = {TRITON: seconds(_repeated(ours)) / LAUNCHES}
+    left_out = result.left_out[use] = {}
+    for candidate in candidates:
+        try:
+            attend = candidate.make()
+            # Memory that it is given next may have our result in it: what it does not write has to show.
+            poison = [torch.full_like(expected, float("nan")) for _ in range(4)]
+            del poison
+            if _agree(attend(), expected):
+                times[candidate.name] = seconds(_repeated(attend)) / LAUNCHES
+            else:
+                left_out[candidate.name] = "other results"
+        except Refusal as reason:
+            left_out[candidate.name] = str(reason)
+        except _FAILURES as error:
+            # FlashInfer compiles its kernels at first use, which needs a compiler and a cache folder.
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            left_out[candidate.name] = lines[0][:80]
 
 
 def cases(cache: PagedCache) -> tuple[Case, ...]:
@@ -93,9 +169,62 @@ def cases(cache: PagedCache) -> tuple[Case, ...]:
     context = min(MAX_CONTEXT, cache.num_blocks // NUM_ROWS * cache.block_size)
     chunk_context = min(CHUNK_CONTEXT, cache.num_blocks * cache.block_size)
     return (
-        Case("decodes", NUM_ROWS, 1, context),
-        Case("prefills", 1, min(CHUNK, chunk_context), chunk_context),
+        Case(DECODES, NUM_ROWS, 1, context),
+        Case(PROMPTS, 1, min(CHUNK, chunk_context), chunk_context),
     )
+
+
+def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) -> Iterator[Candidate]:
+    def prepared(make: Callable[[], Attention]) -> Callable[[], Attend]:
+        return lambda: _prepared(make(), case, cache, heads)
+
+    def by_flashinfer(prompts: str) -> FlashInferAttention:
+        problem = flashinfer_problem(cache.data.dtype, heads.head_dim, heads.block_size) or flashinfer_missing()
+        if problem:
+            raise Refusal(problem)
+        return site.flashinfer(prompts)
+
+    def by_descriptors() -> CudaAttention:
+        if not takes_cache(cache.data[:, 0, 0], cache.data[:, 0, 1]):
+            raise Refusal("needs a Hopper GPU and a block_size of 64 or 128")
+        return site.triton(tma_prompts=True)
+
+    if case.use == DECODES:
+        yield Candidate(FLASHINFER, prepared(partial(by_flashinfer, "auto")))
+    else:
+        yield Candidate(TRITON_TMA, prepared(by_descriptors))
+        for name, kernel in ((FLASHINFER_FA2, "fa2"), (FLASHINFER_FA3, "fa3")):
+            yield Candidate(name, prepared(partial(by_flashinfer, kernel)))
+
+
+def tower_cases(by_triton: CudaAttention, tower: Tower, device: torch.device) -> Iterator[tuple[str, int, Segments]]:
+    """(use, rows, segments): as many pictures, and windows, as make some thousand rows; a captured encode has padding
+    behind them, and says how long they are at most."""
+    for length, use, captured in (
+        (min(tower.rows, TOWER_ROWS), PICTURES, CAPTURED_PICTURES),
+        (tower.window, WINDOWS, CAPTURED_WINDOWS),
+    ):
+        if length:
+            count = max(1, TOWER_ROWS // length)
+            bounds = [length * i for i in range(count + 1)]
+            yield use, bounds[-1], bounds
+            padded = torch.tensor(bounds + bounds[-1:] * NUM_EMPTY, dtype=torch.int32, device=device)
+            longest = bounds[-1] if use == PICTURES else length
+            yield captured, bounds[-1], by_triton.plan_packed(padded, longest)
+
+
+def packed_candidates(
+    site: Site, by_triton: CudaAttention, tower: Tower, q: Tensor, k: Tensor, v: Tensor, segments: Segments
+) -> Iterator[Candidate]:
+    by_flashinfer = None if flashinfer_missing() else site.flashinfer()
+
+    def prepared(kernel: Kernel) -> Attend:
+        if not kernel.takes(q, k, v, segments):
+            raise Refusal("does not take these shapes")
+        return partial(kernel.attend, q, k, v, segments, tower.head_dim**-0.5)
+
+    for name, kernel in kernels(by_triton, by_flashinfer).items():
+        yield Candidate(name, partial(prepared, kernel))
 
 
 def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_bytes: int = CACHE_BYTES) -> PagedCache:
@@ -118,14 +247,22 @@ def captured_seconds(pools: GraphPools, launch: Launch) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return min(times)
+    return max(min(times), RESOLUTION_S)
 
 
-def _prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Callable[[], Tensor]:
+def _tower_rows(tower: Tower, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts of one projection."""
+    q, k, v = torch.randn((rows, 3, tower.heads, tower.head_dim), dtype=dtype, device=device).unbind(1)
+    q.mul_(PEAKED)
+    return q, k, v
+
+
+def _prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Attend:
     """Computes the case."""
     data = cache.data
     shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
-    q = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device=data.device, dtype=data.dtype)
+    q = PEAKED * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    q = q.to(device=data.device, dtype=data.dtype)
     plan = _planned(attention, case, cache)
     return lambda: attention.paged(q, cache, 0, plan, float(heads.head_dim**-0.5))
 
@@ -145,7 +282,7 @@ def _planned(attention: Attention, case: Case, cache: PagedCache) -> AttentionPl
     return plan
 
 
-def _repeated(attend: Callable[[], Tensor]) -> Launch:
+def _repeated(attend: Attend) -> Launch:
     def launch() -> None:
         for _ in range(LAUNCHES):
             attend()
@@ -156,7 +293,3 @@ def _repeated(attend: Callable[[], Tensor]) -> Launch:
 def _agree(given: Tensor, expected: Tensor) -> bool:
     furthest = (given.float() - expected.float()).abs().max()
     return bool(furthest <= TOLERANCE * expected.float().abs().max())
-
-
-def _triton(why: str) -> ChosenAttention:
-    return ChosenAttention(TRITON, why, f"attention: triton; {why}")

@@ -2,8 +2,9 @@
 
 FlashInfer plans on the host, once for a step and a kind of layer, into a wrapper that all these layers then run.
 Decodes that are captured as graphs have wrappers of their own (flashinfer_graphs.py), which the host plans before each
-replay. Head dims that FlashInfer lacks take our kernels. Importing this needs Triton; the package itself is imported
-when the class is made.
+replay. Decodes take its kernels for Ampere, which are as fast where memory is what bounds; for prompts and segments it
+has some for Hopper too ("fa3"). Head dims that FlashInfer lacks take our kernels. Importing this needs Triton; the
+package itself is imported when the class is made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Ints, num_leading_decodes
-from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS, ChosenAttention
+from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS
 from hydra_engine.backend.cuda.flashinfer_graphs import (
     GraphBuffers,
     GraphDecode,
@@ -102,29 +103,32 @@ class _OfLane:
         workspace, key = self.workspace(num_bytes), (name, *options.values())
         if key not in self._of_step:
             make = getattr(self._library, f"Batch{name}KVCacheWrapper")
-            self._of_step[key] = Wrappers(partial(make, workspace, kv_layout="NHD", backend="fa2", **options), count)
+            self._of_step[key] = Wrappers(partial(make, workspace, kv_layout="NHD", **options), count)
         return self._of_step[key]
 
 
-def choices(chosen: ChosenAttention) -> dict[str, tuple[str, str]]:
-    """Lines of `Ops.choices`."""
-    others = f"{chosen.reason}; head dims other than 64, 128 and 256"
-    lines = {"attention_paged": ("flashinfer", f"{others} take Triton")}
-    if not chosen.only_paged:
-        lines["attention_packed"] = ("flashinfer", f"{others}, and encodes that are captured, take Triton")
-    return lines
-
-
 class FlashInferAttention:
-    """Attention of a device with `num_sms` multiprocessors; `send` as that of its `Device`. `library`: the package."""
+    """Attention of a device with `num_sms` multiprocessors; `send` as that of its `Device`. `library`: the package.
+    Without `decodes` these are Triton's. `prompts` is the library's name of its kernels for them: "fa2", "fa3", or
+    "auto" for what it takes on this device; None: Triton's."""
 
     def __init__(
-        self, device: torch.device, num_sms: int, send: Send, by_triton: CudaAttention, library: Any = None
+        self,
+        device: torch.device,
+        num_sms: int,
+        send: Send,
+        by_triton: CudaAttention,
+        library: Any = None,
+        *,
+        decodes: bool = True,
+        prompts: str | None = "auto",
     ) -> None:
         self._device = device
         self._num_sms = num_sms
         self._send = send
         self._by_triton = by_triton
+        self._decodes = decodes
+        self._prompts = prompts
         self._library = importlib.import_module("flashinfer") if library is None else library
         self._of_thread = threading.local()
 
@@ -146,6 +150,8 @@ class FlashInferAttention:
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         """To be refreshed before its first use and before each replay, in the thread and on the stream of both."""
         plan = self._by_triton.plan_decode(num_context, block_tables)
+        if not self._decodes:
+            return plan
         batch, width = block_tables.shape
         native = GraphPlan(batch, width, plan.native)
         return replace(plan, native=native, refresh=native.refresh)
@@ -157,6 +163,8 @@ class FlashInferAttention:
 
     def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         native = plan.native
+        if isinstance(native, CudaPlan):
+            return self._by_triton.paged(q, cache, layer, plan, scale)
         assert isinstance(native, FlashPlan | GraphPlan), "a plan of other ops"
         if not _fits(q):
             return self._by_triton.paged(q, cache, layer, replace(plan, native=native.triton), scale)
@@ -171,18 +179,24 @@ class FlashInferAttention:
             self._captured(kind, native).run(q, kv, out=out)
             return out
         split = native.num_decodes
-        if split:
+        if not self._decodes:
+            self._by_triton.decodes(q, cache, layer, plan, native.triton, scale, out)
+        elif split:
             self._decode(kind, native).run(q[:split], kv, out=out[:split])
-        if split < num_tokens:
+        if self._prompts is None:
+            self._by_triton.prompts(q, cache, layer, plan, native.triton, scale, out)
+        elif split < num_tokens:
             self._prefill(kind, native).run(q[split:], kv, out=out[split:])
         return out
 
+    def takes_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
+        """Whether `packed` is FlashInfer's here: it plans on the host, which has to know the segments."""
+        return _fits(q) and not isinstance(cu_seqlens, PackedPlan)
+
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
-        if isinstance(cu_seqlens, PackedPlan):
+        if isinstance(cu_seqlens, PackedPlan) or not _fits(q) or not q.shape[0]:
             return self._by_triton.packed(q, k, v, cu_seqlens, scale)
         bounds = tuple(cu_seqlens)
-        if not _fits(q) or not q.shape[0]:
-            return self._by_triton.packed(q, k, v, bounds, scale)
         checks.check_packed(q, k, v, bounds)
         _, num_heads, head_dim = q.shape
         kind = Kind(num_heads, num_heads, head_dim, 0, q.dtype, scale)
@@ -193,7 +207,8 @@ class FlashInferAttention:
             wrapper.plan(indptr, indptr, num_heads, num_heads, head_dim, causal=False, **kind.settings)
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers = self._lane.wrappers("PrefillWithRagged", workspace_bytes(kind, self._num_sms), NUM_PACKED)
+        size = workspace_bytes(kind, self._num_sms)
+        wrappers = self._lane.wrappers("PrefillWithRagged", size, NUM_PACKED, backend="auto")
         wrappers.planned((bounds, kind), plan).run(q, k, v, out=out)
         return out
 
@@ -225,7 +240,7 @@ class FlashInferAttention:
             wrapper.plan(*pages, *kind.shape, **kind.settings)
 
         size, cores = workspace_bytes(kind, self._num_sms), kind.tensor_cores
-        wrappers = self._lane.wrappers("DecodeWithPaged", size, NUM_STEPS, use_tensor_cores=cores)
+        wrappers = self._lane.wrappers("DecodeWithPaged", size, NUM_STEPS, backend="fa2", use_tensor_cores=cores)
         return wrappers.planned((native, kind), plan)
 
     def _prefill(self, kind: Kind, native: FlashPlan) -> Any:
@@ -233,7 +248,8 @@ class FlashInferAttention:
             pages = self._pages(native, slice(native.num_decodes, None), kind)
             wrapper.plan(*pages, *kind.shape, causal=True, **kind.settings)
 
-        wrappers = self._lane.wrappers("PrefillWithPaged", workspace_bytes(kind, self._num_sms), NUM_STEPS)
+        size = workspace_bytes(kind, self._num_sms)
+        wrappers = self._lane.wrappers("PrefillWithPaged", size, NUM_STEPS, backend=self._prompts)
         return wrappers.planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:

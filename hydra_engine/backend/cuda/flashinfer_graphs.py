@@ -135,6 +135,7 @@ class GraphDecode:
         self.wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             kv_layout="NHD",
+            backend="fa2",
             use_cuda_graph=True,
             use_tensor_cores=kind.tensor_cores,
             paged_kv_indptr_buffer=indptr,

@@ -29,10 +29,20 @@ from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
-from hydra_engine.backend.cuda.attention_choice import TRITON, ChosenAttention
+from hydra_engine.backend.cuda.attention_choice import (
+    DECODES,
+    FLASHINFER,
+    FLASHINFER_PROMPTS,
+    PROMPTS,
+    TRITON,
+    TRITON_TMA,
+    USES,
+    ChosenAttention,
+)
 from hydra_engine.backend.cuda.cache import CudaCacheOps, slots_on_device
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
-from hydra_engine.backend.cuda.flashinfer_attention import choices as flashinfer_choices
+from hydra_engine.backend.cuda.tower_attention import TowerAttention
+from hydra_engine.backend.cuda.tower_attention import kernels as tower_kernels
 from hydra_engine.backend.device import Send
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
@@ -102,16 +112,34 @@ class CudaOps(CudaCacheOps, ComposedOps):
     ) -> None:
         self.deterministic = deterministic
         super().__init__(device)
-        by_triton = CudaAttention(device, num_sms, send, deterministic=deterministic, num_sms_here=num_sms_here)
+        chosen = ChosenAttention() if attention is None else attention
+        by_triton = CudaAttention(
+            device,
+            num_sms,
+            send,
+            deterministic=deterministic,
+            num_sms_here=num_sms_here,
+            tma_prompts=chosen.of(PROMPTS) == TRITON_TMA,
+        )
+        by_flashinfer = None
+        if any(name.startswith(FLASHINFER) for name in chosen.names.values()):
+            by_flashinfer = FlashInferAttention(
+                device,
+                num_sms,
+                send,
+                by_triton,
+                decodes=chosen.of(DECODES) == FLASHINFER,
+                prompts=FLASHINFER_PROMPTS.get(chosen.of(PROMPTS)),
+            )
         paged: CudaAttention | FlashInferAttention = by_triton
-        packed: CudaAttention | FlashInferAttention = by_triton
-        self._attention_choices: dict[str, tuple[str, str]] = {}
-        if attention is not None and attention.name != TRITON:
-            paged = FlashInferAttention(device, num_sms, send, by_triton)
-            packed = by_triton if attention.only_paged else paged
-            self._attention_choices = flashinfer_choices(attention)
+        if by_flashinfer is not None and any(chosen.of(use) in FLASHINFER_PROMPTS for use in USES["attention_paged"]):
+            paged = by_flashinfer
         self.plan_attention, self.plan_decode, self.attention_paged = paged.plan, paged.plan_decode, paged.paged
-        self.plan_packed, self.attention_packed = packed.plan_packed, packed.packed
+        packed: CudaAttention | TowerAttention = by_triton
+        if any(chosen.of(use) != TRITON for use in USES["attention_packed"]):
+            packed = TowerAttention(chosen, by_triton, tower_kernels(by_triton, by_flashinfer))
+        self.plan_packed, self.attention_packed = by_triton.plan_packed, packed.packed
+        self._attention_choices = chosen.choices()
         self._send = send
         self.linear = partial(cuda_linear.linear, deterministic=deterministic)
         # Of the whole process: sums of 16-bit products in float32, also those that cuBLAS splits over the device.

@@ -18,6 +18,7 @@ from hydra_engine.models.specs.base import (
     MediaPlan,
     ModelSpec,
     PreprocessSpec,
+    TowerAttention,
     VideoInfo,
     VideoPlan,
     View,
@@ -83,6 +84,11 @@ class MiniCpmVisionSpec(VisionSpec):
     def all_rounds(self) -> int:
         """4 ** all_rounds patches become one token."""
         return self.num_rounds + (self.insert_layer is not None)
+
+    @property
+    def attention(self) -> TowerAttention:
+        rows = self.max_slice_tokens * 4**self.all_rounds
+        return TowerAttention(self.tower.num_heads, self.tower.head_dim, rows)
 
     @property
     def max_tokens_per_item(self) -> int:

@@ -31,6 +31,7 @@ from hydra_engine.models.specs.base import (
     MediaPlan,
     ModelSpec,
     PreprocessSpec,
+    TowerAttention,
     VideoInfo,
     VideoPlan,
     View,
@@ -71,6 +72,11 @@ class GridVisionSpec(VisionSpec):
     tower: QwenTower
     geometry: PatchGeometry
     limits: PixelLimits
+
+    @property
+    def attention(self) -> TowerAttention:
+        window = self.tower.window_tokens**2 * self.geometry.patches_per_token
+        return TowerAttention(self.tower.num_heads, self.tower.head_dim, self.max_patches_per_image, window)
 
     @property
     def merged_size(self) -> int:

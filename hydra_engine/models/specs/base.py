@@ -250,6 +250,15 @@ class ProcessorSpec:
     trust_remote_code: bool
 
 
+class TowerAttention(NamedTuple):
+    """What a tower's layers attend within; `window` is the rows of one, 0 where there are none."""
+
+    num_heads: int
+    head_dim: int
+    picture: int  # rows of a whole one, at most
+    window: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(ABC):
     """A family's tower: geometry and cost. Concrete dataclasses live beside their family."""
@@ -262,6 +271,11 @@ class VisionSpec(ABC):
     def num_planes(self) -> int:
         """Feature planes per image: 1 but for deepstack models."""
         return 1
+
+    @property
+    def attention(self) -> TowerAttention | None:
+        """None where transformers computes the tower."""
+        return None
 
     @property
     @abstractmethod

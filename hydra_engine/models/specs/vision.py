@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.base import PreprocessSpec, VisionSpec
+from hydra_engine.models.specs.base import PreprocessSpec, TowerAttention, VisionSpec
 from hydra_engine.models.specs.decoder import activation
 from hydra_engine.models.specs.fields import Fields
 
@@ -34,6 +34,10 @@ class TowerSpec:
     qk_norm: bool = False  # RMS norms of whole queries and keys
     gated: bool = False  # the MLP
     layer_scale: bool = False  # a factor for each output of attention and MLP (CaiT, section 2.1)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @property
     def norm_parameters(self) -> int:
@@ -108,6 +112,10 @@ class SquareVisionSpec(VisionSpec):
     merge: int = 1
     projector_act: str
     projector_bias: bool = True
+
+    @property
+    def attention(self) -> TowerAttention:
+        return TowerAttention(self.tower.num_heads, self.tower.head_dim, self.tower.num_patches + 1)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,66 @@
+"""Files of measurements, for the next start to read instead of measuring again: JSON with the digest of its body,
+written atomically, readable by their owner only. Does not know what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+MAX_BYTES = 4 << 20
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`digest` is BLAKE2b-256 of the bytes of `profile`, in hex."""
+
+    digest: str
+    profile: msgspec.Raw
+
+
+class Refused(Exception):
+    """A file exists and is not used; the message is the reason."""
+
+
+def write(path: Path, body: bytes) -> None:
+    """`body` is JSON. Atomic, mode 0600. Raises OSError."""
+    content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> bytes | None:
+    """What was written; None where there is no file. Raises Refused."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Refused(f"it cannot be read: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise Refused(f"it has more than {MAX_BYTES >> 20} MiB")
+    try:
+        outer = msgspec.json.decode(content, type=_File, strict=True)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused("it is damaged, or of another version of the engine") from error
+    body = bytes(outer.profile)
+    if _digest(body) != outer.digest:
+        raise Refused("it is damaged")
+    return body
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=32).hexdigest()
