@@ -29,12 +29,12 @@ class OneLaneScheduler(StageScheduler):
         return not self._last_was_vision
 
     def plan_vision(self, now: float) -> VisionPlan | None:
-        plan = None if self._language_steps else super().plan_vision(now)
+        plan = None if self._language_steps or self._vision_plans else super().plan_vision(now)
         self._last_was_vision |= plan is not None
         return plan
 
     def plan_language(self, now: float) -> LanguagePlan | None:
-        plan = None if self._vision_plan or self._language_steps else super().plan_language(now)
+        plan = None if self._vision_plans or self._language_steps else super().plan_language(now)
         self._last_was_vision &= plan is None
         return plan
 
@@ -63,7 +63,7 @@ class RequestScheduler(StageScheduler):
 
     def plan_language(self, now: float) -> LanguagePlan | None:
         """Not beside an encode. Images that could be encoded now are in a vision step already."""
-        if self._vision_plan or (self._language_steps and self._requests.unencoded):
+        if self._vision_plans or (self._language_steps and self._requests.unencoded):
             return None
         return super().plan_language(now)
 

@@ -56,6 +56,7 @@ def run_instance(
                 budgets=hooks.budgets,
                 observer=hooks.observer,
                 connector=hooks.connector,
+                vision_plans=stack.worker.vision_plans,
             )
             instance = Instance(
                 scheduler=scheduler,

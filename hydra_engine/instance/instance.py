@@ -105,7 +105,7 @@ class Instance:
         self._arm_fault = arm_fault
         self._look_ahead = look_ahead
         self._peers = peers or NoPeers()
-        self._vision_in_flight = False
+        self._vision_in_flight: list[VisionPlan] = []  # the first one runs
         self._language_in_flight: list[LanguagePlan] = []  # the first one runs
         self._ahead_due_s = math.inf  # when to plan the step behind it
         self._vision = _LaneActivity()
@@ -207,7 +207,9 @@ class Instance:
     ) -> None:
         now = self._clock.now()
         if isinstance(result, VisionResult):
-            self._vision_in_flight = False
+            self._vision_in_flight.pop(0)
+            if self._vision_in_flight:
+                self._vision.latest = self._vision_in_flight[0], result.ended_s
             self._vision.ended(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_vision(result, now), outgoing)
         elif isinstance(result, PullResult):
@@ -238,15 +240,15 @@ class Instance:
         self._emit(self._peers.submit(plans, now), outgoing)
 
     def _feed_vision(self, outgoing: list[ToFront]) -> None:
-        if self._vision_in_flight:
-            return
-        now = self._clock.now()
-        plan = self._scheduler.plan_vision(now)
+        now, plan = self._clock.now(), self._scheduler.plan_vision(self._clock.now())
         self._look_outside(outgoing)
-        if plan is not None:
-            self._vision_in_flight = True
-            self._vision.latest = plan, now
+        while plan is not None:
+            if not self._vision_in_flight:
+                self._vision.latest = plan, now
+            self._vision_in_flight.append(plan)
             self._worker.submit_vision(plan)
+            plan = self._scheduler.plan_vision(now)
+            self._look_outside(outgoing)
 
     def _feed_language(self, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
@@ -318,7 +320,7 @@ class Instance:
             language_busy_s=self._language.busy_s,
             vision_busy_s=self._vision.busy_s,
             language_step=self._language.report(running=bool(self._language_in_flight)),
-            vision_step=self._vision.report(running=self._vision_in_flight),
+            vision_step=self._vision.report(running=bool(self._vision_in_flight)),
             transfer=self._peers.report(),
         )
 

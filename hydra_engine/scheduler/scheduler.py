@@ -41,10 +41,11 @@ MAX_REPORTS = 100
 
 
 class StageScheduler:
-    """Contract: one vision plan is in flight at most, and one language plan; with look-ahead two of these, which the
-    lane runs one after the other. Every result is given back exactly once, those of a lane in order, also when it
-    failed. Every request, or part of one, that `add` accepts ends in exactly one Finished, at which time no plan names
-    it and its blocks are free. If every result comes back, every request ends, whatever the sizes of the caches."""
+    """Contract: at most `vision_plans` vision plans are in flight, and one language plan; with look-ahead two of these.
+    A lane runs its plans one after the other. Every result is given back exactly once, those of a lane in order, also
+    when it failed. Every request, or part of one, that `add` accepts ends in exactly one Finished, at which time no
+    plan names it and its blocks are free. If every result comes back, every request ends, whatever the sizes of the
+    caches."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class StageScheduler:
         budgets: Budgets | None = None,
         observer: StepObserver | None = None,
         connector: Connector | None = None,
+        vision_plans: int = 1,
     ) -> None:
         """`has_states`: the model keeps recurrent states, one in each slot. `observer` explains late tokens. A pool
         that the role does not use has no blocks."""
@@ -81,7 +83,8 @@ class StageScheduler:
         self._times = StepTimes()
         self._results = ResultProcessor(self._requests, self._times)
         self._requests.connector.attach(self._requests, self._finish)
-        self._vision_plan: VisionPlan | None = None  # in flight
+        self._most_vision_plans = vision_plans
+        self._vision_plans: deque[VisionPlan] = deque()  # in flight, the first one runs
         self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
         self._yielded = False  # the language lane is idle so that the vision lane has the device
@@ -146,14 +149,16 @@ class StageScheduler:
     def settled(self) -> bool:
         """Whether no image waits for its features or gets them now. While one does, a language step planned before the
         running one has ended would keep out a request that is about to be ready."""
-        return not self._requests.encoding and self._vision_plan is None
+        return not self._requests.encoding and not self._vision_plans
 
     def plan_vision(self, now: float) -> VisionPlan | None:
-        """The next vision step, or None when there is nothing to encode, no room, or one in flight."""
-        if not self._requests.unencoded or self._vision_plan is not None:
+        """The next vision step, or None when there is nothing to encode, no room, or as many as may be are in
+        flight."""
+        if not self._requests.unencoded or len(self._vision_plans) >= self._most_vision_plans:
             return None
-        self._vision_plan = plan = self._vision.plan(StepId(self._next_step), now)
+        plan = self._vision.plan(StepId(self._next_step), now)
         if plan is not None:
+            self._vision_plans.append(plan)
             self._next_step += 1
             self._requests.observer.on_vision_planned(now, _work(plan))
         return plan
@@ -179,7 +184,7 @@ class StageScheduler:
         if self._yields_to_vision(now, ahead=ahead):
             self._yielded = not ahead
             return None
-        patches = 0 if self._vision_plan is None else self._vision_plan.num_patches
+        patches = sum(plan.num_patches for plan in self._vision_plans)
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
         self._requests.connector.after_language(now)
         if step is None:
@@ -192,7 +197,7 @@ class StageScheduler:
         """Whether the next language step waits so that the vision lane has the device to itself: while all decodes here
         are borrowed, and no longer than the patience since the last language step. An image that could be encoded is in
         a vision step already; for one that lacks room there is nothing to wait for."""
-        if not (self._vision_plan and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
+        if not (self._vision_plans and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
             return False
         return ahead or now - self._language_ended_s < self._patience_s
 
@@ -210,8 +215,8 @@ class StageScheduler:
 
     def on_vision(self, result: VisionResult, now: float) -> list[RequestMessage]:
         """Takes back a vision plan: features are there, or their request fails."""
-        plan, self._vision_plan = self._vision_plan, None
-        assert plan is not None and plan.step_id == result.step_id, "a vision step comes back that was not planned"
+        assert self._vision_plans and self._vision_plans[0].step_id == result.step_id, "not the vision step that runs"
+        plan = self._vision_plans.popleft()
         self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
         patches = [item.num_patches for item in plan.items]
         self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
@@ -293,8 +298,7 @@ class StageScheduler:
         """Raises AssertionError if requests, queues, blocks and plans in flight disagree."""
         check_requests(self._requests)
         language = [step.plan for step in self._language_steps.values()]
-        vision = [] if self._vision_plan is None else [self._vision_plan]
-        check_in_flight(self._requests, vision, language, self._requests.connector.in_flight)
+        check_in_flight(self._requests, self._vision_plans, language, self._requests.connector.in_flight)
         self._requests.connector.check()
 
 

@@ -4,7 +4,7 @@ Threads: one instance thread calls the public methods; each lane runs its steps 
 registry belongs to the instance thread; a plan takes the records of its images and chunks with it when it is submitted,
 so lanes read no shared table. Plans queue in their lane, and a decode may stand for a token that the plan before it
 samples. Results cross back through a deque (atomic append and popleft). Nothing joins the lanes. Where the device works
-behind the call, one more thread waits for the language lane's results, in their order, while the lane launches what
+behind the call, one more thread for each lane waits for its results, in their order, while the lane launches what
 comes next. Does not decide what to run, when a request ends, or which block holds what.
 
 Two wings are put in from outside: the gate at which encodes wait for language steps (`vision/gate.py`), and the lane
@@ -128,6 +128,11 @@ class Worker:
     def num_slices(self) -> int:
         """About how many pieces the largest encode is computed in, between which it can wait; 0: it cannot wait."""
         return 0 if self._vision is None else self._vision.num_slices
+
+    @property
+    def vision_plans(self) -> int:
+        """How many the vision lane can use at a time: while one is computed, the next is launched behind it."""
+        return 1 if self._vision is None else self._vision.most_plans
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -377,8 +377,8 @@ class CacheDesc:
     @staticmethod
     def write_through(plane: Tensor, slots: Tensor) -> None:
         """What a kernel writes to a plane [N, S, H, D] of a cache, by its slots."""
-        address, streams = plane.held.data_ptr(), Present.streams  # type: ignore[attr-defined]
-        blocks = Present.blocks.get(max((start for start in Present.blocks if start <= address), default=0), {})
+        streams = Present.streams
+        blocks = Present.blocks.setdefault(plane.memory.storage.data_ptr(), {})  # type: ignore[attr-defined]
         for block in {slot // plane.shape[1] for slot in slots.held.tolist() if slot >= 0}:  # type: ignore[attr-defined]
             blocks.setdefault(block, Accesses(streams)).touch(streams.current, streams.current.issue(), write=True)
 

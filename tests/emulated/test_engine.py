@@ -50,7 +50,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "cuda_graph_sizes": (6,)},
     "divided": {"sm_split": "2,4", "cuda_graph_sizes": (2, 6)},
     "full": {"num_kv_blocks": 40, "cuda_graph_sizes": (6,)},
-    "sliced": {"tpot_slo": 0.05, "enforce_eager": True},
+    "sliced": {"tpot_slo": 0.05, "cuda_graph_sizes": (6,)},
     "bfloat16": {"dtype": "bfloat16", "deterministic": True, "cuda_graph_sizes": (1, 6)},
 }
 SIXTEEN_BITS: dict[str, Any] = {"dtype": "bfloat16", "backend": "reference"}  # on a processor

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,11 @@ class Busy:
         return results
 
     @property
-    def busy_s(self) -> tuple[float, float]:
-        """Of the device with all encodes: from the first kernel to the last, and without what lies between them."""
+    def idle_s(self) -> float:
+        """Of the device, behind the first kernel that took longer than 10 us."""
         spans = self.line.spans
-        return spans[-1][1] - spans[0][0], sum(end - begin for begin, end in spans)
+        first = next(index for index, (begin, end) in enumerate(spans) if end - begin > 10e-6)
+        return sum(after - before for (_, before), (after, _) in pairwise(spans[first:]))
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +192,30 @@ def test_encodes_in_pieces_have_the_features_of_whole_ones(models: Models, captu
                 found = features(busy.rig, request, index).cpu()
                 assert torch.equal(found, features(host, wanted, index))
     host.worker.close()
+
+
+@pytest.mark.parametrize("tpot_slo", [None, LIMIT_S], ids=["whole", "pieces"])
+def test_two_encodes_in_flight_leave_no_gap(models: Models, tpot_slo: float | None) -> None:
+    """The second one is launched, and what it needs is on its way, while the first one is computed."""
+    with serving(models("qwen2_vl"), tpot_slo) as busy:
+        idle_s = list[float]()
+        for number, waits in enumerate((True, False)):
+            busy.line.spans.clear()
+            pictures = [busy.picture(10 + 2 * number + index) for index in (0, 1)]
+            first = busy.encode(pictures[0])
+            earlier = busy.encoded(first) if waits else None
+            second = busy.encode(pictures[1])
+            earlier = earlier or busy.encoded(first)
+            later = busy.encoded(second)
+            assert waits or later.started_s == earlier.ended_s
+            idle_s.append(busy.idle_s)
+        assert idle_s[0] > 100e-6 and idle_s[1] < 1e-6
+
+
+@pytest.mark.parametrize("action", ["nan", "raise"])
+def test_a_picture_that_fails_between_others_in_flight_fails_alone(models: Models, action: str) -> None:
+    with serving(models("qwen2_vl"), LIMIT_S) as busy:
+        busy.rig.worker.faults.arm("vis.before_step", action, "request=11")
+        steps = [busy.encode(busy.picture(10 + index)) for index in range(3)]
+        results: list[VisionResult] = [busy.rig.wait(step) for step in steps]
+        assert [result.errors[0] is None for result in results] == [True, False, True]

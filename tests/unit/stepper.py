@@ -42,6 +42,7 @@ class Stepper:
         reuse: bool = True,
         scheduler=StageScheduler,
         observer: type[StepObserver] | None = StepHistory,
+        vision_plans: int = 1,
         **changes,
     ) -> None:
         kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
@@ -49,7 +50,14 @@ class Stepper:
         self.config = config(**changes)
         self.lanes = FakeLanes(kv, images)
         self.scheduler = scheduler(
-            EPD, kv, images, self.config, instance="test", reuse=reuse, observer=observer and observer()
+            EPD,
+            kv,
+            images,
+            self.config,
+            instance="test",
+            reuse=reuse,
+            observer=observer and observer(),
+            vision_plans=vision_plans,
         )
         self.now = 0.0
         self.requests: dict[int, Request] = {}

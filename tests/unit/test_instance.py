@@ -94,12 +94,14 @@ class FakeWorker:
 
 
 class Rig:
-    def __init__(self, *, look_ahead: bool = True, scheduler=StageScheduler, **changes) -> None:
+    def __init__(self, *, look_ahead: bool = True, scheduler=StageScheduler, vision_plans: int = 1, **changes) -> None:
         kv, images = CacheManager(64, 4), CacheManager(64, 4)
         self.clock = VirtualClock(100.0)
         self.worker = FakeWorker(kv, images, self.clock)
         settings = config(look_ahead=look_ahead, token_budget=32, **changes)
-        self.scheduler = scheduler(EPD, kv, images, settings, instance="test", observer=StepHistory())
+        self.scheduler = scheduler(
+            EPD, kv, images, settings, instance="test", observer=StepHistory(), vision_plans=vision_plans
+        )
         self.instance = Instance(
             scheduler=self.scheduler,
             worker=self.worker,
@@ -179,6 +181,35 @@ def test_a_late_token_travels_with_its_gap_and_the_time_of_its_step(alone: bool)
     assert [gap is not None for gap in gaps] == [False, False, True, False, True]
     told = [gap for gap in gaps if gap is not None]
     assert told == [span for span in finished.spans if span.stage == "decode_wait"] and all(gap.blame for gap in told)
+
+
+def test_two_vision_plans_are_in_flight_and_come_back_in_order() -> None:
+    """A third one waits for the first; an abort meanwhile is answered when the plan that names the request is back."""
+    rig = Rig(vision_plans=2, image_budget=4)
+    for number in range(1, 5):
+        rig.submit(make_request(number, Img(4), 2, max_new=2))
+    rig.turn()
+    assert [[item.request_id for item in plan.items] for plan in rig.worker.vision] == [[1], [2]]
+    rig.worker.inbox.append(Abort(RequestId(2)))
+    rig.turn()
+    assert rig.of(Finished) == [] and len(rig.worker.vision) == 2
+    for count, took_s in enumerate((0.3, 0.4), start=1):
+        started_s = rig.clock.now()
+        rig.clock.advance(took_s)
+        rig.worker.end_vision(started_s)
+        rig.turn()
+        assert rig.of(Status)[-1].vision_step.since_s == rig.clock.now(), "the next one runs since then"
+        assert [message.request_id for message in rig.of(Finished)] == [2] * (count == 2)
+    assert [[item.request_id for item in plan.items] for plan in rig.worker.vision] == [[3], [4]]
+    while rig.worker.vision or rig.worker.language:
+        rig.clock.advance(0.01)
+        if rig.worker.vision:
+            rig.worker.end_vision(rig.clock.now() - 0.01)
+        if rig.worker.language:
+            rig.worker.end_language(rig.clock.now() - 0.01)
+        rig.turn()
+    assert {message.request_id for message in rig.of(Finished)} == {1, 2, 3, 4} and not rig.worker.live
+    assert rig.scheduler.ledger().at_rest
 
 
 def test_the_status_says_what_budgets_allow() -> None:

@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_bypass=st.integers(1, 3),
         reuse=st.sampled_from([True, True, True, False]),
         look_ahead=st.booleans(),
+        vision_plans=st.sampled_from([1, 2]),
         ttft_slo=st.sampled_from([None, 0.05]),
         tpot_slo=st.sampled_from([None, 0.015]),
     )
@@ -42,7 +43,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
         self.languages = []  # in flight, the first one runs
         self.most = 2 if sizes["look_ahead"] else 1
-        self.vision = None
+        self.visions = []
+        self.most_visions = sizes["vision_plans"]
 
     @rule(
         parts=PARTS,
@@ -100,25 +102,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
         self.stepper.end_language(plan, bad=bad, took_s=0.01)
 
-    @precondition(lambda self: self.vision is None)
     @rule()
     def plan_vision(self) -> None:
-        self.vision = self.stepper.plan_vision()
-        if self.vision is not None:
-            assert self.vision.num_patches <= 32
+        plan = self.stepper.plan_vision()
+        if plan is not None:
+            self.visions.append(plan)
+            assert plan.num_patches <= 32 and len(self.visions) <= self.most_visions
+            items = [item for vision in self.visions for item in vision.items]
             if self.stepper.reuse:
-                keys = [self._key(item) for item in self.vision.items]
-                assert len(keys) == len(set(keys)), "a picture is twice in a step"
+                keys = [self._key(item) for item in items]
+                assert len(keys) == len(set(keys)), "a picture is encoded twice at a time"
+            blocks = [block for item in items for block in item.block_ids.tolist()]
+            assert len(blocks) == len(set(blocks)), "two pictures are written to a block"
 
     def _key(self, item) -> tuple[str, bytes]:
         return self.stepper.requests[item.request_id].cache_salt, item.digest
 
-    @precondition(lambda self: self.vision is not None)
+    @precondition(lambda self: self.visions)
     @rule(data=st.data())
     def end_vision(self, data) -> None:
-        ids = [item.request_id for item in self.vision.items]
+        plan = self.visions.pop(0)
+        ids = [item.request_id for item in plan.items]
         bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
-        plan, self.vision = self.vision, None
         self.stepper.end_vision(plan, bad=bad, took_s=0.01)
 
     def teardown(self) -> None:
@@ -126,8 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for plan in self.languages:
             self.stepper.end_language(plan)
-        if self.vision is not None:
-            self.stepper.end_vision(self.vision)
+        for plan in self.visions:
+            self.stepper.end_vision(plan)
         self.stepper.finish_all()
         assert self.stepper.finished.keys() == set(range(1, self.count + 1)), "every request ends exactly once"
 

@@ -257,8 +257,7 @@ def test_the_patches_that_wait_are_those_of_images_without_features(work, look_a
             for image, progress in zip(state.request.images, state.images, strict=True)
             if progress == ImageProgress.WAITING
         )
-        plan = sim.scheduler._vision_plan
-        truth.append(waiting + (0 if plan is None else plan.num_patches))
+        truth.append(waiting + sum(plan.num_patches for plan in sim.scheduler._vision_plans))
 
     budgets.when_asked = patches
     for time_s, request in work:

@@ -4,6 +4,7 @@ whatever padding is made of; and what becomes of encodes that no graph fits, or 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.ids import ImageDigest, StepId
 from hydra_engine.core.media import ImageItem, PixelPayload
+from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ConfigError
@@ -366,6 +368,43 @@ def test_features_that_are_not_finite_fail_one_picture_of_a_replay(
     other = with_pictures(rig, 2, (40, 40))
     assert rig.vision(rig.item(other, 0))[0] is None, "nothing is left of it"
     assert bool(torch.isfinite(features(rig, other, 0)).all())
+
+
+def encodes_in_flight(rig: Rig, device: LateDevice) -> list[StepId]:
+    """Launched, and not computed."""
+    device.working.clear()
+    steps = []
+    for request_id in (1, 2):
+        request, step = with_pictures(rig, request_id, (40, 40)), rig.next_step()
+        rig.worker.submit_vision(VisionPlan(step, (rig.item(request, 0),)))
+        steps.append(step)
+    assert device.waiting.wait(20)
+    launched = threading.Event()
+    assert rig.worker._vision is not None and rig.worker.vision_plans == 2
+    rig.worker._vision.thread.submit(launched.set)
+    assert launched.wait(20), "the second one waits for the first"
+    assert len(device.replays) == 2 and rig.worker.poll() == []
+    return steps
+
+
+def test_results_of_encodes_in_flight_come_before_the_end(rig: Rig, device: LateDevice) -> None:
+    steps = encodes_in_flight(rig, device)
+    device.working.set()
+    rig.worker.close()
+    results = rig.worker.poll()
+    assert [result.step_id for result in results] == steps
+    first, second = results
+    assert first.ended_s <= second.started_s
+
+
+def test_a_device_that_fails_under_encodes_in_flight_ends_the_worker(rig: Rig, device: LateDevice) -> None:
+    encodes_in_flight(rig, device)
+    device.broken = True
+    device.working.set()
+    with pytest.raises(BackendError, match="the device has failed"):
+        for _ in range(1000):
+            rig.woken.wait(0.02)
+            rig.worker.poll()
 
 
 def test_an_encode_larger_than_every_graph_is_launched_op_by_op(

@@ -1,7 +1,8 @@
 """The vision lane: a plan -> features in the image cache -> a result, and the lane's thread with its graphs.
 
 A picture that makes the tower raise, or whose features are not finite, fails alone. With a gate the tower waits between
-its pieces when a language step leaves no time for it. On an asynchronous device an encode is replayed if a graph fits.
+its pieces when a language step leaves no time for it. On an asynchronous device an encode is replayed if a graph fits,
+and the next one is launched before it has been computed; one more thread waits for the results, in order.
 Does not know where pixels come from.
 """
 
@@ -10,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.backend.device import Fetch
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import EncodeItem, VisionPlan, VisionResult
@@ -28,6 +31,27 @@ from hydra_engine.worker.language.batches import vision_input, vision_slots
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
+
+
+class Flag(NamedTuple):
+    """Whether the features of a picture are made of numbers is known when the fetch has come."""
+
+    fetch: Fetch
+    place: int
+    is_poisoned: bool  # a test wants them to be none
+
+    def error(self) -> ErrorInfo | None:
+        """Waits for the device. Raises BackendError where it failed."""
+        (finite,) = self.fetch.result()
+        return None if finite[self.place] and not self.is_poisoned else not_finite("image features")
+
+
+class Encoding(NamedTuple):
+    """A step that was launched."""
+
+    plan: VisionPlan
+    launched_s: float
+    outcomes: tuple[ErrorInfo | Flag, ...]  # of its items
 
 
 class VisionLane:
@@ -68,13 +92,30 @@ class VisionLane:
         if asynchronous:
             largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
             self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=gate.can_hold)
+        # Where results are waited for, and until when the step before ran: on the device a step begins when it is
+        # launched or, if that is later, when the one before it ends.
+        self._readers = backend.device.reader("vision results") if asynchronous else None
+        self._ended_s = float("-inf")
         self.thread = backend.device.lane("vision")
+
+    @property
+    def most_plans(self) -> int:
+        """Behind one that is computed the next can be launched, where that is not the same."""
+        return 1 if self._readers is None else 2
 
     def submit(
         self, plan: VisionPlan, records: Sequence[WorkerRequest], deliver: Callable[[VisionResult], None]
     ) -> None:
         """`records[i]` belongs to `plan.items[i]`."""
-        self.thread.submit(partial(self._run, lambda: deliver(self.run(plan, records))))
+
+        def step() -> None:
+            encoding = self._launch(plan, records)
+            if self._readers is None:
+                deliver(self._read(encoding))
+            else:
+                self._readers.submit(partial(self._run, lambda: deliver(self._read(encoding))))
+
+        self.thread.submit(partial(self._run, step))
 
     @property
     def num_slices(self) -> int:
@@ -91,58 +132,62 @@ class VisionLane:
         return [self._warm_up]
 
     def close(self) -> None:
-        """Waits for the steps that were submitted."""
+        """Waits for the steps that were submitted, and for their results."""
         self.thread.close()
+        if self._readers is not None:
+            self._readers.close()
 
     def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
-        """In the lane's thread. Never raises because of a request's content, and BackendError where the device failed.
-        The times of the result include waits at the gate."""
-        started_s = self._clock.now()
+        """In the lane's thread: launches a step and waits for it. Never raises because of a request's content, and
+        BackendError where the device failed."""
+        return self._read(self._launch(plan, records))
+
+    def _launch(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> Encoding:
+        launched_s = self._clock.now()
         self._gate.enter(plan.num_patches)
         try:
             with torch.inference_mode():
-                errors = self._errors(plan.items, records)
+                outcomes = self._outcomes(plan.items, records)
         finally:
             self._gate.leave()
-        return VisionResult(plan.step_id, started_s, self._clock.now(), errors)
+        return Encoding(plan, launched_s, outcomes)
 
-    def _errors(
+    def _read(self, encoding: Encoding) -> VisionResult:
+        """Waits. All steps before it have been read. The times of the result include waits at the gate."""
+        errors = tuple(outcome.error() if isinstance(outcome, Flag) else outcome for outcome in encoding.outcomes)
+        started_s, self._ended_s = max(encoding.launched_s, self._ended_s), self._clock.now()
+        return VisionResult(encoding.plan.step_id, started_s, self._ended_s, errors)
+
+    def _outcomes(
         self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest], *, alone: bool = False
-    ) -> tuple[ErrorInfo | None, ...]:
+    ) -> tuple[ErrorInfo | Flag, ...]:
         """A step that raises is run again picture by picture, so that only the guilty one fails; a single picture that
         found too little memory is tried once more, now that memory has been given back."""
         if not items:
             return ()
-        errors = attempt_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
-        if not isinstance(errors, ErrorInfo):
-            return errors
-        if alone or (len(items) == 1 and errors is not OUT_OF_MEMORY):
-            return (errors,)
+        flags = attempt_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
+        if not isinstance(flags, ErrorInfo):
+            return flags
+        if alone or (len(items) == 1 and flags is not OUT_OF_MEMORY):
+            return (flags,)
         pairs = zip(items, records, strict=True)
-        return tuple(error for item, record in pairs for error in self._errors((item,), (record,), alone=True))
+        return tuple(found for item, record in pairs for found in self._outcomes((item,), (record,), alone=True))
 
-    def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[ErrorInfo | None, ...]:
+    def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[Flag, ...]:
         poisoned = self._faults.hit(BEFORE_VISION_STEP, [record.request for record in records])
         payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
         images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
         slots = vision_slots(items, self._cache.block_size)
         inputs = vision_input(images, payloads, slots, self._device)
         inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
+        # Before the encode: the buffer that this is sent from can be used again once it has gone.
+        block_ids = self._device.send([item.block_ids.astype(np.int64) for item in items])
         num_patches = sum(item.num_patches for item in items)
         if self.graphs is None or not self.graphs.replay(inputs, slots, num_patches):
             self._model.encode(inputs, self._cache)
-        finite = self._finite(items)
-        return tuple(
-            None if good and item.request_id not in poisoned else not_finite("image features")
-            for item, good in zip(items, finite, strict=True)
-        )
-
-    def _finite(self, items: Sequence[EncodeItem]) -> list[bool]:
-        """Of each picture, whether what the tower wrote is made of numbers. Waits once for all of them."""
-        block_ids = self._device.send([item.block_ids.astype(np.int64) for item in items])
-        flags = [self._is_finite(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
-        (finite,) = self._device.fetch((torch.stack(flags),)).result()
-        return [bool(flag) for flag in finite]
+        finite = [self._is_finite(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
+        fetch = self._device.fetch((torch.stack(finite),))
+        return tuple(Flag(fetch, place, item.request_id in poisoned) for place, item in enumerate(items))
 
     def _is_finite(self, item: EncodeItem, blocks: Tensor) -> Tensor:
         features = self._cache.data[blocks]  # [n, planes, 1, S, 1, C]
