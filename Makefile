@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa check support bench peers gpu-check build dist clean help
+.PHONY: demo serve test test-all test-isa check support bench peers gpu-check gpu-wheels build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
 	@echo "make peers   llama.cpp, OpenVINO GenAI and vLLM's CPU build for bench.compare, in build/peers: half an hour, 6 GB"
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
+	@echo "make gpu-wheels  the packages that such a machine may lack, in .whl"
 	@echo "make build   the environment and the native extension only"
 	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
 
@@ -84,8 +85,13 @@ peers:
 	@PYTHON=$(PYTHON) sh bench/peers/install.sh
 
 # For a machine with a GPU: from the source tree as it is, with whatever $(PYTHON) has. No network, no environment.
+# `exec`, so that what ends it is told to the check itself and it keeps what it has.
 gpu-check:
-	@$(PYTHON) -m bench.gpu_check $(if $(DIR),--dir "$(DIR)") $(ARGS)
+	@exec $(PYTHON) -m bench.gpu_check $(if $(DIR),--dir "$(DIR)") $(ARGS)
+
+# Where there is a network: what that machine lacks, into .whl, to be carried along. ARGS="--python 3.12 NAME==VERSION".
+gpu-wheels: build
+	@$(BIN)/python -m bench.gpu_check.wheels $(ARGS)
 
 # Takes the objects of the build in place; what setuptools staged for an earlier wheel could hold files that are gone.
 dist: build

@@ -86,12 +86,13 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The short commit, with a plus sign if files differ from it; None outside a repository."""
+    """The short commit, with a plus sign if files differ from it; outside a repository BENCH_COMMIT says it, or
+    nobody."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("BENCH_COMMIT")
 
 
 def _git(*arguments: str) -> str:

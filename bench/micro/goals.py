@@ -16,6 +16,7 @@ BENCHES = (
     "decode",
     "prefill",
     "encode",
+    "profile",
     "attn_decode",
     "cache_write",
     "quantized",

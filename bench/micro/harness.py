@@ -82,7 +82,7 @@ def parse(
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
     """quick (bool), device ("cpu", "cuda:N"), model (names with commas, or None), threads, deterministic,
-    quantization, seed, json (Path or None), and what `add` adds."""
+    quantization, seed, json and ceilings (Path or None), and what `add` adds."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="under a minute (the default)")
@@ -94,6 +94,7 @@ def parse(
     parser.add_argument("--quantization", default="auto", help="of the models, as --quantization of serve")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also writes the document there")
+    parser.add_argument("--ceilings", type=Path, metavar="PATH", help="those of this document, if it is there")
     if add is not None:
         add(parser)
     arguments = parser.parse_args(argv)
@@ -217,6 +218,7 @@ class Report:
         self._since = self._began = time.perf_counter()
 
     def __enter__(self) -> Report:
+        self._write()  # says that it has begun
         return self
 
     def __exit__(

@@ -155,7 +155,8 @@ def main() -> None:
     device = torch.device(arguments.device)
     with torch.inference_mode():
         backend = create_backend(arguments.device, DTYPE, deterministic=False, threads=arguments.threads or 1)
-        with Report("migrate", arguments, measure(device, DTYPE, quick=arguments.quick)) as report:
+        ceilings = measure(device, DTYPE, quick=arguments.quick, known=arguments.ceilings)
+        with Report("migrate", arguments, ceilings) as report:
             copies(report, backend)
             between_processes(report, arguments.threads or 1)
 

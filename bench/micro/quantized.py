@@ -107,10 +107,11 @@ def _product(backend: Backend, x: Tensor, weights: Weights, index: int) -> Tenso
     return backend.ops.linear(x, weights.packed[index])
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--rows", help="rows of x, with commas")
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", help="rows of x, with commas")
 
+
+def main() -> None:
     arguments = parse(__doc__, options)
     run_ops("quantized", arguments, lambda report, backend: measure(arguments, report, backend))
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -305,6 +305,34 @@ def run_bench(bench: str, arguments: argparse.Namespace, job: Callable[[Report, 
     run_models(bench, arguments, lambda report, subject: _in_own_lane(subject.backend, partial(job, report, subject)))
 
 
+def run_together(
+    benches: Mapping[str, tuple[argparse.Namespace, Callable[[argparse.Namespace, Report, Any], None]]],
+    model: str | None,
+) -> list[str]:
+    """Several benchmarks by name, each with its arguments and its job, over one subject, whose weights are drawn once,
+    or without a model over one backend. Their ceilings are measured once. One that fails takes nothing from the next,
+    unless the device has failed. A sentence for each that did not come to a good end."""
+    first, _ = next(iter(benches.values()))
+    backend, ceilings = _begin(first, dtype_of(directory_of(model or DEMO_MODEL), first.device))
+    subject = None if model is None else create(model, first)
+    problems: list[str] = []
+
+    def all_of_them() -> None:
+        for bench, (arguments, job) in benches.items():
+            try:
+                with Report(bench, arguments, ceilings) as report:
+                    report.note("models", [] if model is None else [model])
+                    job(arguments, report, subject or backend)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the report has written what it was
+                problems.append(f"{bench}: {error}")
+                if first.device.startswith("cuda"):
+                    torch.cuda.synchronize(first.device)  # raises where the device has failed
+            release(torch.device(first.device))
+
+    _in_own_lane(backend if subject is None else subject.backend, all_of_them)
+    return problems
+
+
 def run_models(
     bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None], sm_split: Sequence[int] = ()
 ) -> None:
@@ -339,7 +367,7 @@ def _begin(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[Backend, 
         torch.cuda.set_device(arguments.device)
     backend = backend_of(arguments, dtype)
     with torch.inference_mode():
-        ceilings = measure(torch.device(arguments.device), dtype, quick=arguments.quick)
+        ceilings = measure(torch.device(arguments.device), dtype, quick=arguments.quick, known=arguments.ceilings)
     print(show(ceilings), flush=True)
     # What is loaded by now stays: `release` passes over it, which it does once a case.
     gc.collect()

@@ -15,6 +15,7 @@ from bench.micro.goals import BENCHES, Goal, goal_of, value_of
 
 TABLE, PICTURE = "summary.md", "summary.png"
 _PEERS_SHOWN = 3
+_KERNELS_SHOWN, _KERNEL_LENGTH = 15, 100
 
 
 class Row(NamedTuple):
@@ -28,6 +29,7 @@ class Row(NamedTuple):
     goal: Goal | None
     value: float | None
     peers: Mapping[str, float]
+    made: Mapping[str, Any]  # the row as it is in the document
 
     @property
     def verdict(self) -> str:
@@ -89,6 +91,7 @@ def _row(bench: str, row: Mapping[str, Any], device: str) -> Row:
         goal,
         None if goal is None else value_of(row, goal.measure),
         row.get("over_peers") or {},
+        row,
     )
 
 
@@ -112,6 +115,8 @@ def table(documents: Sequence[Document], notes: Iterable[str] = ()) -> str:
             lines += ["| what | time | floor | of floor | goal: par, moonshot | got | | over peers |"]
             lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
             lines += [_cells(row) for row in document.rows]
+        for row in document.rows:
+            lines += _kernels(row)
         lines += [f"\n{remark}" for remark in document.remarks]
     return "\n".join(lines) + "\n"
 
@@ -128,6 +133,23 @@ def _cells(row: Row) -> str:
     what = row.what.replace("|", "/")
     cells = (what, duration(row.seconds), duration(row.floor_s), of_floor, goal, got, row.verdict, peers)
     return f"| {' | '.join(cells)} |"
+
+
+def _kernels(row: Row) -> list[str]:
+    """Where a profiler has looked: what ran, longest first."""
+    kernels = row.made.get("kernels")
+    if not kernels:
+        return []
+    head = (
+        f"{row.what}: {row.made['launches']:.0f} launches, {duration(row.made['kernels_s'])} of {duration(row.seconds)}"
+    )
+    if gap := row.made.get("gap_us"):
+        head += f", gaps {gap['median']:.2f} us in the middle, {gap['p95']:.2f} at the 95th percentile"
+    lines = ["", f"{head}.", "", "| launches | us | share | kernel |", "| --- | --- | --- | --- |"]
+    for kernel in kernels[:_KERNELS_SHOWN]:
+        name = kernel["name"][:_KERNEL_LENGTH].replace("|", "/")
+        lines.append(f"| {kernel['count']:g} | {kernel['us']:.1f} | {kernel['share']:.1%} | `{name}` |")
+    return lines
 
 
 def duration(seconds: float | None) -> str:

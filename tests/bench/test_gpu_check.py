@@ -1,129 +1,222 @@
-"""`make gpu-check`: which parts there are, which of them run where, and a run from the command line without a GPU."""
+"""`make gpu-check`: which parts there are and how long they take, what it asks of a machine, and the wheels for one."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from bench import gpu_check
-from bench.gpu_check import Machine, chosen, plan
+from bench.gpu_check import __main__ as command
+from bench.gpu_check import machine as on_machine
+from bench.gpu_check import plan, wheels
+from bench.gpu_check.machine import PACKAGES, Machine, least_versions, too_old
+from bench.gpu_check.plan import CALLS, Setup, chosen, files_by_kind, parts_of
 from bench.micro.goals import BENCHES
+from bench.micro.parts import Part
 
 ROOT = Path(__file__).parents[2]
 HOPPER = Machine("", "a GPU", "90", "/usr/bin/nvcc")
 
 
-def names(*, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[str]:
-    return [part.name for part in chosen(plan(Path("/results"), HOPPER, jobs=4), only, skip)]
+def parts(call: str, machine: Machine = HOPPER, jobs: int = 16) -> list[Part]:
+    return parts_of(call, Setup(Path("/results"), machine, jobs))
 
 
-def test_what_comes_first_is_what_the_rest_depends_on() -> None:
-    found = names()
-    assert found[:2] == ["build", "tests-gpu"]
-    assert found.index("quick-ceilings") < found.index("quick-decode") < found.index("full-ceilings")
-    assert [name for name in found if name.startswith("quick-")] == [f"quick-{bench}" for bench in BENCHES]
-    for bench in ("decode", "encode"):
-        shapes = [name.removeprefix(f"full-{bench}-") for name in found if name.startswith(f"full-{bench}-")]
-        assert shapes == ["llava-1.5-7b", "qwen2.5-vl-7b", "qwen2-vl-7b"]
-    assert found.index("full-migrate") < found.index("full-decode-qwen2-vl-7b") < found.index("quick-sched")
-    assert len(set(found)) == len(found)
+def names(call: str, *, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[str]:
+    return [part.name for part in chosen(parts(call), only, skip)]
 
 
-def test_every_benchmark_of_the_plan_exists() -> None:
-    for part in plan(Path("/results"), HOPPER, jobs=4):
-        module = part.command[2]
-        if module.startswith("bench."):
-            assert importlib.util.find_spec(module) is not None, module
+# ---- the plan
 
 
-def test_the_build_is_for_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_says_most_in_a_second_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
+    first = [name for name in names("first") if not name.endswith("-again")]
+    assert first == [
+        "build",
+        "tests-ops",
+        "quick-ceilings",
+        "llava-1.5-7b",
+        "tests-engine",
+        "tests-device",
+        "sanitizer",
+    ]
+    commands = {part.name: " ".join(part.command) for part in parts("first")}
+    assert " decode,profile " in commands["llava-1.5-7b"] and "--no-peers" in commands["llava-1.5-7b"]
+    second = [name for name in names("second") if not name.endswith("-again")]
+    assert second[:2] == ["build", "quick-ceilings"] and not any(name.startswith("tests") for name in second)
+    assert second[-2:] == ["peers-llava-1.5-7b", "peers-qwen2.5-vl-7b"]
+
+
+@pytest.mark.parametrize("call", ["first", "second"])
+def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Each part gets what is planned for it, whatever the others take."""
+    monkeypatch.setattr(plan, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
+    found = parts(call)
+    assert plan.START_S + sum(part.planned_s for part in found) + plan.SUMMARY_S <= plan.BUDGET_S
+    assert all(part.least_s <= part.planned_s <= part.limit_s for part in found if part.unless is None)
+
+
+def test_every_benchmark_of_a_gpu_is_in_a_call() -> None:
+    """By the words of the commands; each module exists, and so does every model."""
+    said = {word for call in ("first", "second") for part in parts(call) for word in part.command}
+    said |= {bench for word in said for bench in word.split(",")}
+    said |= {word.removeprefix("bench.micro.") for word in said}
+    processor = {"sched", "step_parts", "preprocess", "frontend", "cpu_decode"}
+    assert set(BENCHES) - processor <= said and not processor & said
+    for part in (part for call in CALLS for part in parts(call)):
+        module = part.command[part.command.index("-m") + 1] if "-m" in part.command else ""
+        assert not module.startswith("bench.") or importlib.util.find_spec(module) is not None, module
+        assert not part.name.startswith("tests") or "--ceilings" not in part.command
+    for model in (plan.LLAVA, plan.QWEN, plan.TWIN):
+        assert [*(ROOT / "hydra_engine" / "models" / "shapes").rglob(model)], model
+
+
+def test_each_file_of_the_gpu_tests_is_in_one_part_and_those_without_triton_come_first() -> None:
+    ops, engine, device = files_by_kind()
+    assert sorted([*ops, *engine, *device]) == sorted(
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")
+    )
+    assert ops[:2] == ["tests/gpu/test_cache_ops.py", "tests/gpu/test_ops.py"]
+    assert "tests/gpu/test_engine.py" in engine and "tests/gpu/test_ipc.py" in device
+
+
+def test_what_breaks_in_one_process_goes_on_in_another() -> None:
+    again = {part.name: part for part in parts("second") if part.unless}
+    assert all(part.command[-1] == "--resume" and not part.planned_s for part in again.values())
+    assert {part.unless for part in again.values()} >= {"qwen2.5-vl-7b", "operations", "peers-llava-1.5-7b"}
+    assert [part.name for part in chosen(parts("second"), ("qwen2.5-vl-7b-again",), ())] == []
+
+
+def test_the_build_is_for_the_gpu_that_is_here_and_not_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HYDRA_CUDA_ARCHS", raising=False)
-    build = plan(Path("/results"), HOPPER, jobs=16)[0]
-    assert build.environment == {"HYDRA_BUILD_JOBS": "16", "HYDRA_CUDA_ARCHS": "90"}
-    nothing = plan(Path("/results"), Machine("no GPU", "", "", None), jobs=16)[0]
-    assert nothing.environment == {"HYDRA_BUILD_JOBS": "16"}
+    asked = {"HYDRA_BUILD_JOBS": "16", "HYDRA_REQUIRE_CUDA": "1"}
+    assert parts("first")[0].environment == asked | {"HYDRA_CUDA_ARCHS": "90"}
+    assert all(part.after == "build" for part in parts("first")[1:])
     monkeypatch.setenv("HYDRA_CUDA_ARCHS", "80;90")
-    assert plan(Path("/results"), HOPPER, jobs=1)[0].environment["HYDRA_CUDA_ARCHS"] == "80;90"
+    assert parts("first")[0].environment["HYDRA_CUDA_ARCHS"] == "80;90"
+
+
+def test_tests_run_in_processes_of_which_each_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commands() -> dict[str, str]:
+        return {part.name: " ".join(part.command) for part in parts("first")}
+
+    found = commands()
+    assert "-n 8 --dist worksteal" in found["tests-ops"] and "-m cuda and not alone" in found["tests-ops"]
+    assert "-n 1 --dist worksteal" in found["tests-device"]
+    assert "--timeout=60 --timeout-method=thread" in found["tests-engine"]
+    monkeypatch.setattr(plan, "missing", lambda names: [name for name in names if name == "xdist"])
+    assert "-n " not in commands()["tests-ops"]
 
 
 def test_parts_are_chosen_by_name_by_beginning_and_by_benchmark() -> None:
-    tests = ["tests-gpu", "tests-device", "tests-native", "tests-compiled"]
-    assert names(only=("build", "tests")) == ["build", *tests]
-    assert names(only=("ceilings",)) == ["quick-ceilings", "full-ceilings"]
-    assert names(only=("quick",), skip=("decode", "cpu_decode"))[:2] == ["quick-ceilings", "quick-prefill"]
-    assert names(only=("full-decode-qwen2-vl-7b",)) == ["full-decode-qwen2-vl-7b"]
-    assert "quick-attn_decode" in names(skip=("decode",)), "a benchmark is not part of another one's name"
+    assert names("first", only=("build", "tests")) == [
+        "build",
+        "tests-ops",
+        "tests-engine",
+        "tests-device",
+    ]
+    assert names("second", only=("colocate",)) == ["colocate-llava-1.5-7b", "colocate-qwen2.5-vl-7b"]
+    assert "quick-ceilings" not in names("second", skip=("ceilings",))
     with pytest.raises(ValueError, match="no part 'sceilings'; there are: build,"):
-        names(only=("sceilings",))
-
-
-def test_what_shares_the_device_runs_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def commands() -> dict[str, str]:
-        return {part.name: " ".join(part.command) for part in plan(Path("/results"), HOPPER, jobs=16)}
-
-    found = commands()
-    assert "-n 8 --dist worksteal -m cuda and not alone" in found["tests-gpu"]
-    assert "-n " not in found["tests-device"] and "-m cuda and alone" in found["tests-device"]
-    monkeypatch.setattr(gpu_check, "missing", lambda names: [name for name in names if name == "xdist"])
-    assert "-n " not in commands()["tests-gpu"]
+        names("first", only=("sceilings",))
 
 
 def test_without_the_build_the_rest_takes_the_one_that_is_there() -> None:
-    parts = plan(Path("/results"), HOPPER, jobs=4)
-    assert {part.after for part in chosen(parts, ("tests",), ())} == {None}
-    assert {part.after for part in chosen(parts, ("build", "tests"), ())} == {None, "build"}
+    assert {part.after for part in chosen(parts("first"), ("tests",), ())} == {None}
+    assert {part.after for part in chosen(parts("first"), ("build", "tests"), ())} == {None, "build"}
 
 
-def test_missing_packages_are_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_check.PACKAGES, "no_such_module_here", "an example")
-    lines = gpu_check.introduce(Machine("", "a GPU", "90", None))
-    assert lines[0].startswith("Python ") and "GPU: a GPU; nvcc: none" in lines[1]
-    assert lines[2] == "packages missing: 1" and lines[3] == "  no_such_module_here: without it goes an example"
+# ---- what is asked of the machine
+
+
+def test_packages_are_those_of_the_project_with_the_versions_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = least_versions()
+    assert asked["setuptools"] == "77" and asked["torch"] == "2.11" and asked["pytest-xdist"] == "3.8"
+    assert not [text for module in PACKAGES if (text := too_old(module))], "what is installed here is new enough"
+    monkeypatch.setattr(on_machine.metadata, "version", lambda name: "65.5.0+local")
+    assert too_old("setuptools") == "setuptools 65.5.0+local is older than 77"
+    every = {module for call in CALLS for part in parts(call) for module in part.packages}
+    assert every <= set(PACKAGES), "each can be named where it is missing"
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, *flags: str, **machine: Any) -> str:
+    """Of a machine with a GPU on which a module is missing."""
+    monkeypatch.setitem(PACKAGES, "no_such_module_here", ("no-such-module", "an example"))
+    monkeypatch.setattr(wheels, "FOLDER", tmp_path / ".whl")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+
+    def one(call: str, setup: Setup) -> list[Part]:
+        return [Part("build", ("false",), 9.0, packages=("no_such_module_here",))]
+
+    assert command.main(["--dir", str(tmp_path / "out"), *flags], lambda: Machine(**machine), one) == 2
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu-check.tar.gz", "summary.md"}
+    last: str = capsys.readouterr().out.splitlines()[-1]
+    assert last.partition("refused. ")[2] in (tmp_path / "out" / "summary.md").read_text()
+    return last
+
+
+def test_a_machine_that_lacks_a_package_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"problem": "", "gpu": "a GPU", "capability": "90", "nvcc": None}
+    said = refusal(monkeypatch, tmp_path, capsys, **found)
+    assert "refused. missing: no_such_module_here (without it goes: an example)." in said
+    assert "run `make gpu-wheels`, and carry the folder .whl/" in said
+
+
+def test_a_machine_without_a_gpu_and_a_wrong_word_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = {"problem": "torch finds no GPU", "gpu": "", "capability": "", "nvcc": None}
+    assert "refused. no GPU: torch finds no GPU" in refusal(monkeypatch, tmp_path, capsys, **nothing)
+    found = {"problem": "", "gpu": "a GPU", "capability": "90", "nvcc": None}
+    assert "there is no part 'nonsense'" in refusal(monkeypatch, tmp_path, capsys, "--only", "nonsense", **found)
+
+
+# ---- wheels
+
+
+def test_wheels_have_the_versions_of_the_constraints() -> None:
+    found = dict(word.split("==") for word in wheels.pinned([*wheels.USUALLY_ABSENT, "flashinfer-python==0.7.2"]))
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert {f"{name}=={found[name]}" for name in wheels.USUALLY_ABSENT} <= set(lines)
+    assert found["flashinfer-python"] == "0.7.2"
+    with pytest.raises(SystemExit, match="no version of flashinfer-python"):
+        wheels.pinned(["flashinfer-python"])
+
+
+def make_wheel(folder: Path, name: str, version: str, *, requires: str = "") -> Path:
+    import zipfile
+
+    folder.mkdir(exist_ok=True)
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", f"VERSION = {version!r}\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_runs_the_rest_and_fails(tmp_path: Path) -> None:
-    """From another folder, with a path of the environment that must not be lost."""
-    command = [sys.executable, "-m", "bench.gpu_check", "--dir", str(tmp_path / "results"), "--budget", "60"]
-    command += ["--only", "tests-gpu,quick-ceilings,full,sched"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("gpu-check, ") and "failed: no GPU (torch finds no GPU" in last
-    written = {path.name for path in (tmp_path / "results").iterdir()}
-    assert {"check.json", "summary.md", "quick-sched.json", "quick-sched.log"} <= written
-    document = json.loads((tmp_path / "results" / "check.json").read_text())
-    assert [part["name"] for part in document["parts"]] == ["quick-sched"]
-    assert document["parts"][0]["state"] == "ok" and document["machine"]["problem"]
-    assert "256 running, 64 waiting" in (tmp_path / "results" / "summary.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_wrong_word_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--dir", str(tmp_path), "--only", "nonsense"]) == 2
-    assert "there is no part 'nonsense'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_settings_of_the_tests_need_no_plugin(tmp_path: Path) -> None:
-    """A folder of tests runs under them, an unknown marker is refused, and a warning fails nothing."""
-    (tmp_path / "pytest.ini").write_text(gpu_check._INI)
-    (tmp_path / "test_it.py").write_text(
-        "import warnings, pytest\n@pytest.mark.cuda\ndef test_it():\n    warnings.warn('of another version')\n"
-        "def test_other():\n    raise AssertionError\n"
-    )
-    plugins = [f"-p no:{name}" for name in ("asyncio", "pytest_asyncio", "timeout", "xdist", "anyio")]
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(tmp_path / "pytest.ini"), *" ".join(plugins).split()]
-    done = subprocess.run(
-        [*command, "-m", "cuda", str(tmp_path / "test_it.py")], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and "1 passed, 1 deselected" in done.stdout, done.stdout
+def test_what_is_missing_is_installed_from_its_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By pip, without a network, beside what is there and not into it."""
+    monkeypatch.setitem(PACKAGES, "no_such_module_here", ("no-such.module_here", "an example"))
+    requires = "Requires-Dist: numpy>=2\nRequires-Dist: tornado; extra == 'web'\n"
+    wheel = make_wheel(tmp_path / ".whl", "no_such_module_here", "1.2", requires=requires)
+    assert wheels.needs(wheel) == ["numpy"]
+    assert wheels.install(["numpy"], tmp_path / ".whl", tmp_path / "site") == ""
+    assert not (tmp_path / "site").exists(), "no wheel of it: what is here stays"
+    assert wheels.install(["no_such_module_here"], tmp_path / ".whl", tmp_path / "site") == ""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    code = "import no_such_module_here as m; print(m.VERSION)"
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "1.2\n"
+    wheel.write_bytes(b"half of a wheel")
+    assert "no_such_module_here-1.2" in wheels.install(["no_such_module_here"], tmp_path / ".whl", tmp_path / "other")

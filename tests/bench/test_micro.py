@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench.micro import ceilings
 from bench.micro.colocate import options, splits
 from bench.micro.floors import Ceilings, Rates, Work, overlap_s, serial_s
 from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn, parse, require, scaled, timed
+from bench.micro.profile import Launch, gaps_of, kernels_of
 from bench.micro.side_by_side import Duo
-from bench.micro.subject import _divided
+from bench.micro.subject import _divided, run_together
 from bench.summary import table
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.device import WholeDevice
@@ -222,3 +224,85 @@ def test_two_lanes_run_at_once() -> None:
     finally:
         vision.close()
         language.close()
+
+
+@pytest.mark.slow
+def test_several_benchmarks_of_one_model_draw_its_weights_once(tmp_path: Path) -> None:
+    """And take the ceilings of a document; what crashed is not begun again."""
+    measured = tmp_path / "ceilings.json"
+    document_of("ceilings", measured)
+    flags = ["--model", "demo", "--dir", str(tmp_path), "--prefix", "x-", "--no-peers", "--device", "cpu"]
+    command = [sys.executable, "-m", "bench.micro.together", "decode,profile", *flags, "--threads", "1", "--resume"]
+    command += ["--ceilings", str(measured)]
+    (tmp_path / "x-decode-demo.json").write_text("begun")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x-decode-demo.json").read_text() == "begun"
+    document = json.loads((tmp_path / "x-profile-demo.json").read_text())
+    known = json.loads(measured.read_text())
+    assert document["complete"] and document["ceilings"] == known["ceilings"] and known["dtype"] == "torch.bfloat16"
+    assert [row["what"] for row in document["rows"]] == [
+        "demo decode B=1 KV=256",
+        "demo decode B=4 KV=256",
+        "demo prefill S=128",
+        "demo encode b=1",
+    ]
+    for row in document["rows"]:
+        kernels = row["kernels"]
+        assert kernels == sorted(kernels, key=lambda kernel: -kernel["us"]) and row["launches"] >= len(kernels) > 3
+        assert sum(kernel["share"] for kernel in kernels) == pytest.approx(1, abs=1e-3)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0 and again.stdout == "nothing is left to run\n"
+
+
+def test_ceilings_of_another_device_or_of_half_a_run_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, fresh = Ceilings(1.0, 2.0, 3.0), Ceilings(4.0, 5.0, 6.0)
+    monkeypatch.setattr(ceilings, "Machine", lambda *_: None)
+    monkeypatch.setattr(ceilings, "_measure", lambda *_: (fresh, {}))
+    document = {"ceilings": known.as_dict(), "dtype": "torch.bfloat16", "complete": True, "card": {"device": "cpu"}}
+    path = tmp_path / "ceilings.json"
+
+    def found(**changes: Any) -> Ceilings:
+        path.write_text(json.dumps(document | changes))
+        return ceilings.measure(CPU, torch.bfloat16, quick=True, known=path)
+
+    assert found() == known
+    assert found(complete=False) == found(dtype="torch.float32") == found(card={"device": "cuda:0"}) == fresh
+    path.write_text("{")
+    assert ceilings.measure(CPU, torch.bfloat16, quick=True, known=path) == fresh
+    assert ceilings.measure(CPU, torch.bfloat16, quick=True, known=tmp_path / "none.json") == fresh
+
+
+def test_kernels_are_added_up_by_name_and_gaps_are_between_neighbours() -> None:
+    launches = [Launch("a", 0.0, 2.0), Launch("b", 3.0, 6.0), Launch("a", 9.5, 2.0), Launch("b", 11.0, 6.0)]
+    assert kernels_of(launches, 2) == [
+        {"name": "b", "count": 1.0, "us": 6.0, "share": 0.75},
+        {"name": "a", "count": 1.0, "us": 2.0, "share": 0.25},
+    ]
+    assert gaps_of(launches) == {"median": 0.5, "p95": 1.0} and gaps_of(launches[:1]) == {}
+    assert kernels_of([], 2) == []
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_fails_takes_nothing_from_the_next_over_one_model(tmp_path: Path) -> None:
+    """Whose documents say which had begun, also where a process ends at once."""
+    seen: list[tuple[str, bool]] = []
+
+    def job(flags: argparse.Namespace, report: Report, backend: Any) -> None:
+        seen.append((flags.json.stem, json.loads(flags.json.read_text())["complete"]))
+        if flags.json.stem == "first":
+            raise ZeroDivisionError("by zero")
+        report.row("a row", Seconds(1.0, 1.0, 1.0, 1))
+
+    known = tmp_path / "known.json"
+    card = {"device": "cpu"}
+    rates = Ceilings(1.0, 2.0, 3.0).as_dict()
+    known.write_text(json.dumps({"ceilings": rates, "dtype": "torch.bfloat16", "complete": True, "card": card}))
+    paths = {name: tmp_path / f"{name}.json" for name in ("first", "second")}
+    common = ("--threads", "1", "--ceilings", str(known), "--json")
+    benches = {name: (arguments(*common, str(path)), job) for name, path in paths.items()}
+    assert run_together(benches, None) == ["first: by zero"]
+    assert seen == [("first", False), ("second", False)]
+    assert [json.loads(path.read_text())["complete"] for path in paths.values()] == [False, True]

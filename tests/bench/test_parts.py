@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,34 @@ def test_signals_mean_afterwards_what_they_meant_before(tmp_path: Path, number: 
     before = signal.getsignal(number)
     run(tmp_path, script("one", "pass"))
     assert signal.getsignal(number) is before
+
+
+def limits(folder: Path, *parts: Part, budget_s: float) -> list[int]:
+    """What the parts were given, by what was said."""
+    _, said = run(folder, *parts, budget_s=budget_s)
+    return [int(line.rpartition("at most ")[2].split()[0]) for line in said.splitlines() if "at most" in line]
+
+
+def test_what_is_planned_for_later_parts_is_kept_for_them(tmp_path: Path) -> None:
+    """And what a part leaves over, the next one may use."""
+    first = script("first", "pass", limit_s=80.0, planned_s=10.0)
+    second = script("second", "pass", limit_s=80.0, planned_s=30.0)
+    third = script("third", "pass", limit_s=20.0, planned_s=15.0)
+    assert limits(tmp_path, first, second, third, budget_s=60.4) == [15, 45, 20]
+    late = script("late", "pass", limit_s=80.0, planned_s=5.0)
+    assert limits(tmp_path, late, replace(second, planned_s=90.0), budget_s=30.4) == [5, 30], "its own for certain"
+
+
+def test_a_part_is_repeated_only_where_it_went_wrong(tmp_path: Path) -> None:
+    outcomes, _ = run(
+        tmp_path,
+        script("well", "pass"),
+        script("well-again", "pass", unless="well"),
+        script("breaks", "import os; os.kill(os.getpid(), 9)"),
+        script("breaks-again", "pass", unless="breaks"),
+    )
+    assert [(o.name, o.state, o.said) for o in outcomes.values()] == [
+        ("well", "ok", ""),
+        ("breaks", "failed", "ended by SIGKILL"),
+        ("breaks-again", "ok", ""),
+    ]

@@ -160,3 +160,11 @@ def test_a_small_suite_from_the_command_line(tmp_path: Path) -> None:
     assert all(r["us"] == pytest.approx(r["seconds"]["median"] * 1e6) for r in made["rows"])
     assert any(r["output"] for r in (each["inputs"] for each in made["rows"])), "also where requests end"
     assert "256 running, 64 waiting" in (tmp_path / "summary.md").read_text()
+
+
+def test_kernels_of_a_profile_are_a_table_of_their_own() -> None:
+    kernels = [{"name": f"kernel<{n}|{n}>", "count": 64.0, "us": 100.0 - n, "share": 0.5} for n in range(20)]
+    more = {"kernels": kernels, "launches": 330.0, "kernels_s": 0.0034, "gap_us": {"median": 1.25, "p95": 2.0}}
+    text = table([document_of("profile", document("profile", row("decode B=1", 0.0037, **more)))])
+    assert "decode B=1: 330 launches, 3.4 ms of 3.7 ms, gaps 1.25 us in the middle" in text
+    assert "| 64 | 100.0 | 50.0% | `kernel<0/0>` |" in text and "kernel<15" not in text

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.micro import attn_decode, ceilings, decode, harness, migrate, probe_kernels, quantized
+from bench.micro import attn_decode, ceilings, decode, harness, migrate, probe_kernels, profile, quantized
 from bench.micro.ceilings import Sizes
 from bench.micro.harness import Effort
 from tests.emulated.conftest import Models
@@ -165,3 +165,14 @@ def test_blocks_that_move(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate, "REQUESTS", (migrate.Moved("KV", (2, 2, 4, 2, 16), 3),))
     monkeypatch.setattr(migrate, "between_processes", lambda report, threads: None)  # in the host's memory
     assert peers(run("migrate")) == {"indexing", "per block"}
+
+
+@pytest.mark.slow
+def test_profiles_and_several_of_one_model(run: Run, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """The kernels themselves nobody sees here, which the documents say."""
+    monkeypatch.setattr(profile, "launches_of", lambda run, device, calls: [run() for _ in range(calls)] and [])
+    sizes = ("--rows", "2", "--context", "24", "--prompt", "20", "--picture", "56x56")
+    document = run("profile", "--model", model, *sizes)
+    assert whats(document) == ["tiny decode B=2 KV=24", "tiny prefill S=20", "tiny encode b=1"]
+    assert [row["inputs"]["how"] for row in document["rows"]] == ["graph", "eager", "graph"]
+    assert len(document["skipped"]) == 3 and all("saw none" in skipped["reason"] for skipped in document["skipped"])

@@ -1,0 +1,192 @@
+"""Everything that only a machine with a GPU can say: builds the extension, runs the tests, measures. `make gpu-check`.
+
+Takes the source tree as it is and the Python that runs it: no network, no virtual environment; packages that are
+missing come from .whl/ (`make gpu-wheels`). The parts are in bench/gpu_check/plan.py: the first call has what says
+most, `--second` the rest, `--full` all sizes. One that fails or hangs takes nothing from the others, and all of them
+together end within `--budget` seconds. DIR gets gpu-check.tar.gz, with every part's output, one JSON document per
+benchmark and check.json, and summary.md beside it; both are refreshed after every part, every few seconds of one and on
+a signal. The last line says what failed; the exit status is 0 only if nothing did and all tests and the build ran, 2 if
+it refused to start, 128 and more after a signal.
+
+Knows what is kept and said; not what is run, nor how anything is tested or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.common import ROOT
+from bench.gpu_check import outcomes, wheels
+from bench.gpu_check.archive import ARCHIVE, SITE, SUMMARY, Archive
+from bench.gpu_check.machine import PACKAGES, Machine, look, too_old, versions
+from bench.gpu_check.plan import BUDGET_S, CALLS, INI, SUMMARY_S, Setup, chosen, parts_of
+from bench.micro.parts import ENDING, Interrupted, Outcome, Part, Runner, ended_by_signals, missing
+from bench.summary import table
+
+_BAD = ("failed", "out of time", "interrupted")
+Plan = Callable[[str, Setup], list[Part]]
+
+
+class Refused(Exception):
+    """Nothing was begun, and why."""
+
+
+class Check:
+    """One call: its parts, and what is kept of them so far."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self._options, self._scratch = options, scratch
+        self._archive = Archive(options.dir.resolve(), scratch)
+        self._runner = Runner(scratch, options.budget, reserve_s=SUMMARY_S, keep=self.keep)
+        self._machine = Machine("nobody has looked yet", "", "", None)
+        self._remarks: list[str] = []
+
+    def run(self, find: Callable[[], Machine], plan: Plan) -> None:
+        """Raises `Refused`, or `Interrupted` after a signal."""
+        self.keep()
+        (self._scratch / "pytest.ini").write_text(INI, encoding="utf-8")
+        self._machine = find()
+        print(f"{versions()}\nGPU: {self._machine.gpu or 'none'}; nvcc: {self._machine.nvcc or 'none'}", flush=True)
+        if not self._machine.usable:
+            raise Refused(f"no GPU: {self._machine.problem}")
+        options = self._options
+        setup = Setup(self._scratch, self._machine, options.jobs)
+        calls = CALLS if options.only else (options.call,)
+        named = {part.name: part for call in calls for part in plan(call, setup)}
+        try:
+            parts = chosen([*named.values()], options.only, options.skip)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        self._provide(parts)
+        self._runner.run(parts)
+
+    def _provide(self, parts: Sequence[Part]) -> None:
+        """Packages that are absent or too old, from wheels; without them it is refused to start."""
+        needed = {name for part in parts for name in part.packages} | {"pytest_timeout", "xdist"}
+        wanted = [name for name in PACKAGES if name in needed and (missing((name,)) or too_old(name))]
+        site = self._scratch / SITE
+        problem = wheels.install(wanted, wheels.FOLDER, site)
+        sys.path.insert(0, str(site))
+        importlib.invalidate_caches()
+        paths = (str(site), str(ROOT), str(ROOT / "kernels"), *filter(None, (os.environ.get("PYTHONPATH"),)))
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        if problem:
+            raise Refused(f"wheels of {wheels.FOLDER} cannot be installed: {problem}")
+        absent = missing(wanted)
+        old = [text for name in wanted if name not in absent and (text := too_old(name))]
+        self._remarks += [f"{text}: it may do" for text in old]
+        if absent:
+            lacking = ", ".join(f"{name} (without it goes: {PACKAGES[name][1]})" for name in absent)
+            raise Refused(
+                f"missing: {lacking}. Where there is a network, run `make gpu-wheels`, and carry the folder "
+                f"{wheels.FOLDER.name}/ along with the source tree"
+            )
+        if build := [text for text in old if text.split()[0] in ("setuptools", "pybind11")]:
+            raise Refused(f"{build[0]}, which the build needs: run `make gpu-wheels` where there is a network")
+
+    # ---- what is kept
+
+    def keep(self) -> None:
+        """What there is by now, as far as the disk takes it."""
+        try:
+            (self._scratch / "check.json").write_text(json.dumps(self._document(), indent=1) + "\n", encoding="utf-8")
+            documents, problems = table.read(self._scratch)
+            text = table.table(documents, [*self.notes(), *problems])
+            (self._scratch / SUMMARY).write_text(text, encoding="utf-8")
+            self._archive.refresh()
+        except OSError as error:
+            print(f"nothing can be kept: {error}", file=sys.stderr, flush=True)
+
+    def finish(self, said: str) -> int:
+        """The last archive, with the picture, and the exit status but for a refusal and a signal."""
+        self._remarks.insert(0, said or self.verdict())
+        self.keep()
+        table.write(self._scratch, self.notes())
+        self._archive.refresh()
+        print(f"{self._options.dir / ARCHIVE}\n{self._options.dir / SUMMARY}")
+        print(f"gpu-check, {self._runner.elapsed_s:.0f} s: {said or self.verdict()}", flush=True)
+        return 1 if self._bad() else 0
+
+    def _document(self) -> dict[str, Any]:
+        parts = [asdict(outcome) for outcome in self._outcomes()]
+        document: dict[str, Any] = {"machine": asdict(self._machine), "versions": versions()}
+        return document | {"call": self._options.call, "commit": os.environ.get("BENCH_COMMIT"), "parts": parts}
+
+    def _outcomes(self) -> list[Outcome]:
+        return [*self._runner.outcomes.values()]
+
+    def _bad(self) -> list[str]:
+        found = [o.name for o in self._outcomes() if o.state in _BAD]
+        return found + [o.name for o in self._outcomes() if o.state == "not run" and _must_run(o.name)]
+
+    def verdict(self) -> str:
+        bad = self._bad()
+        left = [o.name for o in self._outcomes() if o.state == "not run" and o.name not in bad]
+        text = f"failed: {', '.join(bad)}" if bad else "nothing failed"
+        return text + (f"; not run: {', '.join(left)}" if left else "")
+
+    def notes(self) -> list[str]:
+        """Lines of the summary: each part, and of those with tests what failed and why."""
+        lines = [*self._remarks, f"{self._machine.gpu or 'no GPU'}; {versions()}; call: {self._options.call}"]
+        for outcome in self._outcomes():
+            lines.append(f"**{outcome.name}**: {outcome.state}, {outcome.seconds:.0f} s. {outcome.said}".rstrip(". "))
+        for path in sorted(self._scratch.glob("*.jsonl")):
+            lines += outcomes.summary(path.stem, outcomes.read(path))
+        return lines
+
+
+def _must_run(name: str) -> bool:
+    return name.startswith(("build", "tests"))
+
+
+def check(options: argparse.Namespace, find: Callable[[], Machine] = look, plan: Plan = parts_of) -> int:
+    scratch = Path(tempfile.mkdtemp(prefix="gpu-check-"))
+    call = Check(options, scratch)
+    said, status = "", 0
+    with ended_by_signals():
+        try:
+            call.run(find, plan)
+        except Refused as refusal:
+            said, status = f"refused. {refusal}", 2
+        except Interrupted as interruption:
+            said, status = f"ended by {interruption}; {call.verdict()}", 128 + interruption.number
+        finally:
+            for number in ENDING:  # what there is, is kept
+                signal.signal(number, signal.SIG_IGN)
+            found = call.finish(said)
+            shutil.rmtree(scratch, ignore_errors=True)
+    return status or found
+
+
+def main(argv: Sequence[str] | None = None, find: Callable[[], Machine] = look, plan: Plan = parts_of) -> int:
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=ROOT / "build" / "gpu-check", help="where the results go")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="of all parts together")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="files compiled at once")
+    call = parser.add_mutually_exclusive_group()
+    call.add_argument("--second", dest="call", action="store_const", const="second", help="what the first call left")
+    call.add_argument("--full", dest="call", action="store_const", const="full", help="all sizes")
+    parser.set_defaults(call=CALLS[0])
+    parser.add_argument(
+        "--only", type=words, default=[], help="parts of all calls with commas: build,tests,colocate,..."
+    )
+    parser.add_argument("--skip", type=words, default=[], help="parts to leave out")
+    return check(parser.parse_args(argv), find, plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

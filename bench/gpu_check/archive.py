@@ -1,0 +1,72 @@
+"""What a check leaves: one archive of all that its parts wrote, and the summary beside it. Standard library only.
+
+Both are replaced whole, so a reader finds the last or the one before, whenever the writer is killed. Two files and no
+more, each below 16 MB: what carries results from machine to machine often has limits.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ARCHIVE, SUMMARY = "gpu-check.tar.gz", "summary.md"
+MOST_BYTES = 15 << 20
+_MOST_OF_A_FILE = 4 << 20
+_WHOLE = (".json", ".md", ".png")  # a document without its middle is none
+
+
+class Archive:
+    """`folder` gets what `scratch` has. Its own files only: what else is in `folder` stays."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self._folder, self._scratch = folder, scratch
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def refresh(self) -> None:
+        """Raises OSError where nothing can be written; the last archive is still there then."""
+        summary = self._scratch / SUMMARY
+        if summary.exists():
+            self._replace(SUMMARY, summary.read_bytes())
+        most = _MOST_OF_A_FILE
+        while len(data := self._packed(most)) > MOST_BYTES and most > 1 << 12:
+            most //= 4
+        self._replace(ARCHIVE, data)
+
+    def _packed(self, most: int) -> bytes:
+        made = io.BytesIO()
+        with tarfile.open(fileobj=made, mode="w:gz", compresslevel=6) as archive:
+            for path in self._files():
+                try:
+                    data, changed = path.read_bytes(), path.stat().st_mtime
+                except FileNotFoundError:  # somebody's unfinished document, whole by now under its own name
+                    continue
+                if path.suffix not in _WHOLE:
+                    data = without_middle(data, most)
+                entry = tarfile.TarInfo(f"gpu-check/{path.relative_to(self._scratch)}")
+                entry.size, entry.mtime = len(data), int(changed)
+                archive.addfile(entry, io.BytesIO(data))
+        return made.getvalue()
+
+    def _files(self) -> Iterator[Path]:
+        for folder, names, files in os.walk(self._scratch):
+            names[:] = sorted(name for name in names if name != SITE)
+            yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+
+    def _replace(self, name: str, data: bytes) -> None:
+        fresh = self._folder / f".{name}.fresh"
+        fresh.write_bytes(data)
+        os.replace(fresh, self._folder / name)
+
+
+SITE = "site"  # of the scratch folder: installed packages, which nobody wants back
+
+
+def without_middle(data: bytes, most: int) -> bytes:
+    """At most about `most` bytes: a beginning and an end, with how much is left out between them."""
+    if len(data) <= most:
+        return data
+    half = most // 2
+    return data[:half] + f"\n... {len(data) - 2 * half} bytes are left out ...\n".encode() + data[-half:]

@@ -1,0 +1,142 @@
+"""What the machine of a check has: its GPU, its compiler, its packages. Standard library only.
+
+Which packages are needed, and since which version, is what pyproject.toml says. Does not know what is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+
+from bench.common import ROOT
+
+# Modules -> the distribution that has them, and what goes without them.
+PACKAGES = {
+    "torch": ("torch", "everything"),
+    "numpy": ("numpy", "everything"),
+    "pybind11": ("pybind11", "the build"),
+    "setuptools": ("setuptools", "the build"),
+    "pytest": ("pytest", "the tests"),
+    "hypothesis": ("hypothesis", "the tests"),
+    "pytest_timeout": ("pytest-timeout", "the tests' limit of time"),
+    "xdist": ("pytest-xdist", "tests that outlive a crash"),
+    "triton": ("triton", "the kernels of kernels/"),
+    "transformers": ("transformers", "models, and what they are compared with"),
+    "safetensors": ("safetensors", "models"),
+    "tokenizers": ("tokenizers", "models"),
+    "PIL": ("pillow", "pictures"),
+    "msgspec": ("msgspec", "models, the scheduler, the engine"),
+    "simplejpeg": ("simplejpeg", "pictures, the engine"),
+    "aiohttp": ("aiohttp", "the engine"),
+    "prometheus_client": ("prometheus-client", "the engine"),
+    "tqdm": ("tqdm", "the engine"),
+    "jinja2": ("jinja2", "the engine"),
+    "yaml": ("pyyaml", "the command line"),
+    "llguidance": ("llguidance", "grammars"),
+    "matplotlib": ("matplotlib", "summary.png"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`problem`: why no kernel can run here, empty where one can. `capability` as nvcc wants it: "90"."""
+
+    problem: str
+    gpu: str
+    capability: str
+    nvcc: str | None
+
+    @property
+    def usable(self) -> bool:
+        return not self.problem
+
+
+_LOOK = """
+import json, torch
+found = torch.cuda.is_available()
+card = torch.cuda.get_device_properties(0) if found else None
+if found:
+    assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
+print(json.dumps({"gpu": card.name if card else "", "capability": f"{card.major}{card.minor}" if card else "",
+                  "cuda": torch.version.cuda}))
+"""
+
+
+def look() -> Machine:
+    """Asks torch in a process of its own: one that hangs over a broken driver ends."""
+    toolkits = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*toolkits, "/usr/local/cuda"))]
+    nvcc = next((path for name in candidates if (path := shutil.which(name))), None)
+    try:
+        done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=90, check=False)
+    except subprocess.TimeoutExpired:
+        return Machine("torch does not answer: looking for a GPU took over 90 s", "", "", nvcc)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Machine(f"torch fails: {last[:200]}", "", "", nvcc)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    problem = "" if facts["gpu"] else f"torch finds no GPU (built for CUDA {facts['cuda']})"
+    return Machine(problem, facts["gpu"], facts["capability"], nvcc)
+
+
+def sanitizer(machine: Machine) -> str | None:
+    """compute-sanitizer, on the path or beside nvcc."""
+    beside = () if machine.nvcc is None else (os.path.join(os.path.dirname(machine.nvcc), "compute-sanitizer"),)
+    candidates = ("compute-sanitizer", *beside, "/usr/local/cuda/bin/compute-sanitizer")
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+# ---- packages
+
+
+def canonical(name: str) -> str:
+    """Of a distribution, as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def least_versions() -> dict[str, str]:
+    """Distribution -> the lowest version that pyproject.toml allows, where it says one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    asked += [line for lines in project["project"]["optional-dependencies"].values() for line in lines]
+    found = (re.match(r"([\w.-]+).*?>=\s*([\d.]+)", line) for line in [*asked, *project["dependency-groups"]["dev"]])
+    return {canonical(match[1]): match[2] for match in found if match}
+
+
+def too_old(module: str) -> str:
+    """Empty, or "setuptools 65.5 is older than 77"."""
+    name, least = PACKAGES[module][0], least_versions().get(canonical(PACKAGES[module][0]))
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+    if least is None or _numbers(version) >= _numbers(least):
+        return ""
+    return f"{name} {version} is older than {least}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """ "2.11.0+cu130" -> (2, 11, 0)."""
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(word) for word in leading[0].split(".")) if leading else ()
+
+
+def versions() -> str:
+    names = ("torch", "triton", "transformers", "numpy", "setuptools", "pybind11", "pytest")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return f"Python {platform.python_version()}, {', '.join(found)}; {os.cpu_count()} cores"

@@ -1,0 +1,99 @@
+"""Wheels for a machine without a network. `make gpu-wheels` downloads into .whl/ what an image for CUDA work usually
+lacks, in the versions of constraints.txt; gpu-check installs from there what its machine lacks, into a folder of its
+own. Standard library only.
+
+`python -m bench.gpu_check.wheels [--python 3.12] [NAMES]`; names are distributions besides those of `USUALLY_ABSENT`,
+for example flashinfer-python==0.7.2. What they need in turn is not followed: the last lines name it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Sequence
+from email.parser import HeaderParser
+from pathlib import Path
+
+from bench.common import ROOT
+from bench.gpu_check.machine import PACKAGES, canonical
+
+FOLDER = ROOT / ".whl"
+USUALLY_ABSENT = ("msgspec", "simplejpeg", "llguidance", "setuptools", "pybind11")  # the last two: may be too old
+# pip takes a wheel only of a platform that it is told by name.
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+
+
+def pinned(names: Iterable[str]) -> list[str]:
+    """With the versions of constraints.txt; a name that has a version keeps it."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    versions = {canonical(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+    found = []
+    for name in names:
+        if "==" not in name and canonical(name) not in versions:
+            raise SystemExit(f"constraints.txt has no version of {name}: say one, {name}==...")
+        found.append(name if "==" in name else f"{name}=={versions[canonical(name)]}")
+    return found
+
+
+def download(folder: Path, names: Sequence[str], python: str) -> list[Path]:
+    """The wheels of `names` for CPython `python` on x86-64 Linux; other versions of the same go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = pinned(names)
+    platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    command = [*_PIP, "download", "-q", "--no-deps", "--only-binary=:all:", "--implementation", "cp", *platforms]
+    subprocess.run([*command, "--python-version", python, "-d", str(folder), *wanted], check=True)
+    versions = {canonical(name): version for name, _, version in (line.partition("==") for line in wanted)}
+    for path in [*folder.glob("*.whl")]:
+        name, version = path.name.split("-")[:2]
+        if versions.get(canonical(name), version) != version:
+            path.unlink()
+    return sorted(folder.glob("*.whl"))
+
+
+def wheel_of(folder: Path, distribution: str) -> Path | None:
+    """The newest by time, where there are several."""
+    found = [path for path in folder.glob("*.whl") if canonical(path.name.split("-")[0]) == canonical(distribution)]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def install(modules: Iterable[str], folder: Path, target: Path) -> str:
+    """Those of `modules` that have a wheel in `folder`, into `target`. What pip said if it failed."""
+    wheels = [wheel for module in modules if (wheel := wheel_of(folder, PACKAGES[module][0])) is not None]
+    if not wheels:
+        return ""
+    flags = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(target))
+    command = [*_PIP, "install", "-q", *flags, *map(str, wheels)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+
+
+def needs(wheel: Path) -> list[str]:
+    """The distributions that a wheel asks for whatever is wanted of it."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        fields = HeaderParser().parsestr(archive.read(name).decode("utf-8"))
+    asked = [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
+    return [match[0] for line in asked if (match := re.match(r"[\w.-]+", line))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"besides {', '.join(USUALLY_ABSENT)}")
+    parser.add_argument("--python", default="3.12", help="CPython of the machine with the GPU")
+    parser.add_argument("--dir", type=Path, default=FOLDER, help="where they go")
+    options = parser.parse_args(argv)
+    wheels = download(options.dir, (*USUALLY_ABSENT, *options.names), options.python)
+    for wheel in wheels:
+        asks = f"; needs {', '.join(needs(wheel))}" if needs(wheel) else ""
+        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB{asks}")
+    print(f"{sum(wheel.stat().st_size for wheel in wheels) / 1e6:.1f} MB in {options.dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
