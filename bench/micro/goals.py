@@ -18,6 +18,7 @@ BENCHES = (
     "encode",
     "profile",
     "attn_decode",
+    "attn_prefill",
     "cache_write",
     "quantized",
     "colocate",

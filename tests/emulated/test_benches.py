@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.micro import attn_decode, ceilings, decode, harness, migrate, probe_kernels, profile, quantized
+from bench.micro import attn_decode, attn_prefill, ceilings, decode, harness, migrate, probe_kernels, profile, quantized
 from bench.micro.ceilings import Sizes
 from bench.micro.harness import Effort
+from hydra_engine.backend.cuda.attention_choice import Tower
 from tests.emulated.conftest import Models
 from tests.emulated.cuda import Torch
 from tests.emulated.kernels import CHANGED, REFERENCES, Launches, kernel
@@ -89,6 +90,20 @@ def whats(document: dict[str, Any]) -> list[str]:
 def test_decode_attention(run: Run) -> None:
     document = run("attn_decode", "--shape", "4,2,16", "--rows", "2", "--contexts", "24")
     assert whats(document) == ["attention GQA 4:2x16 B=2 KV=24"] and peers(document) == {"sdpa", "gather + sdpa"}
+
+
+def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate is tried; torch's do not run on this device, which the document says."""
+    monkeypatch.setattr(attn_prefill, "SHAPES", {"GQA": (4, 2, 64)})
+    tower = attn_prefill.Layers(Tower(2, 80, 24, 8), 4, 28)
+    monkeypatch.setattr(attn_prefill, "TOWERS", {"tiny": tower})
+    document = run("attn_prefill", "--lengths", "32", "--tokens", "64", failed=6)
+    assert len(whats(document)) == 2 + 4 and peers(document) == {"triton-tma"}
+    assert whats(document)[0] == "prompts GQA 4:2x64 S=32 b=2 blocks of 16"
+    for row in document["rows"]:
+        assert row["work"][0]["flops"] > 0 and row["fastest"] in row["tflops"]
+    skipped = {row["what"] for row in document["skipped"]}
+    assert "prompts GQA 4:2x64 S=32 b=2 blocks of 16, triton-tma" in skipped
 
 
 def test_a_peer_that_cannot_be_captured_takes_nothing_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

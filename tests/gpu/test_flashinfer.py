@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cuda import attention_timing
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import Heads
 from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.reference.ops import ReferenceOps
@@ -37,12 +35,15 @@ def device(cuda: torch.device) -> CudaDevice:
     return CudaDevice(cuda.index, 1)
 
 
-@pytest.fixture(scope="module")
-def attention(cuda: torch.device, device: CudaDevice) -> FlashInferAttention:
+@pytest.fixture(scope="module", params=["fa2", "fa3"])
+def attention(cuda: torch.device, device: CudaDevice, request: pytest.FixtureRequest) -> FlashInferAttention:
+    """With its kernels for prompts of Ampere and of Hopper."""
     library = pytest.importorskip("flashinfer", exc_type=ImportError)
+    if request.param == "fa3" and torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("there is no Hopper GPU")
     num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
     by_triton = CudaAttention(cuda, num_sms, device.send, deterministic=False)
-    return FlashInferAttention(cuda, num_sms, device.send, by_triton, library)
+    return FlashInferAttention(cuda, num_sms, device.send, by_triton, library, prompts=request.param)
 
 
 @pytest.mark.parametrize("rows", STEPS)
@@ -149,12 +150,6 @@ def test_graphs_take_turns_while_the_device_is_behind(device: CudaDevice, attent
     begun = [decodes[turn % 2].begin([100 * turn + 1, 40], seed=turn) for turn in range(8)]
     for got, expected in begun:
         assert_attention_close(got.cpu(), expected())
-
-
-def test_what_auto_takes_is_measured(device: CudaDevice, attention: FlashInferAttention, cuda: torch.device) -> None:
-    num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
-    chosen = attention_timing.choose(device, num_sms, torch.bfloat16, Heads(28, 4, 128, 16))
-    assert "measured at start" in chosen.reason and chosen.note is not None
 
 
 @pytest.mark.parametrize("bounds", [[0, 64], [0, 100, 100, 257, 300], [0, 1]])

@@ -170,7 +170,7 @@ def test_a_key_too_many_shows(cache: PagedCache) -> None:
     attention.plan, attention.plan_decode, attention.paged = ops.plan_attention, ops.plan_decode, ops.attention_paged
     for case in cases(cache):
         expected, got = (
-            attention_timing._prepared(attention, case._replace(num_context=context), cache, HEADS)()
+            attention_timing.prepared(attention, case._replace(num_context=context), cache, HEADS)()
             for context in (case.num_context, case.num_context - 1)
         )
         assert attention_timing._agree(expected, expected) and not attention_timing._agree(got, expected)
@@ -184,7 +184,7 @@ def test_prompts_try_both_kernels_of_flashinfer_and_decodes_one(
     reference: Any = SimpleNamespace(plan=ops.plan_attention, plan_decode=ops.plan_decode, paged=ops.attention_paged)
     result = nothing()
     for case, times in zip(cases(cache), ((2.0, 1.0), (2.0, 1.9, 1.0)), strict=True):
-        ours = attention_timing._prepared(reference, case, cache, HEADS)
+        ours = attention_timing.prepared(reference, case, cache, HEADS)
         compare(case.use, ours, paged_candidates(SITE, case, cache, HEADS), timed(*times), result)
     assert result.seconds[DECODES].keys() == {"triton", "flashinfer"}
     assert result.seconds[PROMPTS].keys() == {"triton", "flashinfer-fa2", "flashinfer-fa3"}

@@ -129,12 +129,12 @@ def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) ->
     if shapes.language is not None:
         cache = random_cache(shapes.language, dtype, site.device)
         for case in cases(cache):
-            ours = _prepared(site.triton(), case, cache, shapes.language)
+            ours = prepared(site.triton(), case, cache, shapes.language)
             compare(case.use, ours, paged_candidates(site, case, cache, shapes.language), seconds, result)
     if shapes.tower is not None:
         by_triton = site.triton()
         for use, rows, segments in tower_cases(by_triton, shapes.tower, site.device):
-            q, k, v = _tower_rows(shapes.tower, rows, dtype, site.device)
+            q, k, v = tower_rows(shapes.tower, rows, dtype, site.device)
             attend = partial(by_triton.packed, q, k, v, segments, shapes.tower.head_dim**-0.5)
             candidates = packed_candidates(site, by_triton, shapes.tower, q, k, v, segments)
             compare(use, attend, candidates, seconds, result)
@@ -175,8 +175,8 @@ def cases(cache: PagedCache) -> tuple[Case, ...]:
 
 
 def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) -> Iterator[Candidate]:
-    def prepared(make: Callable[[], Attention]) -> Callable[[], Attend]:
-        return lambda: _prepared(make(), case, cache, heads)
+    def made(make: Callable[[], Attention]) -> Callable[[], Attend]:
+        return lambda: prepared(make(), case, cache, heads)
 
     def by_flashinfer(prompts: str) -> FlashInferAttention:
         problem = flashinfer_problem(cache.data.dtype, heads.head_dim, heads.block_size) or flashinfer_missing()
@@ -190,11 +190,11 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
         return site.triton(tma_prompts=True)
 
     if case.use == DECODES:
-        yield Candidate(FLASHINFER, prepared(partial(by_flashinfer, "auto")))
+        yield Candidate(FLASHINFER, made(partial(by_flashinfer, "auto")))
     else:
-        yield Candidate(TRITON_TMA, prepared(by_descriptors))
+        yield Candidate(TRITON_TMA, made(by_descriptors))
         for name, kernel in ((FLASHINFER_FA2, "fa2"), (FLASHINFER_FA3, "fa3")):
-            yield Candidate(name, prepared(partial(by_flashinfer, kernel)))
+            yield Candidate(name, made(partial(by_flashinfer, kernel)))
 
 
 def tower_cases(by_triton: CudaAttention, tower: Tower, device: torch.device) -> Iterator[tuple[str, int, Segments]]:
@@ -218,13 +218,13 @@ def packed_candidates(
 ) -> Iterator[Candidate]:
     by_flashinfer = None if flashinfer_missing() else site.flashinfer()
 
-    def prepared(kernel: Kernel) -> Attend:
+    def of_rows(kernel: Kernel) -> Attend:
         if not kernel.takes(q, k, v, segments):
             raise Refusal("does not take these shapes")
         return partial(kernel.attend, q, k, v, segments, tower.head_dim**-0.5)
 
     for name, kernel in kernels(by_triton, by_flashinfer).items():
-        yield Candidate(name, partial(prepared, kernel))
+        yield Candidate(name, partial(of_rows, kernel))
 
 
 def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_bytes: int = CACHE_BYTES) -> PagedCache:
@@ -250,14 +250,14 @@ def captured_seconds(pools: GraphPools, launch: Launch) -> float:
     return max(min(times), RESOLUTION_S)
 
 
-def _tower_rows(tower: Tower, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def tower_rows(tower: Tower, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Parts of one projection."""
     q, k, v = torch.randn((rows, 3, tower.heads, tower.head_dim), dtype=dtype, device=device).unbind(1)
     q.mul_(PEAKED)
     return q, k, v
 
 
-def _prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Attend:
+def prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Attend:
     """Computes the case."""
     data = cache.data
     shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
