@@ -65,13 +65,11 @@ class Setup:
 
 def parts_of(call: str, setup: Setup) -> list[Part]:
     """Of "first", "second" or "full", in order; each call begins with a build, which has nothing to do the second time
-    on one machine, and with ceilings, which the others read."""
-    parts = [_build(setup), *(_first(setup) if call == "first" else [_ceilings(setup)])]
-    if call == "second":
-        parts += _second(setup)
-    if call == "full":
-        parts += _full(setup)
-    return parts
+    on one machine, and has ceilings, which the others read. A first call that has seconds left goes on with the parts
+    of the second."""
+    if call == "first":
+        return [_build(setup), *_first(setup), *(replace(part, planned_s=0.0) for part in _second(setup))]
+    return [_build(setup), _ceilings(setup), *(_second(setup) if call == "second" else _full(setup))]
 
 
 def _first(setup: Setup) -> list[Part]:
