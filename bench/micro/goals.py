@@ -17,6 +17,7 @@ BENCHES = (
     "prefill",
     "encode",
     "profile",
+    "layer",
     "attn_decode",
     "attn_prefill",
     "cache_write",

@@ -106,6 +106,14 @@ def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "prompts GQA 4:2x64 S=32 b=2 blocks of 16, triton-tma" in skipped
 
 
+@pytest.mark.quick
+def test_a_layer_kernel_by_kernel(run: Run) -> None:
+    document = run("layer", "--shape", "4,2,16,40", "--rows", "2")
+    kernels = ["norm", "qkv + rope + write", "attention", "o", "gate_up + act", "down", "layer"]
+    assert whats(document) == [f"any B=2 {kernel}" for kernel in kernels]
+    assert peers(document) == {"ops", "begun when the last has ended"}
+
+
 def test_a_peer_that_cannot_be_captured_takes_nothing_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     sdpa = attn_decode.Paged.sdpa
 
