@@ -68,10 +68,12 @@ class Blocks:
     def __init__(self, shape: Sequence[int], num_blocks: int, backend: Backend, *, share: bool, fill: float) -> None:
         num_bytes = num_blocks * torch.Size(shape).numel() * DTYPE.itemsize
         memory = backend.device.share(num_bytes) if share else None
-        raw = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory.tensor()
+        on = backend.device.torch_device
+        raw = torch.empty(num_bytes, dtype=torch.uint8, device=on) if memory is None else memory.tensor()[:num_bytes]
         self.cache = PagedCache(raw.view(DTYPE).view(num_blocks, *shape), memory)
         self.cache.data.fill_(fill)
-        self.cache.data[:, 0, 0, 0, 0, 0] = torch.arange(num_blocks).to(DTYPE)
+        self.cache.data[:, 0, 0, 0, 0, 0] = torch.arange(num_blocks, device=on).to(DTYPE)
+        backend.device.finish()
 
 
 def pools(options: argparse.Namespace, backend: Backend, *, share: bool, fill: float) -> dict[PoolKind, PagedCache]:
@@ -80,15 +82,15 @@ def pools(options: argparse.Namespace, backend: Backend, *, share: bool, fill: f
     return {k: Blocks(shapes[k], options.blocks, backend, share=share, fill=fill).cache for k in KINDS}
 
 
-def make_backend(threads: int) -> Backend:
-    return create_backend("cpu", DTYPE, backend="native", threads=threads)
+def make_backend(device: str, threads: int) -> Backend:
+    return create_backend(device, DTYPE, backend="native" if device == "cpu" else "auto", threads=threads)
 
 
 # ---- the source
 
 
 def serve(channel: socket.socket, options: argparse.Namespace) -> None:
-    backend = make_backend(1)
+    backend = make_backend(options.device, 1)
     caches = pools(options, backend, share=True, fill=1.0)
     results: list[PullResult] = []
     exchange = Exchange(backend, caches, MonotonicClock(), FaultPoints(), results.append)
@@ -111,7 +113,7 @@ class Target:
 
     def __init__(self, options: argparse.Namespace, channel: socket.socket) -> None:
         self.threads: int = options.threads
-        self.backend = make_backend(options.threads)
+        self.backend = make_backend(options.device, options.threads)
         self.caches = pools(options, self.backend, share=False, fill=0.0)
         self.local = pools(options, self.backend, share=False, fill=2.0)  # what a plain copy reads
         self._results: SimpleQueue[PullResult] = SimpleQueue()
@@ -174,7 +176,7 @@ def check(target: Target, kind: PoolKind, num_blocks: int) -> None:
     order = np.random.default_rng(0).permutation(num_blocks)
     target.pull(kind, np.stack((np.arange(num_blocks), order), axis=1))
     data = target.caches[kind].data
-    firsts = data[:, 0, 0, 0, 0, 0].float().numpy()
+    firsts = data[:, 0, 0, 0, 0, 0].float().cpu().numpy()
     expected = torch.arange(num_blocks).to(DTYPE).float().numpy()
     if not (firsts[order] == expected).all() or not bool((data[..., 1:] == 1.0).all()):
         raise SystemExit(f"{kind} blocks did not arrive as they were")
@@ -248,7 +250,7 @@ def show(row: dict[str, Any]) -> None:
 def connected(options: argparse.Namespace) -> Iterator[tuple[Target, socket.socket]]:
     """A source in a process of its own and the target in this one; both end with the block."""
     ours, theirs = socket.socketpair()
-    sizes = ["--blocks", str(options.blocks), "--block-kib", str(options.block_kib)]
+    sizes = ["--blocks", str(options.blocks), "--block-kib", str(options.block_kib), "--device", options.device]
     command = [sys.executable, "-m", "bench.migrate", *sizes, "--serve", str(theirs.fileno())]
     with subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()]), ours:
         theirs.close()
@@ -294,6 +296,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small pools, a few seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the document there too")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(device="cpu")
+    parser.add_argument("--device", help=argparse.SUPPRESS)  # of bench.micro.migrate: plain copies are a processor's
     options = parser.parse_args(argv)
     if options.quick:
         options.blocks, options.rounds, options.round_trips = 64, 7, 500

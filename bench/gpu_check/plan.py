@@ -73,7 +73,7 @@ def parts_of(call: str, setup: Setup) -> list[Part]:
 
 
 def _first(setup: Setup) -> list[Part]:
-    ops, engine, device = files_by_kind()
+    ops, engine, device, _ = files_by_kind()
     return [
         _tests(setup, Tests("tests-ops", ops, "cuda and not alone", 8, 95.0, 180.0)),
         _ceilings(setup),
@@ -100,8 +100,10 @@ def _second(setup: Setup) -> list[Part]:
 
 def _full(setup: Setup) -> list[Part]:
     """All sizes. No part keeps seconds for those behind it: what the time does not reach is not run."""
-    full = ("--full",)
+    full, (*_, instances) = ("--full",), files_by_kind()
     found = [
+        _tests(setup, Tests("tests-instances", instances, "cuda and not alone", 4, 0.0, 150.0)),
+        _tests(setup, Tests("tests-instances-alone", instances, "cuda and alone", 1, 0.0, 240.0)),
         *_together(setup, f"full-{LLAVA}", ("decode", "prefill", "encode"), LLAVA, 0.0, 240.0, flags=full, peers=True),
         *_together(setup, f"full-{QWEN}", ("decode", "prefill", "encode"), QWEN, 0.0, 240.0, flags=full, peers=True),
         *_together(setup, f"full-{TWIN}", ("encode",), TWIN, 0.0, 120.0, flags=full, peers=True),
@@ -142,15 +144,16 @@ def _build(setup: Setup) -> Part:
 # ---- tests
 
 
-def files_by_kind() -> tuple[list[str], list[str], list[str]]:
-    """The files of tests/gpu: single operations, whole engines, and what has to do with streams, parts of the device
-    and other processes. A file that is none of the last two is the first."""
+def files_by_kind() -> tuple[list[str], list[str], list[str], list[str]]:
+    """The files of tests/gpu: single operations, whole engines, what has to do with streams, parts of the device and
+    other processes, and engines of several processes. A file that is none of the last three is the first."""
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
     engine = [path for path in files if fnmatch(path, "*/test_engine*")]
     device = [path for path in files if any(fnmatch(path, f"*/test_{kind}*") for kind in ("device", "split", "ipc"))]
-    ops = [path for path in files if path not in (*engine, *device)]
+    instances = [path for path in files if fnmatch(path, "*/test_instances*")]
+    ops = [path for path in files if path not in (*engine, *device, *instances)]
     ops.sort(key=lambda path: "ops" not in path)  # first what has no Triton in it, if it fails the rest is of no use
-    return ops, engine, device
+    return ops, engine, device, instances
 
 
 INI = """[pytest]

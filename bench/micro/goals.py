@@ -82,6 +82,7 @@ GOALS = (
     Goal("colocate", r"", "gain_share", 0.5, 0.75),
     Goal("migrate", r"^map", "p95_us", 1000.0, 150.0, "us", ANYWHERE),
     Goal("migrate", r"^(copy|pull)", OF_FLOOR, 0.8, 0.9, devices=ANYWHERE),
+    Goal("migrate", r"^through host memory", OF_FLOOR, 0.6, 0.8),
     Goal("sched", r"^256 running, 64 waiting$", "us", 300.0, 100.0, "us", ANYWHERE),
     Goal("preprocess", r"^640 x 480, CLIP", "ms", 2.0, 1.5, "ms", ANYWHERE),
     Goal("preprocess", r"^640 x 480, Qwen", "ms", 4.0, 1.5, "ms", ANYWHERE),

@@ -3,7 +3,9 @@ handed over as they are.
 
 `copy`: all blocks of one request from one pool to another of the same device in one call of the engine's op, next to
 torch's indexing and to one copy per block; the floor is as many bytes at the rate of a plain copy of the same run.
-`pull`: the same through the transfer lane out of a pool that another process owns (`bench.migrate`; host memory).
+`pull`: the same through the transfer lane out of a pool that another process owns (`bench.migrate`): in host memory,
+and on a GPU over CUDA IPC, where the floor is again that of a plain copy on the device.
+`through host memory`: a pull where the source's memory cannot be mapped (`staged.py`).
 `map`: a request that goes on where its blocks are moves none of them: an offer and its ack between two processes.
 """
 
@@ -21,6 +23,7 @@ from bench.micro.ceilings import measure
 from bench.micro.floors import Work
 from bench.micro.harness import Report, Run, Seconds, cold_copies, in_turn, parse, require, timed
 from bench.micro.machine import on_gpu
+from bench.micro.staged import through_host
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.pools import PoolKind
@@ -150,6 +153,25 @@ def pulls(report: Report, target: migrate.Target, kind: PoolKind, options: argpa
     )
 
 
+def over_ipc(report: Report) -> None:
+    """Two processes on the device of the report. The word is read behind each copy, so its way to the host counts."""
+    options = migrate.parse(["--device", str(report.device), *(["--quick"] if report.quick else [])])
+    with migrate.connected(options) as (target, _):
+        for kind in (PoolKind.KV, PoolKind.FEATURES):
+            migrate.check(target, kind, options.blocks)
+            order, took = np.random.default_rng(options.blocks), []
+            for _ in range(options.rounds + 1):
+                pairs = np.stack([order.permutation(options.blocks) for _ in range(2)], axis=1)
+                took.append(target.pull(kind, pairs).job)
+            block_bytes = target.caches[kind].block_bytes
+            report.row(
+                f"pull {kind}, {options.blocks} blocks of another process, CUDA IPC",
+                Seconds.of(took[1:]),  # the first one warms up
+                work=[Work("copy", moved_bytes=2.0 * options.blocks * block_bytes)],
+                inputs={"blocks": options.blocks, "block_bytes": block_bytes},
+            )
+
+
 def main() -> None:
     arguments = parse(__doc__)
     device = torch.device(arguments.device)
@@ -158,7 +180,13 @@ def main() -> None:
         ceilings = measure(device, DTYPE, quick=arguments.quick, known=arguments.ceilings)
         with Report("migrate", arguments, ceilings) as report:
             copies(report, backend)
+            for request in REQUESTS:
+                moved = request if device.type == "cuda" else request.cut(_MOST_BYTES // (8 if report.quick else 1))
+                through_host(report, backend, *moved)
             between_processes(report, arguments.threads or 1)
+            if device.type == "cuda":
+                with report.optional("pulls over CUDA IPC"):
+                    over_ipc(report)
 
 
 if __name__ == "__main__":

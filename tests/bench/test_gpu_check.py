@@ -83,11 +83,12 @@ def test_every_benchmark_of_a_gpu_is_in_a_call() -> None:
 
 
 def test_each_file_of_the_gpu_tests_is_in_one_part_and_those_without_triton_come_first() -> None:
-    ops, engine, device = files_by_kind()
-    assert sorted([*ops, *engine, *device]) == sorted(
+    ops, engine, device, instances = files_by_kind()
+    assert sorted([*ops, *engine, *device, *instances]) == sorted(
         path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")
     )
     assert ops[:2] == ["tests/gpu/test_cache_ops.py", "tests/gpu/test_ops.py"]
+    assert instances == ["tests/gpu/test_instances.py"]
     assert "tests/gpu/test_engine.py" in engine and "tests/gpu/test_ipc.py" in device
 
 

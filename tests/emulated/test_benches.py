@@ -187,7 +187,10 @@ def test_encodes_and_prompts_beside_decodes(run: Run, model: str) -> None:
 def test_blocks_that_move(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate, "REQUESTS", (migrate.Moved("KV", (2, 2, 4, 2, 16), 3),))
     monkeypatch.setattr(migrate, "between_processes", lambda report, threads: None)  # in the host's memory
-    assert peers(run("migrate")) == {"indexing", "per block"}
+    monkeypatch.setattr(migrate, "over_ipc", lambda report: None)  # with a process that has no emulated device
+    document = run("migrate")
+    assert [what.split()[0] for what in whats(document)] == ["copy", "through"]
+    assert peers(document) == {"indexing", "per block", "to the host", "from the host"}
 
 
 @pytest.mark.slow
