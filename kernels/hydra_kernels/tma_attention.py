@@ -45,7 +45,8 @@ def scratch(size: int, _alignment: int, _stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-@triton.jit
+# Nothing is compiled while serving, however many pictures there are and wherever their list lies.
+@triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["cu_seqlens"])
 def packed_tma_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -116,7 +117,6 @@ def packed_tma_kernel(
     store_parts(out, places, acc0 / total[:, None], acc1 / total[:, None], real, D, D0, D1)
 
 
-# As `_prefill_kernel`: nothing is compiled while serving.
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_tables", "cu_q", "num_context"])
 def prefill_tma_kernel(
     q: tl.tensor,

@@ -12,7 +12,7 @@ import torch
 
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
-from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for, record, specialised
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels; unset TRITON_INTERPRET"
@@ -84,3 +84,15 @@ def test_as_many_programs_fit_as_were_meant_to(name: str) -> None:
     programs = 1 if name.endswith("128") else 2
     assert programs * result.registers * 32 * result.warps <= REGISTERS
     assert programs * (result.shared + 1024) <= SHARED_LIMIT[90] + 1024  # the driver keeps 1 KiB for each
+
+
+def test_any_number_of_pictures_takes_what_one_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.zeros(600, 3, 16, 80, dtype=BF16).unbind(1)
+    kinds = set()
+    for segments, first in ((1, 0), (2, 1), (3, 3), (16, 4), (32, 5)):
+        bounds = torch.zeros(64, dtype=torch.int32)[first : first + segments + 1]
+        (launch,) = record(
+            monkeypatch, lambda bounds=bounds: packed_attention(q, k, v, bounds, 0.1, max_length=577, tma=True)
+        )
+        kinds.add(repr((specialised(launch), launch.options)))
+    assert len(kinds) == 1
