@@ -103,7 +103,7 @@ class Lanes:
     def _serve(self, lane: str) -> None:
         while (job := self._jobs[lane].get()) is not None:
             result = job()
-            self.sharing.ended(lane)
+            self.sharing.launched(lane, lambda: True)
             self._results.append(result)
             self.wake.set()
 

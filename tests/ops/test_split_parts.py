@@ -19,10 +19,10 @@ def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 0
     sharing.submitted(VISION)
-    sharing.ended(LANGUAGE)
+    sharing.launched(LANGUAGE, lambda: True)
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 2
-    sharing.ended(VISION)
+    sharing.launched(VISION, lambda: True)
     assert sharing.begin(LANGUAGE) == 0
 
 
@@ -31,7 +31,7 @@ def test_an_encode_has_the_whole_device_while_no_token_is_computed() -> None:
     for _ in range(2):
         sharing.submitted(VISION)
         assert sharing.begin(VISION) == 0
-        sharing.ended(VISION)
+        sharing.launched(VISION, lambda: True)
     sharing.submitted(LANGUAGE)
     sharing.submitted(VISION)
     assert sharing.begin(VISION) == 1
@@ -42,9 +42,20 @@ def test_an_encode_between_two_steps_shares_the_device_with_the_next_one() -> No
     for lane in (VISION, LANGUAGE):
         sharing.submitted(lane)
         sharing.begin(lane)
-        sharing.ended(lane)
+        sharing.launched(lane, lambda: True)
     assert sharing.begin(VISION) == 1
     assert sharing.begin(VISION) == 0, "no step since"
+
+
+def test_an_encode_that_was_launched_and_still_runs_shares_the_device() -> None:
+    sharing, done = Sharing(), [False]
+    sharing.submitted(LANGUAGE)
+    sharing.submitted(VISION)
+    assert sharing.begin(VISION) == 1
+    sharing.launched(VISION, lambda: done[0])
+    assert sharing.begin(LANGUAGE) == 1
+    done[0] = True
+    assert sharing.choose(1) == 0
 
 
 def test_a_step_beside_an_encode_on_the_whole_device_has_the_whole_device() -> None:
@@ -53,7 +64,7 @@ def test_a_step_beside_an_encode_on_the_whole_device_has_the_whole_device() -> N
     assert sharing.begin(VISION) == 0
     sharing.submitted(LANGUAGE)
     assert (sharing.begin(LANGUAGE), sharing.choose(2)) == (0, 0)
-    sharing.ended(VISION)
+    sharing.launched(VISION, lambda: True)
     sharing.submitted(VISION)
     assert sharing.begin(VISION) == 2 == sharing.begin(LANGUAGE)
 
@@ -65,7 +76,7 @@ def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follo
     assert (sharing.begin(LANGUAGE), sharing.choose(3)) == (1, 3)
     assert sharing.begin(VISION) == 3
     assert sharing.choose(0) == 0, "vision stays on its part until the encode ends"
-    sharing.ended(VISION)
+    sharing.launched(VISION, lambda: True)
     sharing.submitted(VISION)
     assert sharing.begin(VISION) == 0
 

@@ -24,13 +24,15 @@ LANGUAGE, VISION = "language", "vision"
 
 
 class Sharing:
-    """Which lanes have work, and so the partition of a job that begins. From any thread."""
+    """Which lanes have work, and so the partition of a job that begins. A job has ended when the device has done what
+    it launched. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chosen = 1  # while both lanes have work
-        self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not ended
-        self._fills_device = False  # a job of the vision lane runs on the whole device
+        self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not launched all
+        self._last_is_done: dict[str, Callable[[], bool]] = {LANGUAGE: _is_done, VISION: _is_done}
+        self._fills_device = False  # the vision lane's latest job runs on the whole device
         self._steps = 0  # of the language lane, begun
         self._steps_seen = 0  # when the vision lane's last job began
 
@@ -38,10 +40,14 @@ class Sharing:
         with self._lock:
             self._open[lane] += 1
 
-    def ended(self, lane: str) -> None:
+    def launched(self, lane: str, is_done: Callable[[], bool]) -> None:
+        """`is_done`: whether the device has done all of the job."""
         with self._lock:
             self._open[lane] -= 1
-            self._fills_device &= lane == LANGUAGE
+            self._last_is_done[lane] = is_done
+
+    def has_work(self, lane: str) -> bool:
+        return self._open[lane] > 0 or not self._last_is_done[lane]()
 
     def begin(self, lane: str) -> int:
         """An encode is longer than a step, and between two steps the language lane has no work: so an encode shares the
@@ -50,7 +56,7 @@ class Sharing:
             if lane == LANGUAGE:
                 self._steps += 1
                 return self._of_step()
-            shares = self._open[LANGUAGE] > 0 or self._steps > self._steps_seen
+            shares = self.has_work(LANGUAGE) or self._steps > self._steps_seen
             self._steps_seen = self._steps
             partition = self._chosen if shares else 0
             self._fills_device = partition == 0
@@ -65,7 +71,14 @@ class Sharing:
     def _of_step(self) -> int:
         """A step has the whole device once the vision lane has nothing to run, and as long as an encode fills it: on a
         part of it the step would wait for that encode's blocks all the same."""
-        return self._chosen if self._open[VISION] > 0 and not self._fills_device else 0
+        if not self.has_work(VISION):
+            self._fills_device = False
+            return 0
+        return 0 if self._fills_device else self._chosen
+
+
+def _is_done() -> bool:
+    return True
 
 
 class Track:
@@ -84,6 +97,15 @@ class Track:
         self.streams[partition].wait_stream(self.streams[self.partition])
         self.partition = partition
         self._use(self.streams[partition])
+
+    def end_of_job(self) -> Callable[[], bool]:
+        """Whether the device has done all that was launched until now."""
+        stream = self.streams[self.partition]
+        if stream.query():
+            return _is_done
+        end = torch.cuda.Event()
+        end.record(stream)
+        return end.query
 
     @contextmanager
     def at(self, partition: int) -> Iterator[None]:
@@ -116,7 +138,7 @@ class SplitLane(CudaLane):
         try:
             super().submit(job)
         except RuntimeError:  # the lane died or is closed
-            self._sharing.ended(self.name)
+            self._sharing.launched(self.name, _is_done)
             raise
 
     def close(self) -> None:
@@ -138,7 +160,7 @@ class SplitLane(CudaLane):
                 self._track.move(self._sharing.begin(self.name))
                 behind()
             finally:
-                self._sharing.ended(self.name)
+                self._sharing.launched(self.name, self._track.end_of_job())
 
         return run
 
