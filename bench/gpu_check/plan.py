@@ -91,10 +91,10 @@ def _second(setup: Setup) -> list[Part]:
         *_together(setup, TWIN, ("encode",), TWIN, 25.0, 80.0),
         _bench(setup, "colocate", LLAVA, 55.0, 150.0),
         _bench(setup, "colocate", QWEN, 50.0, 150.0),
-        *_together(setup, "operations", OF_OPERATIONS, None, 55.0, 150.0),
+        *_together(setup, "operations", OF_OPERATIONS, None, 75.0, 180.0),
         _bench(setup, "migrate", None, 20.0, 80.0),
-        *_together(setup, f"peers-{LLAVA}", ("decode", "prefill", "encode"), LLAVA, 45.0, 150.0, peers=True),
-        *_together(setup, f"peers-{QWEN}", ("decode", "prefill", "encode"), QWEN, 45.0, 150.0, peers=True),
+        *_together(setup, f"peers-{LLAVA}", ("decode", "prefill", "encode"), LLAVA, 35.0, 150.0, peers=True),
+        *_together(setup, f"peers-{QWEN}", ("decode", "prefill", "encode"), QWEN, 35.0, 150.0, peers=True),
     ]
 
 
