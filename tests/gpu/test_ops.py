@@ -6,10 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.micro.layer import Layers, Shape, without_dependent_launch
 from hydra_engine import _C
-from hydra_engine.backend.base import DeltaInputs, HeadNorms, PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import (
+    Backend,
+    DeltaInputs,
+    HeadNorms,
+    PagedCache,
+    SamplingTensors,
+    StateCache,
+    StateRows,
+)
 from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.ops import CudaOps
+from hydra_engine.backend.device import Graph
 from tests.gpu import op_cases as cases
 from tests.gpu.side import Side
 from tests.kernels.comparison import assert_attention_close
@@ -154,6 +164,35 @@ def test_a_captured_step_repeats_with_other_contents(
         torch.cuda.synchronize(cuda)
         assert torch.equal(results[0][0], expected[0]) and bool(results[0][1].all())
         assert torch.equal(caches[0].data, caches[1].data)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_kernels_that_begin_early_give_the_bits_of_those_that_wait(
+    side: Side, cuda: torch.device, device: CudaDevice, rows: int
+) -> None:
+    """What is read before it is written, or written while it is read, shows now and then: hence many replays."""
+    layers = Layers(Shape(8, 2, 64, 1024), rows, 300, Backend(device, side.ops, torch.bfloat16, 1))
+    start = layers.residual.clone()
+    found: list[Tensor] = []
+
+    def launch() -> None:
+        found[:] = [layers.whole(layer) for layer in range(layers.count)]
+
+    def results(graph: Graph) -> list[Tensor]:
+        layers.residual.copy_(start)
+        graph.replay()
+        return [result.clone() for result in kept[graph]]
+
+    kept: dict[Graph, list[Tensor]] = {}
+    early = device.capture(launch)
+    kept[early] = [*found]
+    with without_dependent_launch():
+        waiting = device.capture(launch)
+    kept[waiting] = [*found]
+    expected = results(waiting)
+    assert all(torch.isfinite(result).all() for result in expected)
+    for _ in range(50):
+        assert all(map(torch.equal, results(early), expected))
 
 
 def test_large_batches_of_every_kind(side: Side) -> None:
