@@ -129,6 +129,17 @@ class AttentionPlan:
     refresh: Refresh | None = None  # of plans by `plan_decode` whose implementation plans from contents
 
 
+class MixedRows(NamedTuple):
+    """The rows of a step, B of them: those of one token first (decodes), then others, then some without tokens that
+    fill it up. All int32 on the device."""
+
+    cu_q: Tensor  # [B + 1]: row r has tokens [cu_q[r], cu_q[r + 1])
+    rest_cu_q: Tensor  # [B + 1]: the same of the others alone; decodes end where these begin
+    num_context: Tensor  # [B]
+    decode_context: Tensor  # [B]: that of decodes, 0 for all others
+    block_tables: Tensor  # [B, W]
+
+
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
     """Segments of packed rows, made by `Ops.plan_packed` and looked at only by what uses them."""
@@ -416,6 +427,13 @@ class Ops(Protocol):
         int32, whose contents may change until each use. Its `max_context` is 0, for only the cache knows S: a context
         may be as long as W blocks. A launch that uses the plan can be captured. Where it has a `refresh`, each use is
         of what that was told last. Raises ValueError where the implementation plans from contents."""
+        ...
+
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        """The plan of a step of decodes and at most `most_others` other rows, of `num_tokens` tokens of which those
+        behind the last row's are padding, with any result. As `plan_decode`: contents of the tensors may change until
+        each use, and a launch that uses the plan can be captured. B is at most `num_tokens`. Raises ValueError where
+        the implementation plans from contents."""
         ...
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from hydra_engine.backend.base import (
     Adjustments,
     DeltaInputs,
     HeadNorms,
+    MixedRows,
     PagedCache,
     Rotary,
     SamplingTensors,
@@ -234,6 +235,18 @@ def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, i
         if tensor.dtype is not torch.int32:
             raise ValueError(f"{name}: expected torch.int32, got {described(tensor)}")
     return batch, block_tables.shape[1]
+
+
+def check_mixed_plan(rows: MixedRows, num_tokens: int) -> int:
+    """Shapes alone, for contents change; returns B."""
+    batch, _ = check_decode_plan(rows.num_context, rows.block_tables)
+    for name, size in (("cu_q", batch + 1), ("rest_cu_q", batch + 1), ("decode_context", batch)):
+        given = getattr(rows, name)
+        if given.shape != (size,) or given.dtype is not torch.int32:
+            raise ValueError(f"{name}: expected [{size}] torch.int32, got {described(given)}")
+    if batch > num_tokens:
+        raise ValueError(f"num_tokens: expected at least {batch}, one for each row, got {num_tokens}")
+    return batch
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:

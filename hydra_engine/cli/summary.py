@@ -81,9 +81,15 @@ def _captured(summaries: Sequence[InstanceSummary]) -> list[str]:
     most = max(s.graph_bytes for s in summaries)
     patches = max(s.captured_patches for s in summaries)
     kinds = ["decode steps"] if any(s.graph_bytes and "D" in s.role for s in summaries) else []
+    tokens = max(s.captured_tokens for s in summaries)
+    kinds += [f"steps with prompts of up to {tokens} tokens"] if tokens else []
     kinds += [f"encodes of up to {patches} patches"] if patches else []
     each = "" if len(summaries) == 1 else ", in each instance at most"
-    return [f"  graphs       {size(most)} for captured {' and '.join(kinds)}{each}"] if most else []
+    return [f"  graphs       {size(most)} for captured {_listed(kinds)}{each}"] if most else []
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 
 def _model(summaries: Sequence[InstanceSummary]) -> str:

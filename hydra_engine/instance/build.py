@@ -105,6 +105,7 @@ def _summary(
         activation_bytes=plan.working.activation_bytes,
         graph_bytes=stack.worker.graph_bytes,
         captured_patches=stack.worker.captured_patches,
+        captured_tokens=stack.worker.captured_tokens,
         free_bytes=free_bytes,
         model=config.model_name,
         family=stack.spec.family,

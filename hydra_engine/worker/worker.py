@@ -137,7 +137,7 @@ class Worker:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how steps are run, a sentence each."""
-        return (self._vision.note,) if self._vision is not None and self._vision.note else ()
+        return tuple(lane.note for lane in self._lanes if lane.note)
 
     # ---- steps
 
@@ -208,6 +208,12 @@ class Worker:
         """Rows of the decode steps that are captured, ascending; none before `capture_graphs`, or without graphs."""
         graphs = None if self._language is None else self._language.graphs
         return () if graphs is None else graphs.captured_sizes
+
+    @property
+    def captured_tokens(self) -> int:
+        """Of the largest step with prompts that is replayed; 0: none is."""
+        graphs = None if self._language is None else self._language.graphs
+        return 0 if graphs is None else graphs.captured_tokens
 
     @property
     def graph_bytes(self) -> int:

@@ -20,9 +20,14 @@ from hydra_kernels._checks import check_paged, check_scale, check_vector, output
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim, tma_launch
 from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
 
+_MAX_SEARCHED = 1024  # requests that every program goes through
+
 
 # Changes from step to step, and lies anywhere, being what follows the decodes: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_tables", "cu_q", "num_context"])
+@triton.jit(
+    do_not_specialize=["stride_table", "num_requests"],
+    do_not_specialize_on_alignment=["block_tables", "cu_q", "num_context"],
+)
 def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -36,6 +41,7 @@ def _prefill_kernel(
     stride_block: tl.tensor,
     stride_slot: tl.tensor,
     stride_table: tl.tensor,
+    num_requests: tl.tensor,
     HEADS: tl.constexpr,
     STRIDE_Q_HEAD: tl.constexpr,
     STRIDE_HEAD: tl.constexpr,
@@ -48,13 +54,28 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
+    SEARCH: tl.constexpr,
 ) -> None:
-    """Grid (tiles of the longest request, Hkv, B)."""
-    head, request = tl.program_id(1), tl.program_id(2)
+    """Grid (tiles of the longest request, Hkv, B). With SEARCH, a power of two of at least `num_requests`, it is (tiles
+    of all requests at most, Hkv), and a program looks up which request its tile belongs to."""
+    head = tl.program_id(1)
+    if SEARCH > 0:
+        index = tl.arange(0, SEARCH)
+        begins = tl.load(cu_q + index, mask=index < num_requests, other=0)
+        ends = tl.load(cu_q + index + 1, mask=index < num_requests, other=0)
+        tiles = ((ends - begins) * GROUP + ROWS - 1) // ROWS
+        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # the requests whose tiles all come before this one
+        request = tl.sum(before.to(tl.int32), 0)
+        if request >= num_requests:
+            return
+        place = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
+    else:
+        request = tl.program_id(2)
+        place = tl.program_id(0)
     begin = tl.load(cu_q + request)
     num_rows = (tl.load(cu_q + request + 1) - begin) * GROUP
     context = tl.load(num_context + request)
-    tile = tl.cdiv(num_rows, ROWS) - 1 - tl.program_id(0)
+    tile = tl.cdiv(num_rows, ROWS) - 1 - place
     if tile < 0:
         return
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -106,6 +127,7 @@ def prefill_attention(
     max_q: int,
     out: Tensor | None = None,
     tma: bool = False,
+    most_requests: int = 0,
 ) -> Tensor:
     """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> contiguous [T, Hq, D], `out`
     or new.
@@ -115,7 +137,9 @@ def prefill_attention(
     cache, block_tables [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context, cu_q [B + 1]
     and num_context [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows behind cu_q[B] are not written; a query
     of a context of 0, as rows that fill up a batch have it, gets zeros. `tma` takes the kernel for Hopper, if
-    `tma_attention.takes_cache` both caches. Nothing is read back from the device.
+    `tma_attention.takes_cache` both caches. `most_requests` is for steps of which only the device knows the rows, and
+    which have queries for so many of up to 1024 requests at most: programs are launched for as many tiles as q can have
+    then, and not for the longest request as often as there are requests. Nothing is read back from the device.
     """
     group = check_paged(q, k_cache, v_cache, block_tables, num_context)
     check_scale(scale)
@@ -123,6 +147,8 @@ def prefill_attention(
     check_vector("cu_q", cu_q, batch + 1, torch.int32, q.device)
     if not 0 <= max_q <= q.shape[0]:
         raise ValueError(f"max_q: expected 0 to {q.shape[0]}, the tokens of the step, got {max_q}")
+    if most_requests and (tma or batch > _MAX_SEARCHED):
+        raise ValueError(f"most_requests: expected 0 for the kernel for Hopper and for {batch} requests")
     out = output(out, q)
     if batch == 0 or max_q == 0:
         return out
@@ -131,32 +157,29 @@ def prefill_attention(
     if tma:
         triton.set_allocator(scratch)  # of this thread
     first, rest = split_head_dim(dim)
-    kernel = prefill_tma_kernel if tma else _prefill_kernel
-    kernel[(triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        block_tables,
-        cu_q,
-        num_context,
-        scale * LOG2_E,
-        q.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        block_tables.stride(0),
-        HEADS=q.shape[1],
-        STRIDE_Q_HEAD=q.stride(1),
-        STRIDE_HEAD=k_cache.stride(2),
-        BLOCK_SIZE=k_cache.shape[1],
-        GROUP=group,
-        D=dim,
-        D0=first,
-        D1=rest,
-        ROWS=launch.rows,
-        KEYS=launch.keys,
-        STAGES=launch.stages,
-        DTYPE=DOT_DTYPE,
-        num_warps=launch.warps,
-    )
+    tensors = (q, k_cache, v_cache, out, block_tables, cu_q, num_context, scale * LOG2_E)
+    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), block_tables.stride(0))
+    constants = {
+        "HEADS": q.shape[1],
+        "STRIDE_Q_HEAD": q.stride(1),
+        "STRIDE_HEAD": k_cache.stride(2),
+        "BLOCK_SIZE": k_cache.shape[1],
+        "GROUP": group,
+        "D": dim,
+        "D0": first,
+        "D1": rest,
+        "ROWS": launch.rows,
+        "KEYS": launch.keys,
+        "STAGES": launch.stages,
+        "DTYPE": DOT_DTYPE,
+        "num_warps": launch.warps,
+    }
+    grid: tuple[int, ...] = (triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)
+    if tma:
+        prefill_tma_kernel[grid](*tensors, *strides, **constants)
+        return out
+    if most_requests:  # each of which has at most one tile that is not full
+        grid = (q.shape[0] * group // launch.rows + most_requests, k_cache.shape[2])
+    search = triton.next_power_of_2(batch) if most_requests else 0
+    _prefill_kernel[grid](*tensors, *strides, batch, **constants, SEARCH=search)
     return out

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hydra_engine import _C
-from hydra_engine.backend.base import Adjustments, DeltaInputs, PagedCache, SamplingTensors, StateCache, StateRows
+from hydra_engine.backend.base import (
+    Adjustments,
+    DeltaInputs,
+    MixedRows,
+    PagedCache,
+    SamplingTensors,
+    StateCache,
+    StateRows,
+)
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.float8 import rounded_rows
 from hydra_engine.backend.quantized import FLOAT8
@@ -194,7 +202,8 @@ def _paged(
     safe = torch.zeros_like(tables)
     for row, blocks in enumerate(rows):
         safe[row, : len(blocks)] = blocks
-    return OPS.attention_paged(q, cache, 0, OPS.plan_attention(cu_q, num_context.contiguous(), safe), scale)
+    rows = MixedRows(cu_q, cu_q, num_context, num_context, safe)
+    return OPS.attention_paged(q, cache, 0, OPS.plan_mixed(rows, q.shape[0], len(num_context)), scale)
 
 
 def _decode_attention(
@@ -209,8 +218,11 @@ def _decode_attention(
     counters: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    cu_q = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    return _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
+    cu_q, none = torch.arange(q.shape[0] + 1, dtype=torch.int32), num_context == 0
+    tables = torch.where(none[:, None], 0, block_tables)
+    result = _paged(q, k_cache, v_cache, tables, cu_q, num_context.clamp(min=1), scale)
+    result[none] = 0
+    return result
 
 
 def _prefill_attention(
@@ -225,9 +237,19 @@ def _prefill_attention(
     max_q: int,
     out: Tensor | None = None,
     tma: bool = False,
+    most_requests: int = 0,
 ) -> Tensor:
-    assert max_q >= max(end - begin for begin, end in pairwise(cu_q.tolist())), "max_q is too small"
-    return _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
+    """Tokens before the first request's and behind the last one's keep what `out` holds."""
+    counts = [end - begin for begin, end in pairwise(cu_q.tolist())]
+    assert max_q >= max(counts), "max_q is too small"
+    assert not most_requests or sum(count > 0 for count in counts) <= most_requests, "most_requests is too small"
+    found = _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
+    if out is None:
+        return found
+    inside = slice(int(cu_q[0]), int(cu_q[-1]))
+    result = out.clone()
+    result[inside] = found[inside]
+    return result
 
 
 def _packed_attention(

@@ -27,6 +27,8 @@ from tests.worker.fakes import Rig, make_request, outcomes_of
 from tests.worker.pulling import VALID, connect, pull
 from tests.worker.pulling import make_rig as make_peer
 from tests.worker.test_graphs import requests
+from tests.worker.test_mixed_graphs import expected_texts, joining
+from tests.worker.test_mixed_graphs import texts as mixed_texts
 from tests.worker.test_real_model import ask, make_rig, texts, with_pictures
 
 SIZES = (1, 2, 8)
@@ -41,7 +43,7 @@ def on_device(streams: Streams, models: Models) -> Any:
 
     def make(family: str, *, sm_split: tuple[int, ...] = (), **options: Any) -> Rig:
         backend = create_backend("cuda", torch.float32, threads=1, sm_split=sm_split)
-        options = {"num_seq_slots": 12, "cuda_graph_sizes": SIZES, **options}
+        options = {"num_seq_slots": 12, "token_budget": 24, "cuda_graph_sizes": SIZES, **options}
         rig = make_rig(models(family), "", asynchronous=True, backend=backend, **options)
         made.append(rig)
         rig.worker.warm_up(lambda done, total: None)
@@ -115,7 +117,7 @@ def test_steps_are_launched_while_the_device_does_nothing(
     on_device: Rigs, models: Models, streams: Streams, replays: list[CUDAGraph], special: bool
 ) -> None:
     """What steps and results lie in is not used again before it was read. With rows of log probabilities, penalties
-    and masks a decode replays as well, and what they need behind it."""
+    and masks a decode replays as well, and what they need behind it; all that is sent lies in buffers of two steps."""
     rig = on_device("llava")
     made = requests(rig, 10, special=special)
     streams.working.clear()
@@ -134,6 +136,17 @@ def test_steps_are_launched_while_the_device_does_nothing(
     assert [list(tokens) for tokens in zip(*found[1:], strict=True)] == [
         tokens[1:3] for tokens in expected(models("llava"), special=special)
     ]
+
+
+def test_small_steps_with_prompts_are_replayed(on_device: Rigs, models: Models, replays: list[CUDAGraph]) -> None:
+    """Beside decodes whose tokens nobody has read; special rows take one launch more."""
+    rig = on_device("llava")
+    made = mixed_texts(10)
+    for request in made:
+        rig.add(request)
+    replays.clear()
+    assert joining(rig, made, 4) == expected_texts(models("llava"))
+    assert 20 < len(replays) <= 40
 
 
 @pytest.mark.slow

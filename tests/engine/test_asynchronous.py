@@ -168,7 +168,8 @@ def test_what_was_captured_is_told(make_engine: EngineFactory, behind: None, mon
         "hydra_engine.frontend.frontend.Front.on_progress", lambda self, name, loading: seen.append(loading)
     )
     engine = make_engine(**FORMS["graphs"])
-    assert [loading.total for loading in seen if loading.what == "capturing graphs"][-1] == 5
-    assert 9 << 20 < engine.summary.graph_bytes < 10 << 20 and engine.summary.captured_patches > 0
+    assert [loading.total for loading in seen if loading.what == "capturing graphs"][-1] == 8
+    assert 15 << 20 < engine.summary.graph_bytes < 16 << 20 and engine.summary.captured_patches > 0
     (line,) = (line for line in start_lines([engine.summary]) if "captured decode steps" in line)
-    assert f" {size(engine.summary.graph_bytes)} " in line and "encodes" in line
+    assert f" {size(engine.summary.graph_bytes)} " in line
+    assert "decode steps, steps with prompts of up to 64 tokens and encodes of" in line

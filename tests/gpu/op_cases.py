@@ -17,6 +17,7 @@ from hydra_engine.backend.base import (
     Activation,
     Adjustments,
     DeltaInputs,
+    MixedRows,
     PagedCache,
     SamplingTensors,
     StateCache,
@@ -402,6 +403,7 @@ STEPS = {
     "mixed": [(1, 33), (1, 4), (6, 6), (1, 1), (0, 7), (2, 40)],
     "behind": [(4, 9), (1, 66)],
 }
+MIXED = [[(1, 33), (1, 70), (6, 6), (1, 1), (0, 7)], [(1, 1), (1, 70), (1, 9)], [(40, 45), (2, 2)]]
 
 
 def attend(side: Side, step: Step, *, exact: bool = False) -> Tensor:
@@ -468,6 +470,35 @@ def test_a_plan_of_decodes_reads_what_is_there_when_it_is_used(side: Side, exact
         result = ops.attention_paged(q, side.cache(step.cache), 1, plan, 0.3).cpu()
         assert_attention_close(result[:2], step.expected(0.3))
         assert not result[2].any(), "a row of no context"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_plan_of_mixed_rows_reads_what_is_there_when_it_is_used(side: Side, exact: bool) -> None:
+    """As a captured step does it: decodes beside prompts, decodes alone, a prompt alone; rows and tokens behind them
+    fill up the bucket."""
+    ops, num_rows, num_tokens = side.exact if exact else side.ops, 6, 48
+    steps = [make_step(rows, HEADS[0], 4, torch.float32) for rows in MIXED]
+    width = max(step.block_tables.shape[1] for step in steps) + 3
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=side.device)
+
+    rows = MixedRows(zeros(num_rows + 1), zeros(num_rows + 1), zeros(num_rows), zeros(num_rows), zeros(num_rows, width))
+    plan = ops.plan_mixed(rows, num_tokens, 2)
+    for step, num_decodes in zip(steps, (2, 3, 0), strict=True):
+        given, count = len(step.num_context), step.q.shape[0]
+        cu_q = torch.full((num_rows + 1,), count, dtype=torch.int32)
+        cu_q[: given + 1] = step.cu_q
+        for column in rows[2:]:
+            column.zero_()
+        rows.cu_q.copy_(cu_q)
+        rows.rest_cu_q.copy_(cu_q.clamp(min=num_decodes))
+        rows.num_context[:given] = step.num_context.to(side.device)
+        rows.decode_context[:num_decodes] = step.num_context[:num_decodes].to(side.device)
+        rows.block_tables[:given, : step.block_tables.shape[1]] = step.block_tables.to(side.device)
+        q = torch.cat((side.there(step.q), torch.ones(num_tokens - count, 4, 16, device=side.device)))
+        result = ops.attention_paged(q, side.cache(step.cache), 1, plan, 0.3).cpu()
+        assert_attention_close(result[:count].contiguous(), step.expected(0.3))
 
 
 def test_exact_attention_does_not_depend_on_batch_chunks_or_who_decodes(side: Side) -> None:

@@ -60,11 +60,12 @@ def decode(heads: int, kv_heads: int, dim: int, splits: int) -> object:
     return decode_attention(q, cache[:, 1, 0], cache[:, 1, 1], tables, INDICES[:4], 0.1, num_splits=splits)
 
 
-def prefill(heads: int, kv_heads: int, dim: int) -> object:
+def prefill(heads: int, kv_heads: int, dim: int, *, most_requests: int = 0) -> object:
     cache = torch.zeros(4, 2, 2, 16, kv_heads, dim, dtype=BF16)
     q = torch.zeros(300, heads + 2 * kv_heads, dim, dtype=BF16)[:, :heads]
     tables = torch.zeros(4, 64, dtype=torch.int32)
-    return prefill_attention(q, cache[:, 1, 0], cache[:, 1, 1], tables, INDICES, INDICES[:4], 0.1, max_q=300)
+    caches, searched = (cache[:, 1, 0], cache[:, 1, 1]), {"max_q": 300, "most_requests": most_requests}
+    return prefill_attention(q, *caches, tables, INDICES, INDICES[:4], 0.1, **searched)
 
 
 def packed(dim: int, max_length: int, *, segments: int = 0) -> object:
@@ -225,6 +226,7 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill-gqa-128": lambda: prefill(28, 4, 128),
     "prefill-mha-64": lambda: prefill(16, 16, 64),
     "packed-64": lambda: packed(64, 577),
+    "prefill-gqa-128-searched": lambda: prefill(28, 4, 128, most_requests=2),
     "packed-80": lambda: packed(80, 577),
     "packed-72-windows": lambda: packed(72, 64),
     "packed-80-searched": lambda: packed(80, 600, segments=66),
@@ -263,6 +265,7 @@ FURTHER |= {
     "decode-mha-80",
     "decode-gqa-64",
     "prefill-mha-64",
+    "prefill-gqa-128-searched",
     "packed-80",
     "packed-72-windows",
 }
@@ -457,6 +460,8 @@ def of_step(tokens: int, first: int) -> object:
     context, cu_q = torch.zeros(65, dtype=torch.int32)[rest], torch.zeros(66, dtype=torch.int32)[first:][: tokens + 1]
     tables, cache = torch.zeros(64, 37, dtype=torch.int32)[rest], torch.zeros(4, 2, 2, 16, 4, 64, dtype=BF16)
     k_cache, v_cache, q = cache[:, 1, 0], cache[:, 1, 1], torch.zeros(64, 28, 64, dtype=BF16)[rest]
+    # Of one bucket: what else is compiled for is its number of rows.
+    mixed = tables.new_zeros(8, 37), torch.zeros(10, dtype=torch.int32)[1:], torch.zeros(9, dtype=torch.int32)[1:]
     places, tiles = torch.zeros(65, dtype=torch.int64)[first:], torch.zeros(64, 2, dtype=torch.int32)[rest]
     projection = x.new_zeros(36 * 64, 4096), None, *torch.zeros(2, tokens, 32), places[:tokens]
     vectors = places[: tokens + 1], *(places[:tokens],) * 3
@@ -482,6 +487,7 @@ def of_step(tokens: int, first: int) -> object:
         small_quantized_linear(x, QUANTIZED),
         invariant_quantized_linear(x, QUANTIZED),
         prefill_attention(q, k_cache, v_cache, tables, cu_q, context, 0.1, max_q=tokens),
+        prefill_attention(q, k_cache, v_cache, *mixed, 0.1, max_q=tokens, most_requests=8),
         *(decode_attention(q, k_cache, v_cache, tables, context, 0.1, num_splits=splits) for splits in (3, 1)),
         sample(torch.zeros(tokens, 32064), fields[0], fields[1].int(), *fields[2:]),
         adjustments(torch.zeros(tokens, 32064), first),
@@ -501,7 +507,13 @@ def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyP
             seen.setdefault(launch.name, set()).add(compiled_for)
     kinds = {name: len(kinds) for name, kinds in seen.items()}
     # Forms of the wrappers above.
-    several = {"_rms_norm_kernel": 4, "_decode_gqa_kernel": 2, "_quantized_linear_kernel": 3, "_join_splits_kernel": 2}
+    several = {
+        "_rms_norm_kernel": 4,
+        "_prefill_kernel": 2,
+        "_decode_gqa_kernel": 2,
+        "_quantized_linear_kernel": 3,
+        "_join_splits_kernel": 2,
+    }
     assert kinds == {name: several.get(name, 1) for name in kinds}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows
+from hydra_engine.backend.base import AttentionPlan, Backend, MixedRows, PagedCache, StateCache, StateRows
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, sample, score_tokens
@@ -86,6 +86,9 @@ class FakeOps:
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         return ReferenceOps().plan_decode(num_context, block_tables)
+
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        raise ValueError("plan_mixed: the fake model reads contents")
 
     def plan_states(self, rows: StateRows) -> StateRows:
         return rows

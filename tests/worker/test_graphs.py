@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 
 def graph_rig(model_dir: Path, device: LateDevice, **options: Any) -> Rig:
-    options = {"num_seq_slots": 8, "cuda_graph_sizes": SIZES, **options}
+    options = {"num_seq_slots": 8, "token_budget": 24, "cuda_graph_sizes": SIZES, **options}
     rig = make_rig(model_dir, "reference", asynchronous=True, device=device, **options)
     rig.worker.capture_graphs(lambda done, total: None)
     device.replays.clear()
@@ -125,7 +125,7 @@ def test_tables_may_be_wider_than_any_context(
     rig: Rig, device: LateDevice, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And hold anything behind the blocks of their row."""
-    graphs = rig.worker._language.graphs
+    graphs = rig.worker._language.graphs.decodes
     assert graphs is not None
     replay = graphs.replay
 
@@ -174,13 +174,14 @@ def test_what_raises_behind_a_replay_fails_its_rows(
         rig.add(request)
     rig.language(*(rig.row(r, 0, r.prompt_token_ids, 0) for r in (special, plain)))
     graphs = rig.worker._language.graphs
+    device.replays.clear()
     assert graphs is not None
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such launch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "replay_special", broken)
+        patch.setattr(graphs.special, "replay", broken)
         outcomes = rig.language(*(rig.row(r, r.num_prompt, [-1], 1) for r in (special, plain)))
     assert all(outcome.error is not None and outcome.token_id is None for outcome in outcomes)
     assert len(device.replays) == 1
@@ -278,7 +279,7 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
             one.add(request)
         answers.append(generate(*made))
     assert answers[0] == answers[1] and len(device.replays) == 7
-    graphs = rig.worker._language.graphs
+    graphs = rig.worker._language.graphs.decodes
     assert graphs is not None and graphs._parts.states is not None
     cache = graphs._parts.states.cache
     for states in cache.conv, cache.recurrent:
@@ -297,17 +298,19 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(model
     rig = make_rig(model_dir, "reference", num_seq_slots=6, asynchronous=True, device=device)
     rig.worker.capture_graphs(lambda done, total: seen.append((done, total)))
     graphs, encodes = rig.worker._language.graphs, rig.worker._vision.graphs
-    assert graphs is not None and [size for _, size in graphs.wanted] == [6, 4, 2, 1] * 2 and encodes is not None
-    total = 8 + len(encodes.wanted)
+    assert graphs is not None and encodes is not None
+    mixed = [(tokens, 6) for tokens in (256, 128, 64, 32, 16)]
+    assert [graphs._order[number] for _, number in graphs.wanted] == [*mixed, 6, 4, 2, 1] * 2
+    total = 18 + len(encodes.wanted)
     assert seen == [(done, total) for done in range(1, total + 1)]
-    assert graphs._special_inputs is not None  # which all sizes share, as the counts of tokens
-    tables = *graphs._special_inputs, graphs._slot_table.counts(0)
-    assert rig.worker.graph_bytes == 1000 * (total + 8) + sum(table.nbytes for table in tables)
+    assert graphs.special._inputs is not None  # which all sizes share, as the counts of tokens
+    tables = *graphs.special._inputs, graphs.special._slot_table.counts(0)
+    assert rig.worker.graph_bytes == 1000 * (total + 18) + sum(table.nbytes for table in tables)
     device.replays.clear()
     device.partitions.here = 1
     rig.add(request := make_request(1, [5, 6, 7]))
     rig.generate_ahead(request, steps=3)
-    assert device.replays == [1, 1]
+    assert device.replays == [1, 1, 1]
     rig.worker.close()
 
 
@@ -329,10 +332,11 @@ def test_a_step_that_no_graph_fits_is_launched_op_by_op(model_dir: Path) -> None
     assert rig.generate_ahead(*made) == expected(model_dir)
     assert not device.replays
     assert rig.generate(*made[:2], steps=1)  # begin anew
+    device.replays.clear()
     rows = [rig.row(request, request.num_prompt, [-1], 1) for request in made[:2]]
     assert [o.token_id for o in rig.language(*rows)] == [tokens[1] for tokens in expected(model_dir)[:2]]
     assert len(device.replays) == 1
-    graphs = rig.worker._language.graphs
+    graphs = rig.worker._language.graphs.decodes
     assert graphs is not None
     graphs._max_model_len = made[0].num_prompt + 1
     rows = [rig.row(request, request.num_prompt + 1, [-1], 2) for request in made[:2]]
@@ -346,6 +350,8 @@ def test_ops_that_plan_from_contents_are_not_captured(model_dir: Path, caplog: p
     with caplog.at_level(logging.INFO):
         rig.worker.capture_graphs(lambda done, total: pytest.fail("something was captured"))
     assert "not captured" in caplog.text and rig.worker.graph_bytes == 0
+    (note,) = rig.worker.notes
+    assert "launched op by op: plan_mixed" in note
     rig.add(request := make_request(1, [5, 6, 7]))
     assert len(rig.generate_ahead(request)[0]) == 8
     rig.worker.close()

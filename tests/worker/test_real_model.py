@@ -59,6 +59,7 @@ def make_rig(
     backend: Backend | None = None,
     gate: Gate | None = None,
     tpot_slo: float | None = None,
+    token_budget: int = 512,
     **options: Any,
 ) -> Rig:
     """Caches full of NaN, so that a read of what was never written cannot stay hidden. `options` of the engine;
@@ -69,7 +70,7 @@ def make_rig(
         backend = replace(backend, device=device)
     config = EngineConfig(
         cache=CacheConfig(num_kv_blocks=256, num_image_blocks=256),
-        scheduler=SchedulerConfig(max_num_seqs=num_seq_slots, tpot_slo=tpot_slo),
+        scheduler=SchedulerConfig(max_num_seqs=num_seq_slots, token_budget=token_budget, tpot_slo=tpot_slo),
         max_model_len=512,
         **options,
     )

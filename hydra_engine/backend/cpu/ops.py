@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import AttentionPlan, OpChoice, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.base import AttentionPlan, MixedRows, OpChoice, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cpu import delta_rule as native_delta
 from hydra_engine.backend.cpu import linear as native_linear
@@ -61,6 +61,9 @@ class NativeOps(CacheOps, ComposedOps):
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
+
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        raise ValueError("plan_mixed: expected ops that plan without contents; these cut their work by them")
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         desc, max_blocks = self.desc(cache), plan.block_tables.shape[1]

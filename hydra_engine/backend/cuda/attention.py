@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.device import Send
 from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, places_per_sm
 from hydra_kernels.packed_attention import packed_attention
@@ -53,6 +53,8 @@ class CudaPlan:
     rest_cu_q: Tensor
     max_rest_q: int
     rows: Rows | None  # None: they change until each use
+    mixed: MixedRows | None = None  # of a step whose decodes the device alone knows
+    most_others: int = 0  # of its rows, besides
 
 
 def num_leading_decodes(cu_q: Ints) -> int:
@@ -115,6 +117,16 @@ class CudaAttention:
         native = CudaPlan(batch, num_decodes, None, cu_q[: batch + 1 - num_decodes], max_rest_q, None)
         return AttentionPlan(cu_q, num_context, block_tables, 1, 0, native)
 
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        """All rows go to the decode kernel, with a context of 0 where they are no decodes; behind it the prefill kernel
+        writes the others' results over those."""
+        batch = checks.check_mixed_plan(rows, num_tokens)
+        checks.check_device(self._device, rows._asdict().items())
+        num_decodes, rest = (0, rows.cu_q) if self._deterministic else (batch, rows.rest_cu_q)
+        most_others = batch if self._deterministic else min(most_others, batch)
+        native = CudaPlan(num_tokens, num_decodes, None, rest, num_tokens, None, rows, most_others)
+        return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native)
+
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
         checks.check_packed_plan(cu_seqlens, max_length)
         checks.check_device(self._device, (("cu_seqlens", cu_seqlens),))
@@ -145,7 +157,8 @@ class CudaAttention:
             longest = native.max_decode_context
             if longest is None:
                 longest = plan.block_tables.shape[1] * cache.block_size
-            rows = (q[:split], k_cache, v_cache, plan.block_tables[:split], plan.num_context[:split], scale)
+            context = plan.num_context if native.mixed is None else native.mixed.decode_context
+            rows = (q[:split], k_cache, v_cache, plan.block_tables[:split], context[:split], scale)
             splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows))
             decode_attention(*rows, num_splits=splits, counters=self._counters(), out=out[:split])
 
@@ -153,7 +166,8 @@ class CudaAttention:
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
     ) -> None:
         """The others."""
-        split = native.num_decodes
+        # Those of a mixed plan name their tokens from the first of all.
+        split = native.num_decodes if native.mixed is None else 0
         if native.max_rest_q:
             k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
             prefill_attention(
@@ -165,8 +179,9 @@ class CudaAttention:
                 plan.num_context[split:],
                 scale,
                 max_q=native.max_rest_q,
+                most_requests=native.most_others,
                 out=out[split:],
-                tma=self._tma_prompts and takes_cache(k_cache, v_cache),
+                tma=self._tma_prompts and native.mixed is None and takes_cache(k_cache, v_cache),
             )
 
     def _num_places(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Ints, num_leading_decodes
 from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS
 from hydra_engine.backend.cuda.flashinfer_graphs import (
@@ -155,6 +155,9 @@ class FlashInferAttention:
         batch, width = block_tables.shape
         native = GraphPlan(batch, width, plan.native)
         return replace(plan, native=native, refresh=native.refresh)
+
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        raise ValueError("plan_mixed: expected ops that plan without contents; FlashInfer cuts prompts by them")
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
         return self._by_triton.plan_packed(cu_seqlens, max_length)

@@ -135,6 +135,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         if by_flashinfer is not None and any(chosen.of(use) in FLASHINFER_PROMPTS for use in USES["attention_paged"]):
             paged = by_flashinfer
         self.plan_attention, self.plan_decode, self.attention_paged = paged.plan, paged.plan_decode, paged.paged
+        self.plan_mixed = paged.plan_mixed
         packed: CudaAttention | TowerAttention = by_triton
         if any(chosen.of(use) != TRITON for use in USES["attention_packed"]):
             packed = TowerAttention(chosen, by_triton, tower_kernels(by_triton, by_flashinfer))

@@ -22,6 +22,7 @@ from hydra_engine.backend.base import (
     Decode,
     DeltaInputs,
     HeadNorms,
+    MixedRows,
     OpChoice,
     PackedLinear,
     PackedPlan,
@@ -58,6 +59,7 @@ ALL_OPS = (
     "attention_packed",
 )
 
+_PADDED = "padded"  # `AttentionPlan.native` of steps with tokens behind those of the last row
 _LINEAR_ROWS = 32  # rows per matrix product
 
 
@@ -290,11 +292,16 @@ class ReferenceOps(ComposedOps):
         cu_q = torch.arange(batch + 1, dtype=torch.int32)
         return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
 
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        """As `plan_decode`."""
+        checks.check_mixed_plan(rows, num_tokens)
+        return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native=_PADDED)
+
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         """softmax(scale * q K^T + causal mask) V per request, K and V read through its block table."""
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
         bounds = plan.cu_q.tolist()
-        if bounds[-1] != q.shape[0]:
+        if bounds[-1] != q.shape[0] and plan.native != _PADDED:
             raise ValueError(f"q: expected {bounds[-1]} tokens as cu_q says, got {q.shape[0]}")
         out = torch.empty(q.shape, dtype=q.dtype)
         for row, num_context in enumerate(plan.num_context.tolist()):

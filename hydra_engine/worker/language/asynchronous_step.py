@@ -6,10 +6,10 @@ Does not know lanes, what becomes of rows that fail, or when a request ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,10 @@ from hydra_engine.worker.language.special import (
     logprobs_of,
     sample_special,
 )
+from hydra_engine.worker.language.special_graphs import SpecialGraph
 from hydra_engine.worker.language.step import Begun, StepForm, StepParts, sampled
+from hydra_engine.worker.language.step_graphs import StepGraphs
 from hydra_engine.worker.ports import WorkerRequest
-
-if TYPE_CHECKING:
-    from hydra_engine.worker.language.graphs import DecodeGraphs
 
 
 class Unread(NamedTuple):
@@ -80,58 +79,83 @@ class Unread(NamedTuple):
         return int(token_ids[index]) if finite[index] else -1
 
 
+class _Replay(NamedTuple):
+    """`launch` gives (tokens, finite) of the rows that sample."""
+
+    launch: Callable[[], tuple[Tensor, Tensor]]
+    special: SpecialGraph
+
+
 class AsynchronousStep(StepForm):
     """Tokens are sampled on the device, and the host waits for none but the last one of requests with a grammar, behind
-    the forward. A step of decodes alone replays a graph where there is one. The slot table is written last, so that a
+    the forward. A step replays a graph where there is one. The slot table is written last, so that a
     step that raised can be run again; a replay writes it itself, and what raises behind one fails its rows."""
 
     _slot_table: DeviceSlotTable
 
-    def __init__(self, parts: StepParts, slot_table: DeviceSlotTable, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(self, parts: StepParts, slot_table: DeviceSlotTable, graphs: StepGraphs | None = None) -> None:
         super().__init__(parts, slot_table)
         self._graphs = graphs
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | Unread:
         begun = self._begin(plan, records)
         rows = self._rows(plan, records)
-        outcome: Samples | Unread
-        if self._graphs is not None and self._can_replay(plan, begun) and self._graphs.fits(rows):
-            outcome = self._replay(self._graphs, plan, rows, begun.sampling)
-        else:
-            outcome = self._eager(plan, rows, begun)
+        replay = self._replay_of(plan, rows, begun)
+        outcome = self._eager(plan, rows, begun) if replay is None else self._replayed(replay, plan, rows, begun)
         if self._parts.states is not None:
             self._parts.states.advance(plan)
         return outcome
 
     # ---- graphs
 
-    def _can_replay(self, plan: LanguagePlan, begun: Begun) -> bool:
-        """Faults in the middle of a step need a middle, and what is captured has room for so many biases."""
-        disturbed = begun.poisoned or self._parts.faults.is_armed(MID_LANGUAGE_STEP)
-        sampling = begun.sampling
-        biased = sampling.special.size and self._slot_table.specials.num_biases(sampling.seq_slots) > MOST_BIASES
-        return not (plan.chunks or disturbed or biased)
+    def _replay_of(self, plan: LanguagePlan, rows: StepRows, begun: Begun) -> _Replay | None:
+        """None: the step is launched op by op. Faults in the middle of a step need a middle, the host takes the logits
+        of scored prompts, and what is captured has room for so many biases."""
+        graphs, sampling = self._graphs, begun.sampling
+        if graphs is None or begun.poisoned or begun.scoring is not None:
+            return None
+        if self._parts.faults.is_armed(MID_LANGUAGE_STEP):
+            return None
+        if sampling.special.size and self._slot_table.specials.num_biases(sampling.seq_slots) > MOST_BIASES:
+            return None
+        seq_slots = sampling.seq_slots
+        arrays = partial(self._slot_table.sampling.of, seq_slots, sampling.num_generated)
+        if plan.chunks:
+            size = graphs.mixed.size_of(plan, rows)
+            if size is None:
+                return None
+            replay_mixed = graphs.mixed.replay
+            return _Replay(
+                lambda: replay_mixed(size, plan, rows, seq_slots, arrays()), graphs.mixed.special_graph(size)
+            )
+        decodes, states = graphs.decodes, self._parts.states
+        if not decodes.fits(rows):
+            return None
+        state_rows = None if states is None else states.rows(plan)
+        return _Replay(lambda: decodes.replay(rows, seq_slots, arrays(), state_rows), decodes.special_graph(rows))
 
-    def _replay(
-        self, graphs: DecodeGraphs, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows
-    ) -> Samples | Unread:
-        arrays = self._slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
-        states = None if self._parts.states is None else self._parts.states.rows(plan)
-        sampled_rows = graphs.replay(rows, sampling.seq_slots, arrays, states)
+    def _replayed(self, replay: _Replay, plan: LanguagePlan, rows: StepRows, begun: Begun) -> Samples | Unread:
+        sampling, fetch = begun.sampling, self._parts.device.fetch
+        sampled_rows = replay.launch()
         self._slot_table.written(sampling.seq_slots)
         if not sampling.special.size:
-            return Unread(len(sampling.rows), sampling.rows, self._parts.device.fetch(sampled_rows))
+            return Unread(plan.num_rows, sampling.rows, fetch(sampled_rows if len(sampling.rows) else ()))
         # The rows' tokens before are gone, so the step cannot be run again.
-        outcome = attempt("sampling", partial(self._replay_special, graphs, rows, sampling))
+        outcome = attempt("sampling", partial(self._replay_special, replay.special, plan, rows, sampling))
         if isinstance(outcome, ErrorInfo):
-            failed = Samples.none(len(sampling.rows))
+            failed = Samples.none(plan.num_rows)
             failed.failures += [(int(row), outcome) for row in sampling.rows]
             return failed
         return outcome
 
-    def _replay_special(self, graphs: DecodeGraphs, rows: StepRows, sampling: SamplingRows) -> Unread:
-        special = self._special(sampling, graphs.size_of(rows), graphs.vocabulary)
-        return self._unread(len(sampling.rows), rows, sampling, special, graphs.replay_special(rows, special))
+    def _replay_special(
+        self, captured: SpecialGraph, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows
+    ) -> Unread:
+        assert self._graphs is not None
+        self._recount(plan, sampling, captured.vocabulary)
+        special = self._special(sampling, captured.size, captured.vocabulary)
+        found = self._graphs.special.replay(captured, special, len(sampling.rows))
+        return self._unread(plan.num_rows, rows, sampling, special, found)
 
     # ---- special rows
 

@@ -25,14 +25,7 @@ from hydra_engine.core.plans import BlockIds, Ints
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
-from hydra_engine.worker.language.special import (
-    MOST_BIASES,
-    WORDS,
-    SampledRows,
-    SpecialArrays,
-    SpecialTensors,
-    sample_special,
-)
+from hydra_engine.worker.language.special_graphs import SpecialGraph, SpecialGraphs
 from hydra_engine.worker.language.step import StepParts
 
 logger = logging.getLogger(__name__)
@@ -88,34 +81,30 @@ class _Captured:
     graph: Graph
     results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
     refresh: Refresh | None  # of its attention's plan
-    special: Graph  # what follows for a step with special rows
-    special_results: list[Tensor]  # as `SampledRows`
-
-
-class _SpecialInputs(NamedTuple):
-    """At fixed addresses, for the largest step."""
-
-    packed: Tensor  # [WORDS * B] int64
-    bias_ids: Tensor  # [MOST_BIASES] int32
-    bias_values: Tensor  # [MOST_BIASES] float64
-    masks: Tensor  # [B, ceil(V / 32)] int32
+    special: SpecialGraph
 
 
 class DecodeGraphs:
     """`sizes` ascend. `capture` and `replay` belong to the lane's thread, which is in inference mode."""
 
-    def __init__(self, parts: StepParts, slot_table: DeviceSlotTable, sizes: Sequence[int], max_model_len: int) -> None:
+    def __init__(
+        self,
+        parts: StepParts,
+        slot_table: DeviceSlotTable,
+        special: SpecialGraphs,
+        sizes: Sequence[int],
+        max_model_len: int,
+    ) -> None:
         self.sizes = tuple(sizes)
         self.num_bytes = 0  # of device memory that graphs took
         self._parts = parts
         self._slot_table = slot_table
+        self._special = special
         self._max_model_len = max_model_len
         self._width = -(-max_model_len // parts.kv_cache.block_size)
         self._captured: dict[tuple[int, int], _Captured] = {}  # by partition and size
         self._blanks: dict[int, Ints] = {}
         self._refused = False  # a plan could not be made for what was captured
-        self._special_inputs: _SpecialInputs | None = None
-        self.vocabulary = 0  # of logits, from the first capture on
 
     # ---- capture
 
@@ -135,13 +124,6 @@ class DecodeGraphs:
                 self._parts.model.reserve_positions(self._max_model_len)
 
     @property
-    def wanted(self) -> list[tuple[int, int]]:
-        """(partition, size) of all graphs, in the order in which they are best captured: the largest first, whose
-        memory the others use again."""
-        partitions = range(self._parts.device.partitions.count)
-        return [(partition, size) for partition in partitions for size in reversed(self.sizes)]
-
-    @property
     def captured_sizes(self) -> tuple[int, ...]:
         return tuple(sorted({size for _, size in self._captured}))
 
@@ -156,15 +138,10 @@ class DecodeGraphs:
             if refresh is not None:
                 refresh(_columns(blank, size, np.int32, np.float32).num_context, _NO_TABLES)
             results: list[Tensor] = []
-            special_results: list[Tensor] = []
             graph = parts.device.capture(partial(self._launch, inputs, columns, results))
-            special = self._special_tensors(size, results[-1].shape[1])
-            special_launch = partial(self._launch_special, columns, special, results, special_results)
-            special_graph = parts.device.capture(special_launch)
-            # The logits' memory is the graphs' still: whoever is captured next computes in it, and replays no earlier.
-            del results[2:]
-        self.num_bytes += graph.num_bytes + special_graph.num_bytes
-        self._captured[partition, size] = _Captured(graph, results, refresh, special_graph, special_results)
+            special = self._special.capture(size, columns.seq_slots, _sampling(columns), results)
+        self.num_bytes += graph.num_bytes
+        self._captured[partition, size] = _Captured(graph, results, refresh, special)
 
     def _inputs(self, packed: Tensor, size: int) -> tuple[_Columns[Tensor], LanguageInput]:
         columns: _Columns[Tensor] = _columns(packed, size, torch.int32, torch.float32)
@@ -189,34 +166,6 @@ class DecodeGraphs:
         logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, None)
         results[:] = *parts.ops.sample(logits, _sampling(columns)), logits
         slot_table.write(columns.seq_slots, results[0])
-
-    def _launch_special(
-        self, columns: _Columns[Tensor], special: SpecialTensors, results: list[Tensor], special_results: list[Tensor]
-    ) -> None:
-        """Behind `_launch`, whose logits are the last of the `results`."""
-        slot_table, logits = self._slot_table, results[-1]
-        counts = slot_table.counts(self.vocabulary)
-        found = sample_special(self._parts.ops, logits, _sampling(columns), special, counts)
-        special_results[:] = found
-        slot_table.write(columns.seq_slots, found.tokens)
-        slot_table.count(columns.seq_slots, found.tokens, special.columns.increments, self.vocabulary)
-
-    def _special_tensors(self, size: int, vocabulary: int) -> SpecialTensors:
-        """Whose rows ask for nothing."""
-        device = self._parts.device
-        if self._special_inputs is None:
-            self.vocabulary, most = vocabulary, self.sizes[-1]
-            zeros = partial(torch.zeros, device=device.torch_device)
-            self._special_inputs = inputs = _SpecialInputs(
-                zeros(WORDS * most, dtype=torch.int64),
-                zeros(MOST_BIASES, dtype=torch.int32),
-                zeros(MOST_BIASES, dtype=torch.float64),
-                zeros((most, -(-vocabulary // 32)), dtype=torch.int32),
-            )
-            self.num_bytes += sum(tensor.nbytes for tensor in (*inputs, self._slot_table.counts(vocabulary)))
-        packed, *lists = self._special_inputs
-        packed[: WORDS * size].copy_(device.send((SpecialArrays.blank(size, vocabulary).packed,))[0])
-        return SpecialTensors.of(packed[: WORDS * size], size, *lists)
 
     @cached_property
     def _packed(self) -> Tensor:
@@ -277,22 +226,9 @@ class DecodeGraphs:
         tokens, finite, *_ = captured.results
         return tokens[:count], finite[:count]
 
-    def replay_special(self, rows: StepRows, special: SpecialArrays) -> SampledRows:
-        """Behind the replay of the same step; until the next one. `special` is of as many rows as the graph has, and
-        names at most MOST_BIASES biases."""
-        assert self._special_inputs is not None, "nothing was captured"
-        count, device = len(rows.block_tables), self._parts.device
-        given = special.packed, special.bias_ids, special.bias_values, special.masks
-        for target, sent in zip(self._special_inputs, device.send(given), strict=True):
-            if sent.shape[0]:
-                target[: sent.shape[0]].copy_(sent)
-        captured = self._captured[device.partitions.current(), self.size_of(rows)]
-        captured.special.replay()
-        return SampledRows(*(result[:count] for result in captured.special_results))
-
-    def size_of(self, rows: StepRows) -> int:
-        """Rows of the graph of a step that fits."""
-        return self._size(len(rows.block_tables))
+    def special_graph(self, rows: StepRows) -> SpecialGraph:
+        """Of a step that fits."""
+        return self._captured[self._parts.device.partitions.current(), self._size(len(rows.block_tables))].special
 
     def _refresh(self, refresh: Refresh, num_context: BlockIds, tables: BlockIds) -> None:
         try:

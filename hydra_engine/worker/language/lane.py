@@ -29,10 +29,12 @@ from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.asynchronous_step import AsynchronousStep, Unread
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
-from hydra_engine.worker.language.graphs import DecodeGraphs, default_sizes
+from hydra_engine.worker.language.graphs import default_sizes
+from hydra_engine.worker.language.mixed_graphs import mixed_sizes
 from hydra_engine.worker.language.samples import Samples
 from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable, part_of
 from hydra_engine.worker.language.step import StepParts, SynchronousStep
+from hydra_engine.worker.language.step_graphs import StepGraphs
 from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
 
 logger = logging.getLogger(__name__)
@@ -155,7 +157,7 @@ class LanguageLane:
     """`asynchronous`: steps are launched before the ones before them have been read, and decodes may be replayed; then
     the gate is that of whole steps, and else of their forwards. `run` is called in the lane's threads."""
 
-    captures, size_option = "decode steps", "cuda_graph_sizes"
+    captures, size_option = "language steps", "cuda_graph_sizes"
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class LanguageLane:
         *,
         asynchronous: bool,
     ) -> None:
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._readers: Lane | None = None  # where results are waited for
         self._run = run
         self._clock = clock
@@ -191,7 +193,9 @@ class LanguageLane:
         if asynchronous:
             self._slot_table = slot_table = DeviceSlotTable(num_seq_slots, device.torch_device)
             if model.can_be_captured and not config.enforce_eager:
-                self.graphs = DecodeGraphs(parts, slot_table, _graph_sizes(config), max_model_len)
+                scheduler = config.scheduler
+                mixed = mixed_sizes(scheduler.token_budget, scheduler.max_num_seqs)
+                self.graphs = StepGraphs(parts, slot_table, _graph_sizes(config), mixed, max_model_len)
             self._step = AsynchronousStep(parts, slot_table, self.graphs)
             self._order = StepOrder(slot_table, clock, gate)
             self._readers = device.reader("results")
@@ -214,6 +218,11 @@ class LanguageLane:
                 self._readers.submit(partial(self._run, lambda: deliver(pending.result())))
 
         self.thread.submit(partial(self._run, step))
+
+    @property
+    def note(self) -> str:
+        """What a user should know of it, once graphs have been captured."""
+        return "" if self.graphs is None else self.graphs.mixed.note
 
     @property
     def warm_up_jobs(self) -> list[Job]:

@@ -58,6 +58,21 @@ def test_a_captured_grid_may_be_larger_than_the_step() -> None:
     assert_attention_close(prefill(padded, 0.1, max_q=10)[:5].clone(), step.expected(0.1))
 
 
+@pytest.mark.quick("(7, 1, 32)")
+@pytest.mark.parametrize("heads", HEADS[:2], ids=str)
+def test_a_captured_grid_finds_its_tiles(heads: tuple[int, int, int]) -> None:
+    """Of a step of which the device alone knows the rows: decodes in front are another kernel's, the last requests
+    have no tokens, and tokens behind belong to nobody."""
+    step = make_step([(1, 67), (1, 3), *ROWS[:2], (131, 140), (0, 1), (0, 0)], heads, 16, torch.float32)
+    rest, num_tokens = step.cu_q.clamp(min=2), step.q.shape[0]
+    q = torch.cat([step.q, step.q[:9]])
+    out = torch.full(q.shape, 7.0)
+    tables, caches = step.block_tables, (step.k_cache, step.v_cache)
+    prefill_attention(q, *caches, tables, rest, step.num_context, 0.15, max_q=len(q), out=out, most_requests=3)
+    assert_attention_close(out[2:num_tokens].clone(), step.expected(0.15)[2:].contiguous())
+    assert (out[:2] == 7).all() and (out[num_tokens:] == 7).all()
+
+
 def test_scores_far_from_zero() -> None:
     """Of some hundreds, where one unit in the last place of float32 is 3e-5."""
     step = make_step([(40, 70)], (2, 1, 32), 16, torch.float32)
@@ -75,5 +90,9 @@ def test_messages() -> None:
         prefill(step, 0.1, max_q=3)
     with pytest.raises(ValueError, match=r"cu_q: expected contiguous \[2\] torch.int32"):
         prefill(Step(step.q, step.cache, step.block_tables, step.cu_q.long(), step.num_context), 0.1)
+    with pytest.raises(ValueError, match=r"most_requests: expected 0 .* for 1025 requests"):
+        zeros = torch.zeros(1026, dtype=torch.int32)
+        tables, caches = step.block_tables.expand(1025, -1), (step.k_cache, step.v_cache)
+        prefill_attention(step.q, *caches, tables, zeros, zeros[:-1], 0.1, max_q=1, most_requests=1)
     with pytest.raises(ValueError, match="scale: expected a positive number, got 0"):
         prefill(step, 0.0)

@@ -1,0 +1,67 @@
+"""The captured steps of a language lane: decodes alone, small steps of decodes beside prompts, and what follows both if
+rows are special. Does not know which of a lane's steps may be replayed."""
+
+from __future__ import annotations
+
+from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
+from hydra_engine.worker.language.graphs import DecodeGraphs
+from hydra_engine.worker.language.mixed_graphs import MixedGraphs, MixedSize
+from hydra_engine.worker.language.special_graphs import SpecialGraphs
+from hydra_engine.worker.language.step import StepParts
+
+
+class StepGraphs:
+    """Sizes ascend. For the lane's thread."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        slot_table: DeviceSlotTable,
+        decode_sizes: tuple[int, ...],
+        mixed_sizes: tuple[MixedSize, ...],
+        max_model_len: int,
+    ) -> None:
+        self._device = parts.device
+        most_rows = max(decode_sizes[-1], *(size.rows for size in mixed_sizes))
+        self.special = SpecialGraphs(parts.ops, parts.device, slot_table, most_rows)
+        self.decodes = DecodeGraphs(parts, slot_table, self.special, decode_sizes, max_model_len)
+        self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
+
+    def prepare(self) -> None:
+        """Before the first capture."""
+        self.decodes.prepare()
+        self.mixed.prepare()
+
+    @property
+    def _order(self) -> list[int | MixedSize]:
+        return [*reversed(self.mixed.sizes), *reversed(self.decodes.sizes)]
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """(partition, number of the graph there) of all graphs, in the order in which they are best captured: the
+        largest first, whose memory the others use again."""
+        partitions = range(self._device.partitions.count)
+        return [(partition, number) for partition in partitions for number in range(len(self._order))]
+
+    def capture(self, partition: int, number: int) -> None:
+        """When no step is in flight."""
+        size = self._order[number]
+        if isinstance(size, MixedSize):
+            self.mixed.capture(partition, size)
+        else:
+            self.decodes.capture(partition, size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that graphs took."""
+        return self.decodes.num_bytes + self.mixed.num_bytes + self.special.num_bytes
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """Rows of decodes."""
+        return self.decodes.captured_sizes
+
+    @property
+    def captured_tokens(self) -> int:
+        """Of the largest step with prompts; 0: none is."""
+        return self.mixed.sizes[-1].tokens if self.mixed.sizes else 0

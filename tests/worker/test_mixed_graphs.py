@@ -1,0 +1,167 @@
+"""Small steps of decodes beside prompts, replayed over real miniatures: the tokens of the steps that are over when they
+return, and which steps are replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hydra_engine.core.request import Request
+from hydra_engine.worker.language.mixed_graphs import MOST_CHUNKS, MixedSize, mixed_sizes
+from tests.worker.fakes import Rig, Row, make_request, outcomes_of
+from tests.worker.late import LateDevice
+from tests.worker.test_graphs import expected, graph_rig, requests
+from tests.worker.test_real_model import make_rig
+from tools.miniatures import make_tiny
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.95},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"logprobs": 2, "temperature": 0.8, "seed": 6},
+    {"min_tokens": 3, "logit_bias": {7: 4.0}},
+    {"temperature": 0.7, "seed": 5, "top_k": 4, "min_p": 0.1},
+]
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+def model_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Positions on one axis, and on three."""
+    directory: Path = tmp_path_factory.mktemp(f"tiny-{request.param}")
+    make_tiny(request.param, directory, seed=3)
+    return directory
+
+
+@pytest.fixture
+def device() -> LateDevice:
+    return LateDevice()
+
+
+@pytest.fixture
+def rig(model_dir: Path, device: LateDevice) -> Iterator[Rig]:
+    rig = graph_rig(model_dir, device, num_seq_slots=12)
+    yield rig
+    rig.worker.close()
+
+
+def texts(base: int) -> list[Request]:
+    lengths = (9, 1, 13, 5, 11, 3)
+    return [
+        make_request(base + i, range(5 + 7 * i, 5 + 7 * i + length), **kind)
+        for i, (length, kind) in enumerate(zip(lengths, KINDS, strict=True))
+    ]
+
+
+@cache
+def expected_texts(model_dir: Path) -> list[list[int]]:
+    rig = make_rig(model_dir, "reference")
+    made = texts(10)
+    for request in made:
+        rig.add(request)
+    tokens = rig.generate(*made)
+    rig.worker.close()
+    return tokens
+
+
+def joining(rig: Rig, made: list[Request], chunk: int, steps: int = 8) -> list[list[int]]:
+    """Every other step another request joins with its first chunk; all steps are submitted before the first has come
+    back."""
+    done, sampled = {request.id: 0 for request in made}, {request.id: 0 for request in made}
+    submitted: list[tuple[list[Row], Any]] = []
+    waiting, running = list(made), list[Request]()
+    while waiting or running:
+        if waiting and len(submitted) % 2 == 0:
+            running.append(waiting.pop(0))
+        rows = []
+        for r in running:
+            tokens = r.prompt_token_ids[done[r.id] : done[r.id] + chunk] or [-1]
+            rows.append(rig.row(r, done[r.id], tokens, sampled[r.id]))
+            done[r.id] += len(tokens)
+            sampled[r.id] += done[r.id] >= r.num_prompt
+        submitted.append((rows, rig.submit(*rows)))
+        running = [r for r in running if sampled[r.id] < steps]
+    found: dict[int, list[int]] = {request.id: [] for request in made}
+    for rows, step in submitted:
+        for outcome in outcomes_of(rows, rig.wait(step)):
+            assert outcome.error is None
+            if outcome.token_id is not None:
+                found[outcome.request_id].append(outcome.token_id)
+    return list(found.values())
+
+
+@pytest.mark.quick("[llava-4")
+@pytest.mark.parametrize("chunk", [4, 20])
+def test_mixed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model_dir: Path, chunk: int) -> None:
+    """Every step is a replay, and the ones with special rows two; none waits for another."""
+    for base in (30, 60):
+        device.replays.clear()
+        made = texts(base)
+        for request in made:
+            rig.add(request)
+        assert joining(rig, made, chunk) == expected_texts(model_dir)
+        for request in made:
+            rig.leave(request)
+        num_steps = 18 if chunk == 20 else 20
+        assert num_steps < len(device.replays) <= 2 * num_steps
+
+
+@pytest.mark.quick("[llava")
+def test_which_steps_are_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    made = [make_request(number, range(20, 22)) for number in range(1, MOST_CHUNKS + 2)]
+    scored = make_request(40, range(20, 24), prompt_logprobs=1)
+    for request in (*made, scored):
+        rig.add(request)
+
+    def replays(*rows: Row) -> int:
+        device.replays.clear()
+        assert all(outcome.error is None for outcome in rig.language(*rows))
+        return len(device.replays)
+
+    prompts = [rig.row(r, 0, r.prompt_token_ids, 0) for r in made]
+    assert replays(*prompts) == 0, "more prompts than a graph has room for"
+    assert replays(*prompts[:MOST_CHUNKS]) == 1
+    assert replays(prompts[0], *(rig.row(r, 2, [-1], 1) for r in made[1:])) == 1
+    prompt: Any = rig.row(scored, 0, scored.prompt_token_ids, 0)
+    assert replays(replace(prompt, scored=True)) == 0
+    long = make_request(41, range(1, 34))
+    rig.add(long)
+    assert replays(rig.row(long, 0, long.prompt_token_ids[:32], 0)) == 1, "no row that samples"
+    assert replays(rig.row(long, 0, long.prompt_token_ids, 0)) == 0, "more tokens than any graph has"
+
+
+@pytest.mark.quick("[llava")
+def test_chunks_with_pictures_are_launched_op_by_op(rig: Rig, device: LateDevice, model_dir: Path) -> None:
+    """And what follows them goes on from there."""
+    device.replays.clear()
+    made = requests(rig, 70, special=True)
+    assert rig.generate_ahead(*made, chunk=4) == expected(model_dir, special=True)
+    assert device.replays
+
+
+@pytest.mark.quick("[llava")
+def test_a_row_that_is_not_finite_fails_alone(rig: Rig, device: LateDevice) -> None:
+    first, second = make_request(1, range(20, 29)), make_request(2, range(30, 34), logprobs=1)
+    for request in (first, second):
+        rig.add(request)
+    rig.language(rig.row(first, 0, first.prompt_token_ids, 0))
+    rig.kv_cache.data[int(rig.tables[first.id][0])] = float("nan")
+    device.replays.clear()
+    broken, sound = rig.language(rig.row(first, 9, [-1], 1), rig.row(second, 0, second.prompt_token_ids, 0))
+    assert len(device.replays) == 2 and sound.logprobs is not None
+    assert broken.error is not None and broken.error.code == "numerical_error" and sound.error is None
+
+
+def test_sizes() -> None:
+    assert mixed_sizes(4096, 256) == (
+        *((16, 8), (16, 16), (32, 8), (32, 32), (64, 8), (64, 64)),
+        *((128, 16), (128, 128), (256, 32), (256, 256)),
+    )
+    assert mixed_sizes(24, 6) == (MixedSize(16, 6), MixedSize(32, 6))
+    assert mixed_sizes(1, 64) == (MixedSize(16, 8), MixedSize(16, 16))
+    assert np.diff([size.tokens for size in mixed_sizes(512, 100)]).min() >= 0
