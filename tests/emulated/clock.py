@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class Machine:
     multiprocessors: int = 132
     read_share: float = 0.6  # 64 to 80 of 132 reach 90 % of the bandwidth
     gap_s: float = 1.3e-6  # from kernel to kernel of a stream
+    graph_s: float = 5e-6  # more before the first kernel of a graph
     block_s: float = 20e-6  # of a large kernel's blocks, for which one that begins beside it waits
     launch_s: float = 10e-6  # of the processor, for one kernel from Python
     replay_s: float = 20e-6  # of the processor, for one graph
@@ -71,8 +73,8 @@ class _Order(NamedTuple):
 class _Kernel:
     """`left`: of its work, 1 to 0. `delay_s`: of its gap, and of its wait for blocks of another one."""
 
-    def __init__(self, issued_s: float, work: Work) -> None:
-        self.issued_s, self.work = issued_s, work
+    def __init__(self, issued_s: float, work: Work, gap_s: float) -> None:
+        self.issued_s, self.work, self.gap_s = issued_s, work, gap_s
         self.begun_s: float | None = None
         self.delay_s = 0.0
         self.left = 1.0
@@ -112,12 +114,13 @@ class Clock:
         return self.time.now()
 
     def launch(self, line: Line, work: Work) -> None:
-        line.items.append(_Kernel(self.now() + self.machine.launch_s, work))
+        line.items.append(_Kernel(self.now() + self.machine.launch_s, work, self.machine.gap_s))
         self.time.spend(self.machine.launch_s)
 
     def replay(self, line: Line, works: Sequence[Work]) -> None:
         issued_s = self.now() + self.machine.replay_s
-        line.items.extend(_Kernel(issued_s, work) for work in works)
+        gaps_s = chain((self.machine.gap_s + self.machine.graph_s,), repeat(self.machine.gap_s))
+        line.items.extend(_Kernel(issued_s, work, gap_s) for work, gap_s in zip(works, gaps_s, strict=False))
         self.time.spend(self.machine.replay_s)
 
     def record(self, line: Line) -> Mark:
@@ -168,7 +171,7 @@ class Clock:
                     head = line.items[0]
                     if isinstance(head, _Kernel):
                         if head.begun_s is None:
-                            head.begun_s, head.delay_s = self._now_s, self.machine.gap_s + self._wait_s(line)
+                            head.begun_s, head.delay_s = self._now_s, head.gap_s + self._wait_s(line)
                         if head.left > 0:
                             break
                         line.spans.append((head.begun_s, self._now_s))

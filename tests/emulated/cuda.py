@@ -72,7 +72,7 @@ class TorchCuda:
     def ExternalStream(self, handle: int, device: Any = None) -> streams.Stream:
         return self._streams.by_handle[handle]
 
-    def Event(self, enable_timing: bool = False) -> streams.Event:
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> streams.Event:
         return streams.Event(self._streams, enable_timing=enable_timing)
 
     def current_stream(self, device: Any = None) -> streams.Stream:

@@ -17,6 +17,7 @@ from hydra_engine.worker.vision.gate import DeviceGate
 from tests.emulated.clock import Clock, Line, Machine, Mark, Work
 
 MACHINE = Machine()
+GAPS_S = MACHINE.graph_s + 4 * MACHINE.gap_s  # of a piece
 SLACK_S = 100e-6  # threads that wake, launches between a decision and its kernel
 
 
@@ -124,13 +125,13 @@ def test_a_step_has_its_allowance_and_one_piece_beside_it(
                 both.step(allowance_s, seconds)
 
         both.run(encode, decode)
-    longest_s = max(seconds for _, seconds in encodes) + 4 * MACHINE.gap_s
+    longest_s = max(seconds for _, seconds in encodes) + GAPS_S
     for step in both.steps:
         beside_s = step.beside(both.vision)
         assert beside_s <= max(2 * longest_s, step.allowance_s + longest_s) + SLACK_S
         assert abs(step.told_s - beside_s) <= 3 * SLACK_S
     assert sum(end - begin for begin, end in both.vision.spans) == pytest.approx(
-        sum(count * (seconds + 4 * MACHINE.gap_s) for count, seconds in encodes)
+        sum(count * (seconds + GAPS_S) for count, seconds in encodes)
     ), "all of it was computed"
 
 
@@ -140,7 +141,7 @@ def test_pieces_that_are_not_as_expected(steps: list[tuple[float, float]], piece
     """Each may take longer than all before it did."""
     with lanes() as both:
         both.run(lambda: both.encode(pieces), lambda: [both.step(*step) for step in steps] and None)
-    longest_s = max(pieces) + 4 * MACHINE.gap_s
+    longest_s = max(pieces) + GAPS_S
     most_unexpected_s = longest_s - min(pieces)
     for step in both.steps:
         most_s = max(2 * longest_s, step.allowance_s + longest_s + most_unexpected_s)

@@ -170,6 +170,7 @@ def test_decode_steps_keep_the_limit_beside_a_large_encode(deep: Path) -> None:
         assert max(map(seconds, results)) > 0.9 * LIMIT_S, "the limit is used"
 
 
+@pytest.mark.quick("graphs")
 @pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
 def test_encodes_in_pieces_have_the_features_of_whole_ones(models: Models, captured: bool) -> None:
     """Held up by steps that leave them no time, also where a step raises in the middle and its pictures are encoded
@@ -194,6 +195,7 @@ def test_encodes_in_pieces_have_the_features_of_whole_ones(models: Models, captu
     host.worker.close()
 
 
+@pytest.mark.quick("pieces")
 @pytest.mark.parametrize("tpot_slo", [None, LIMIT_S], ids=["whole", "pieces"])
 def test_two_encodes_in_flight_leave_no_gap(models: Models, tpot_slo: float | None) -> None:
     """The second one is launched, and what it needs is on its way, while the first one is computed."""
@@ -212,6 +214,7 @@ def test_two_encodes_in_flight_leave_no_gap(models: Models, tpot_slo: float | No
         assert idle_s[0] > 100e-6 and idle_s[1] < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["nan", "raise"])
 def test_a_picture_that_fails_between_others_in_flight_fails_alone(models: Models, action: str) -> None:
     with serving(models("qwen2_vl"), LIMIT_S) as busy:

@@ -43,14 +43,14 @@ class LayeredModel(FakeModel):
 class Setup:
     """One picture per fill, all of one request, and a vision lane with a thread of its own."""
 
-    def __init__(self, *fills: int, gated: bool = True, piece_rows: int = 0) -> None:
+    def __init__(self, *fills: int, gated: bool = True, piece_rows: int = 0, asynchronous: bool = False) -> None:
         self.model = LayeredModel()
         self.rig = Rig(self.model)
         self.gate = LaneGate(MonotonicClock())
         gate = self.gate if gated else NO_GATE
         config = EngineConfig(scheduler=SchedulerConfig(tpot_slo=1.0 if piece_rows else None))
         parts = self.rig.backend, FAKE_VISION, self.rig.image_cache, config, MonotonicClock(), FaultPoints(), gate
-        self.lane = VisionLane(self.model, *parts, lambda job: job(), piece_rows=piece_rows, asynchronous=False)
+        self.lane = VisionLane(self.model, *parts, lambda job: job(), piece_rows=piece_rows, asynchronous=asynchronous)
         pictures = [make_picture(f"{i}", fill, 3 + i * IMAGE_TOKENS) for i, fill in enumerate(fills)]
         prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]
         self.request: Request = make_request(1, prompt, images=tuple(image for image, _ in pictures))
@@ -123,8 +123,9 @@ def interrupt() -> None:
 
 
 def test_the_size_of_pieces_reaches_the_model() -> None:
-    for gated, expected in ((True, 64), (False, 0)):
-        setup = Setup(10, gated=gated, piece_rows=64)
+    """On a processor alone: elsewhere launches would take longer than what they launch."""
+    for gated, asynchronous, expected in ((True, False, 64), (False, False, 0), (True, True, 0)):
+        setup = Setup(10, gated=gated, piece_rows=64, asynchronous=asynchronous)
         setup.run()
         assert setup.model.piece_rows == expected
         assert setup.results[0].errors[0] is None

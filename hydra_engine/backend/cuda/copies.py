@@ -144,11 +144,12 @@ class CudaFetch:
 
 
 class CudaMark:
-    """`Mark` of backend/device.py: an event with a time, on the calling thread's current stream."""
+    """`Mark` of backend/device.py: an event with a time, on the calling thread's current stream. A thread that waits
+    for one sleeps: such waits last, and what is in flight behind a mark hides that it wakes late."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event = torch.cuda.Event(enable_timing=True)
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
         self._event.record(torch.cuda.current_stream(device))
 
     def is_done(self) -> bool:
