@@ -1,7 +1,8 @@
-"""A pool of device memory between two real processes."""
+"""A pool of device memory between two real processes, and pinned host memory between devices."""
 
 import base64
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from hydra_engine.backend.cuda import ipc as cuda_ipc
+from hydra_engine.backend.select import create_backend
 from hydra_engine.errors import TransferError
+from tests.worker import staging
 
 pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).parents[2]
@@ -61,3 +64,18 @@ def test_a_process_does_not_open_its_own_handles(cuda: torch.device) -> None:
 def test_an_error_of_cuda_says_what_and_where(cuda: torch.device) -> None:
     with pytest.raises(RuntimeError, match=r"CUDA error 2 .*out of memory.*cudaMalloc.*csrc/cuda/ipc\.cpp:\d+"):
         cuda_ipc.DevicePool(1 << 50, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:1")]
+)
+def test_blocks_go_through_host_memory_that_is_pinned(
+    cuda: torch.device, caplog: pytest.LogCaptureFixture, source: str, target: str
+) -> None:
+    if target == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    sides = [create_backend(device, torch.float32, threads=1) for device in (source, target)]
+    options = {"through_host": True, "staging_bytes": 8 * staging.BLOCK_BYTES}
+    with caplog.at_level(logging.WARNING), torch.inference_mode(), staging.sides(*sides, **options) as pair:
+        staging.moves_blocks(*pair)
+    assert "cannot be pinned" not in caplog.text
