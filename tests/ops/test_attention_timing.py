@@ -414,6 +414,20 @@ def test_numbers_that_nobody_measured_are_refused(
     assert machine(tmp_path)[1] == 1 and len(caplog.records) == 1
 
 
+def test_where_ours_cannot_be_measured_they_are_taken_and_nothing_is_kept(
+    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Measured:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256 MiB\nof 140 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_timing, "measure", full)
+        chosen, _ = machine(tmp_path)
+    assert chosen.names == {} and not [*tmp_path.iterdir()]
+    assert chosen.note == "attention: triton; it could not be measured (CUDA out of memory. Tried to allocate 256 MiB)"
+    assert machine(tmp_path)[1] == 1
+
+
 def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(
     machine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,17 +108,22 @@ class Site(NamedTuple):
 def choose(
     device: Device, num_sms: int, dtype: torch.dtype, shapes: Shapes, folder: Path | None, driver: int
 ) -> ChosenAttention:
-    """In inference mode, in a thread that works on no stream of its own; what it took is free again afterwards.
-    `folder`: of what is kept, None: nothing; `driver`: the newest CUDA that it runs."""
+    """In inference mode, in a thread that works on no stream of its own; what it took is free again afterwards. Where
+    ours cannot be measured, for want of memory perhaps, they are taken unmeasured. `folder`: of what is kept, None:
+    nothing; `driver`: the newest CUDA that it runs."""
     on = device.torch_device
     key = kept.key_of(on, num_sms, driver, dtype, shapes)
     measured = None if folder is None else kept.load(folder, key)
     if measured is None:
-        with torch.cuda.device(on):
-            site = Site(on, num_sms, device.send)
-            measured = measure(site, dtype, shapes, partial(captured_seconds, GraphPools(on)))
+        try:
+            with torch.cuda.device(on):
+                site = Site(on, num_sms, device.send)
+                measured = measure(site, dtype, shapes, partial(captured_seconds, GraphPools(on)))
+        except _FAILURES as error:
+            return ChosenAttention(note=f"attention: triton; it could not be measured ({_first_line(error)})")
+        finally:
             device.finish()
-        device.trim()
+            device.trim()
         if folder is not None:
             kept.save(folder, key, measured)
     return by_time(measured)
@@ -160,8 +165,7 @@ def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Se
             left_out[candidate.name] = str(reason)
         except _FAILURES as error:
             # FlashInfer compiles its kernels at first use, which needs a compiler and a cache folder.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            left_out[candidate.name] = lines[0][:80]
+            left_out[candidate.name] = _first_line(error)
 
 
 def cases(cache: PagedCache) -> tuple[Case, ...]:
@@ -288,6 +292,10 @@ def _repeated(attend: Attend) -> Launch:
             attend()
 
     return launch
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:80]
 
 
 def _agree(given: Tensor, expected: Tensor) -> bool:
