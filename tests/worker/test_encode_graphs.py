@@ -441,12 +441,9 @@ def test_ops_that_plan_from_contents_are_not_captured(
 def test_a_capture_that_fails_says_what_to_change(checkpoints: Callable[[str], Path]) -> None:
     class Small(LateDevice):
         def capture(self, launch: Any) -> Any:
-            if self.captured >= 2:  # both graphs of the decode step
+            if threading.current_thread().name == "lane-vision":
                 raise torch.OutOfMemoryError("no room for a pool")
-            self.captured += 1
             return super().capture(launch)
-
-        captured = 0
 
     rig = make_rig(checkpoints("llava"), "reference", asynchronous=True, device=Small(), cuda_graph_sizes=(1,))
     with pytest.raises(BackendError, match=r"encodes cannot be captured .* fewer encoder_cuda_graph_sizes"):
