@@ -74,7 +74,7 @@ def _default_concurrency(config: EngineConfig) -> int:
 
     num_instances = len(Topology.parse(config.topology).instances)
     limits = config.scheduler
-    return max(1, min(2 * limits.max_num_seqs * num_instances, limits.max_queue // 2))
+    return max(1, min(2 * limits.most_requests * num_instances, limits.max_queue // 2))
 
 
 async def _answer_all(

@@ -220,7 +220,7 @@ def screen_lines(
     lines = [
         *(line for line in summary if line not in notes),
         *_budgets(config),
-        _admission(config, server),
+        _admission(summaries, config, server),
         *_sampling(config, sampling),
         _access(server),
         *notes,
@@ -237,10 +237,11 @@ def _budgets(config: EngineConfig) -> list[str]:
     return ["  budgets      fixed, as above; --tpot-slo 40ms derives them from step times of this machine"]
 
 
-def _admission(config: EngineConfig, server: ServerConfig) -> str:
+def _admission(summaries: Sequence[InstanceSummary], config: EngineConfig, server: ServerConfig) -> str:
     media, scheduler = config.media, config.scheduler
+    at_once = min((s.max_num_seqs for s in summaries if s.num_kv_blocks and s.max_num_seqs), default=None)
     return (
-        f"  admission    {scheduler.max_num_seqs} requests at once, {scheduler.max_queue} accepted; "
+        f"  admission    {at_once or scheduler.most_requests} requests at once, {scheduler.max_queue} accepted; "
         f"{media.max_images} pictures a request, bodies of {size(server.max_body_bytes)}"
     )
 

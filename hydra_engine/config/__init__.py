@@ -7,6 +7,8 @@ object, as text or written out; "file" and "folder": paths), `secret` (never sho
 """
 
 from hydra_engine.config.engine import (
+    DEFAULT_REQUESTS,
+    DEFAULT_TOKENS,
     DEMO_MODEL,
     MAX_PRIORITY,
     SHAPES,
@@ -33,6 +35,8 @@ from hydra_engine.config.server import ServerConfig
 __all__ = [
     "CacheConfig",
     "ClusterConfig",
+    "DEFAULT_REQUESTS",
+    "DEFAULT_TOKENS",
     "DEMO_MODEL",
     "EngineConfig",
     "MAX_LIMIT_S",

@@ -26,6 +26,7 @@ from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
 SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
+DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # of a language step on a processor
 MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
 
 
@@ -38,13 +39,17 @@ class SchedulerConfig:
         None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
     )
     ttft_slo: float | None = opt(None, "limit for the time to the first token, for example 1s", kind="seconds")
-    token_budget: int = opt(
-        512,
-        "most tokens of one language step (decodes and prefill chunks together)",
+    token_budget: int | None = opt(
+        None,
+        "most tokens of one language step (decodes and prefill chunks together); default: 512, on a GPU 2048 or 4096, "
+        "or less where its memory is small",
         aliases=("max-num-batched-tokens",),
     )
     image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
-    max_num_seqs: int = opt(64, "most requests that hold KV blocks at once")
+    max_num_seqs: int | None = opt(
+        None,
+        "most requests that hold KV blocks at once; default: 64, on a GPU 256, or less where its memory is small",
+    )
     max_queue: int = opt(512, "most requests accepted and not finished; above it 503")
     encode_patience_s: float = 2.0  # an image that has waited this long is encoded next
     max_bypass: int = opt(16, "how many later requests may overtake a waiting one before blocks are reserved for it")
@@ -53,6 +58,16 @@ class SchedulerConfig:
         "plan the next language step while one runs; default: on a GPU only, because on a CPU it costs goodput under "
         "mixed load",
     )
+
+    @property
+    def most_tokens(self) -> int:
+        """`token_budget` as given or found (`worker/memory/limits.py`), or that of a processor."""
+        return DEFAULT_TOKENS if self.token_budget is None else self.token_budget
+
+    @property
+    def most_requests(self) -> int:
+        """`max_num_seqs`, likewise."""
+        return DEFAULT_REQUESTS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def slices_layers(self) -> bool:
@@ -269,7 +284,7 @@ class EngineConfig:
     cuda_graph_sizes: tuple[int, ...] = opt(
         (),
         "numbers of requests for which a decode step is captured; smaller steps are padded. Default: 1, 2, 4, 8, 16, "
-        "24 and so on up to --max-num-seqs",
+        "24 and so on up to --max-num-seqs, from 128 on an eighth of that apart",
         aliases=("cudagraph-capture-sizes",),
     )
     encoder_cuda_graph_sizes: tuple[int, ...] = opt(

@@ -37,7 +37,7 @@ def check_choices(config: object) -> None:
 
 def positive(group: object, *names: str) -> None:
     for name in names:
-        if getattr(group, name) <= 0:
+        if (value := getattr(group, name)) is not None and value <= 0:
             raise ConfigError(f"{name} must be positive", param=name)
 
 

@@ -71,7 +71,8 @@ async def _run_all(
     limits = front.config.scheduler
     ended.extend([None] * len(prompts))
     # Enough to keep the lanes busy and their preprocessing ahead of them, never so many that the queue refuses.
-    window = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_queue // 2) // call.sampling.n))
+    at_once = max((summary.max_num_seqs for summary in front.summaries), default=0) or limits.most_requests
+    window = asyncio.Semaphore(max(1, min(2 * at_once, limits.max_queue // 2) // call.sampling.n))
     with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, front.statuses.total) as bar:
 
         async def run(index: int, prompt: tuple[Any, Any, Any]) -> Result:

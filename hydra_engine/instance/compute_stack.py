@@ -43,6 +43,7 @@ from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.planner.start import StepCosts, Subject, surface_for
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
+from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.memory.plan import CachePlan, Filling, kv_token_bytes, own_part, plan_memory
 from hydra_engine.worker.memory.working import image_budget
@@ -184,6 +185,9 @@ def _load_and_size(
         neighbours=context.neighbours,
     )
     weight_bytes = weights_dtype(backend.dtype, spec.dtype, config.backend, device.name).itemsize
+    if device.asynchronous:
+        config, limits_reason = with_limits(config, spec, role, backend.dtype.itemsize, own_bytes, weight_bytes)
+        reasons += () if limits_reason is None else (limits_reason,)
     sizes = backend.dtype.itemsize, free_bytes
     plan_of = partial(plan_memory, spec, role, config, *sizes, shares=context.shares, weight_bytes=weight_bytes)
     plan = plan_of(filling=Filling(own_bytes) if fills else None)

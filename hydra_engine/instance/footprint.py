@@ -20,6 +20,7 @@ from hydra_engine.core.units import GIB
 from hydra_engine.errors import ResourceError
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
 from hydra_engine.worker.memory.working import estimate
 
@@ -105,9 +106,11 @@ def _footprint(
 ) -> Footprint:
     """`free_bytes` of the device, for this instance and `others` together."""
     filling = None
+    weight_bytes = weights_dtype(dtype, spec.dtype, config.backend, device).itemsize
     if device != "cpu":
         whole = {"total_bytes": free_bytes, "free_bytes": free_bytes}
         own_bytes, _ = own_part(spec, role, config, dtype.itemsize, **whole, neighbours=(role, *others))
+        config, _ = with_limits(config, spec, role, dtype.itemsize, own_bytes, weight_bytes)
         filling = Filling(own_bytes, estimate(spec, role, config, dtype.itemsize))
     plan = plan_memory(
         spec,
@@ -117,7 +120,7 @@ def _footprint(
         free_bytes,
         shares=1 + len(others),
         filling=filling,
-        weight_bytes=weights_dtype(dtype, spec.dtype, config.backend, device).itemsize,
+        weight_bytes=weight_bytes,
     )
     cache = config.cache
     kv_tokens, image_rows = plan.num_kv_blocks * cache.block_size, plan.num_image_blocks * cache.image_block_size

@@ -157,14 +157,14 @@ def _measured(
 
 
 def _sizes(config: EngineConfig, subject: Subject) -> Sizes:
-    block_size, token_budget = config.cache.block_size, config.scheduler.token_budget
+    block_size, token_budget = config.cache.block_size, config.scheduler.most_tokens
     affordable = max(_LEAST_CACHE_BYTES, int(_CACHE_SHARE * subject.weights_bytes)) // max(subject.kv_token_bytes, 1)
     if subject.spec.language.has_states:
         affordable = min(affordable, _STATE_STEPS * token_budget)
     max_model_len = config.max_model_len or subject.spec.max_model_len
     held = max(min(affordable // block_size, subject.num_kv_blocks), 1)
     return Sizes(
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=config.scheduler.most_requests,
         token_budget=token_budget,
         image_budget=config.scheduler.image_budget,
         max_model_len=max_model_len,

@@ -84,13 +84,13 @@ class Budgets:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._latest_tokens = config.token_budget
+        self._latest_tokens = config.most_tokens
         self._decode_steps = self._full_steps = 0
         self._typical = TypicalSteps(), TypicalSteps()  # without vision beside them, and with it
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; to be asked once per step."""
-        tokens = max(0, self._config.token_budget - pending.num_decodes)
+        tokens = max(0, self._config.most_tokens - pending.num_decodes)
         if pending.num_decodes and min(tokens, pending.prefill_tokens) > LEAST_CHUNK:
             tokens = min(tokens, self._beside_decodes(pending.num_decodes))
         self._latest_tokens = tokens
@@ -99,7 +99,7 @@ class Budgets:
     def _beside_decodes(self, num_decodes: int) -> int:
         """Tokens of prefill beside decodes without a limit. Steps beside vision are asked only where no others are
         known: it slows decodes and chunks about alike."""
-        highest = self._config.token_budget
+        highest = self._config.most_tokens
         for typical in self._typical:
             decode_s, token_s = typical.decode_s(num_decodes), typical.per_token_s()
             if decode_s is not None and token_s is not None:

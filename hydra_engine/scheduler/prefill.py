@@ -66,7 +66,7 @@ class Admission:
         self._requests = requests
         self._kv = requests.kv
         self._max_bypass = config.max_bypass
-        self._max_seqs = policy.sequence_limit(config.max_num_seqs, config.token_budget)
+        self._max_seqs = policy.sequence_limit(config.most_requests, config.most_tokens)
 
     @property
     def is_full(self) -> bool:

@@ -65,8 +65,8 @@ class RequestTable:
         """`has_states`: the model keeps recurrent states. KV without the state at its end is worth nothing, so then
         only features are reused."""
         self.kv = kv
-        self.seq_slots = SlotPool(config.max_num_seqs)
-        self.decodes = DecodeTable(config.max_num_seqs, kv.block_size)
+        self.seq_slots = SlotPool(config.most_requests)
+        self.decodes = DecodeTable(config.most_requests, kv.block_size)
         self.features = FeatureCache(images, keeps=reuse)
         self.prefixes = PrefixCache(kv, enabled=reuse and not has_states, shares_features=reuse)
         self.ledger = Ledger(kv, self.features, self.seq_slots, has_states=has_states)

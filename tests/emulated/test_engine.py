@@ -178,6 +178,23 @@ def test_random_weights_are_those_of_a_processor(models: Models) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.quick("given")
+@pytest.mark.parametrize(
+    ("total_bytes", "given", "wanted"),
+    [(1 << 32, {}, (4096, 256)), (880 << 20, {}, (4096, 64)), (1 << 32, {"token_budget": 24}, (24, 64))],
+    ids=["large", "small", "given"],
+)
+def test_limits_of_a_step_follow_from_the_memory_of_the_device(
+    models: Models, total_bytes: int, given: dict[str, int], wanted: tuple[int, int]
+) -> None:
+    options = {"device": "cuda", "threads": 1, "enforce_eager": True, "max_model_len": 64, **given}
+    with emulated_cuda(total_bytes=total_bytes), Engine(models("llava"), **options) as engine:
+        (summary,) = engine.front.summaries
+        said = [note for note in summary.notes if "from the device's memory" in note]
+        assert (summary.token_budget, summary.max_num_seqs) == wanted and len(said) == 1
+        assert said[0].startswith(f"{wanted[bool(given)]} ")
+
+
 def test_a_device_that_is_too_small_says_so(models: Models) -> None:
     with emulated_cuda(total_bytes=1 << 19), pytest.raises(ResourceError, match="memory"):
         Engine(models("llava"), device="cuda", threads=1).close()

@@ -104,7 +104,7 @@ class Stepper:
         plan = self.scheduler.plan_language(self.now)
         self.scheduler.check()
         if plan is not None and type(self.scheduler) is StageScheduler:
-            check_chunks(plan, self.requests, self.config.token_budget)
+            check_chunks(plan, self.requests, self.config.most_tokens)
         self.oracle.look()
         return plan
 

@@ -372,7 +372,8 @@ def test_sizes() -> None:
     assert default_sizes(1) == (1,)
     assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert default_sizes(64) == (1, 2, 4, *range(8, 65, 8))
-    assert default_sizes(1024)[-3:] == (992, 1008, 1024) and len(default_sizes(1024)) == 83
+    assert default_sizes(256) == (1, 2, 4, *range(8, 128, 8), *range(128, 257, 16))
+    assert default_sizes(1024)[-3:] == (896, 960, 1024) and len(default_sizes(1024)) == 43
     assert EngineConfig(cuda_graph_sizes=("8,2", "4", 2)).cuda_graph_sizes == (2, 4, 8)  # type: ignore[arg-type]
     for wrong in (("x",), (0,), (4097,), ("",), tuple(range(1, 300))):
         with pytest.raises(ConfigError, match="cuda_graph_sizes"):

@@ -51,7 +51,7 @@ class StealPolicy:
     """`max_num_seqs`: how many requests can hold KV blocks on one instance at once."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._since: dict[tuple[str, str], float] = {}  # (name, side): since when it has been ready for it
         self._latest: dict[str, float] = {}
 
@@ -89,7 +89,7 @@ class StealPolicy:
             return False
         if not _num_queued(instance):
             return False
-        return status.num_running + _num_queued(instance) > self._max_num_seqs or status.kv_used >= VICTIM_FULL
+        return status.num_running + _num_queued(instance) > self.max_num_seqs or status.kv_used >= VICTIM_FULL
 
 
 def _is_idle_thief(instance: InstanceLoad) -> bool:
@@ -118,7 +118,12 @@ def _best(decodes: Iterable[Decode], victims: Sequence[InstanceLoad], thief: Ins
 class DecodeStealing:
     def __init__(self, config: EngineConfig, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._policy = StealPolicy(config.scheduler.max_num_seqs) if config.cluster.steal_decodes else None
+        self._policy = StealPolicy(config.scheduler.most_requests) if config.cluster.steal_decodes else None
+
+    def on_up(self, max_num_seqs: int) -> None:
+        """What an instance has found at its start, by its memory."""
+        if self._policy is not None and max_num_seqs:
+            self._policy.max_num_seqs = max_num_seqs
 
     def stop(self) -> None:
         """No decode is stolen from now on."""

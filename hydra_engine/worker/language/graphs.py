@@ -31,15 +31,18 @@ from hydra_engine.worker.language.step import StepParts
 logger = logging.getLogger(__name__)
 
 _SMALL = (1, 2, 4)
-_STEP, _WIDE_STEP = 8, 16
-_WIDE_FROM = 256
+_STEP = 8
 
 _Column = TypeVar("_Column")
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Ascending; a step is padded by few rows where rows are few."""
-    sizes = (*_SMALL, *range(_STEP, _WIDE_FROM, _STEP), *range(_WIDE_FROM, max_num_seqs, _WIDE_STEP))
+    """Ascending: 8 apart, and from 128 on an eighth of a power of two, so that a step is padded by few rows. Up to 180
+    rows or so those cost nothing, as products wait for their weights; a graph costs its part of a start, and memory."""
+    sizes, size = [*_SMALL], _STEP
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(_STEP, (1 << size.bit_length() - 1) // 8)
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 

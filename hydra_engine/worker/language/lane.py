@@ -181,7 +181,7 @@ class LanguageLane:
         self._clock = clock
         self._ahead = asynchronous
         self._device = device = backend.device
-        num_seq_slots, max_model_len = config.scheduler.max_num_seqs, config.max_model_len or spec.max_model_len
+        num_seq_slots, max_model_len = config.scheduler.most_requests, config.max_model_len or spec.max_model_len
         self._warm_up = partial(
             warm_language, model, backend, spec.language, kv_cache, image_cache, states, max_model_len, asynchronous
         )
@@ -194,7 +194,7 @@ class LanguageLane:
             self._slot_table = slot_table = DeviceSlotTable(num_seq_slots, device.torch_device)
             if model.can_be_captured and not config.enforce_eager:
                 scheduler = config.scheduler
-                mixed = mixed_sizes(scheduler.token_budget, scheduler.max_num_seqs)
+                mixed = mixed_sizes(scheduler.most_tokens, scheduler.most_requests)
                 self.graphs = StepGraphs(parts, slot_table, _graph_sizes(config), mixed, max_model_len)
             self._step = AsynchronousStep(parts, slot_table, self.graphs)
             self._order = StepOrder(slot_table, clock, gate)
@@ -287,7 +287,7 @@ class LanguageLane:
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Of graphs; none is larger than a step can be."""
-    most = config.scheduler.max_num_seqs
+    most = config.scheduler.most_requests
     if not config.cuda_graph_sizes:
         return default_sizes(most)
     fitting = tuple(size for size in config.cuda_graph_sizes if size <= most)

@@ -67,11 +67,11 @@ class _Peaks:
         return self._peak(partial(self._encode, largest))
 
     def decode(self) -> int:
-        return self._peak(partial(self._forward, [1] * self._config.scheduler.max_num_seqs, scored=False))
+        return self._peak(partial(self._forward, [1] * self._config.scheduler.most_requests, scored=False))
 
     def prefill(self) -> int:
         scheduler = self._config.scheduler
-        counts = counts_of_largest(scheduler.token_budget, scheduler.max_num_seqs, self._max_model_len)
+        counts = counts_of_largest(scheduler.most_tokens, scheduler.most_requests, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=True))
 
     def _peak(self, job: partial[None]) -> int:

@@ -55,7 +55,7 @@ class Needs:
     def state_bytes(self) -> int:
         """Of recurrent states: two state slots for every request that may run, see `cache_store.py`."""
         slot_bytes = 2 * self.spec.language.state_bytes(self.dtype_bytes) if self.role.needs_language else 0
-        return self.config.scheduler.max_num_seqs * slot_bytes
+        return self.config.scheduler.most_requests * slot_bytes
 
     @property
     def pictures(self) -> VisionSpec | None:
@@ -221,7 +221,7 @@ def _divided(free_bytes: int, shares: int, reasons: list[str]) -> int:
 
 def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
     """One for every request that may run, where the model keeps recurrent states."""
-    num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.max_num_seqs
+    num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.most_requests
     if not num_bytes:
         return 0
     if num_bytes > free_bytes:
@@ -257,7 +257,7 @@ def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> t
 
 
 def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
-    max_num_seqs = config.scheduler.max_num_seqs
+    max_num_seqs = config.scheduler.most_requests
     per_request = _ceil(min(max_model_len, TYPICAL_TOKENS), config.cache.block_size)
     wanted = max(max_num_seqs * per_request, _ceil(max_model_len, config.cache.block_size))
     affordable = share_bytes // block_bytes

@@ -121,13 +121,13 @@ class _Estimates:
         return estimated_encode(vision, self.config, self.dtype_bytes)
 
     def decode(self) -> int:
-        return self._step(self.config.scheduler.max_num_seqs, 0)
+        return self._step(self.config.scheduler.most_requests, 0)
 
     def prefill(self) -> int:
-        return self._step(self.config.scheduler.token_budget, SCORED_ROWS)
+        return self._step(self.config.scheduler.most_tokens, SCORED_ROWS)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:
-        language, num_rows = self.spec.language, self.config.scheduler.max_num_seqs
+        language, num_rows = self.spec.language, self.config.scheduler.most_requests
         layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * self.dtype_bytes
         return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)
 
@@ -150,7 +150,7 @@ def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int)
 def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Counts of tokens and masks of a device that samples special rows itself (worker/language/special.py)."""
     per_slot = 4 * spec.language.vocab_size + 4 * -(-spec.language.vocab_size // 32)
-    return (config.scheduler.max_num_seqs + 1) * per_slot
+    return (config.scheduler.most_requests + 1) * per_slot
 
 
 def encode_graph_bytes(vision: VisionSpec, config: EngineConfig, encode_bytes: int) -> int:

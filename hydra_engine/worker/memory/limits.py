@@ -1,0 +1,99 @@
+"""Limits of a language step that nobody has given, on a device that works behind the call: tokens and requests at once.
+
+Tokens follow from waves of tiles. A large product is cut into tiles of 128 x 256 results, one for each multiprocessor
+at a time, and the last wave of them is seldom full: of LLaVA-1.5-7B 0.67 of the places have a tile with 512 tokens and
+0.96 with 2048 (Qwen2-VL-7B 0.63 and 0.92). So a step has 2048 tokens where that fills 0.9 of the places, else 4096,
+which smaller models need and compute as fast. More would gain little and make decodes beside prompts wait longer.
+
+Requests at once are 256: decodes read all weights whether they are 64 or 256, so that tokens a second rise with them
+until products are bound by arithmetic, at 180 to 190 rows of an H200. Both are halved down to the limits of a processor
+while the memory of the instance does not hold them. Estimates from the spec; asks no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hydra_engine.config import DEFAULT_REQUESTS, DEFAULT_TOKENS, EngineConfig, SchedulerConfig
+from hydra_engine.core.roles import Role
+from hydra_engine.models.specs.base import LanguageSpec, ModelSpec
+from hydra_engine.worker.memory.plan import MARGIN_BYTES, Needs
+from hydra_engine.worker.memory.working import estimate
+
+TOKENS, REQUESTS = (2048, 4096), 256
+FULL = 0.9  # share of places that have a tile
+STEPS_SHARE = 0.125  # of what weights leave: what larger limits may take, of working memory and recurrent states
+LEAST_CONTEXT = 256  # tokens of KV for each request: with fewer, most of them would only wait for blocks
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+_MULTIPROCESSORS = 132  # of an H100 or H200; others have 108 to 148, for which the shares are alike
+
+
+def filled_places(language: LanguageSpec, num_tokens: int) -> float:
+    """Share of all places, in all waves of the products of a layer, that have a tile with `num_tokens` rows."""
+    hidden, inner, heads = language.hidden_size, language.intermediate_size, language.num_heads * language.head_dim
+    keys = 2 * language.num_kv_heads * language.head_dim
+    tiled = waves = 0
+    for outputs, inputs in ((heads + keys, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)):
+        tiles = -(-num_tokens // _TILE_ROWS) * -(-outputs // _TILE_COLUMNS)
+        tiled += tiles * inputs
+        waves += -(-tiles // _MULTIPROCESSORS) * inputs
+    return tiled / (waves * _MULTIPROCESSORS)
+
+
+def with_limits(
+    config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
+) -> tuple[EngineConfig, str | None]:
+    """The configuration with both limits, and what to say about those that nobody has given. `own_bytes`: what the
+    instance may take of the device; `weight_bytes` of a weight, where that is less than `dtype_bytes` of an
+    activation."""
+    given = config.scheduler
+    if not role.needs_language or (given.token_budget is not None and given.max_num_seqs is not None):
+        return config, None
+    of = Needs(spec, role, config, dtype_bytes, weight_bytes), own_bytes
+    limits = next((limits for limits in _candidates(given, spec.language) if _holds(*of, limits)), given)
+    tokens, requests = limits.most_tokens, limits.most_requests
+    said = [f"{tokens} tokens a language step"] if given.token_budget is None else []
+    said += [f"{requests} requests at once"] if given.max_num_seqs is None else []
+    resolved = replace(given, token_budget=tokens, max_num_seqs=requests)
+    return replace(config, scheduler=resolved), f"{' and '.join(said)}, from the device's memory"
+
+
+def _candidates(given: SchedulerConfig, language: LanguageSpec) -> Iterator[SchedulerConfig]:
+    """From the largest on. Requests are lowered before tokens, which are what prompts are computed at full speed by."""
+    all_tokens = [given.most_tokens]
+    if given.token_budget is None:
+        best = next((count for count in TOKENS if filled_places(language, count) >= FULL), TOKENS[-1])
+        all_tokens = [*_halved(best, DEFAULT_TOKENS)]
+    # No step has more rows than tokens.
+    most = min(REQUESTS, max(all_tokens[0], DEFAULT_REQUESTS))
+    requests = [*_halved(most, DEFAULT_REQUESTS)] if given.max_num_seqs is None else [given.most_requests]
+    for tokens in all_tokens:
+        for count in requests:
+            yield replace(given, token_budget=tokens, max_num_seqs=count)
+
+
+def _halved(most: int, least: int) -> Iterator[int]:
+    while most > least:
+        yield most
+        most //= 2
+    yield least
+
+
+def _holds(needs: Needs, own_bytes: int, limits: SchedulerConfig) -> bool:
+    left_bytes = own_bytes - sum(needs.weights) - MARGIN_BYTES
+    least = replace(limits, token_budget=DEFAULT_TOKENS, max_num_seqs=DEFAULT_REQUESTS)
+    larger, smaller = (replace(needs, config=replace(needs.config, scheduler=each)) for each in (limits, least))
+    if _steps_bytes(larger) - _steps_bytes(smaller) > STEPS_SHARE * max(left_bytes, 0):
+        return False
+    if limits.most_requests == DEFAULT_REQUESTS or needs.config.scheduler.max_num_seqs is not None:
+        return True  # there are no fewer to take
+    kv_bytes = left_bytes - _steps_bytes(larger) - larger.usual_cache_bytes + larger.state_bytes
+    given = larger.given("kv", larger.kv_block_bytes)
+    num_blocks = max(kv_bytes, 0) // larger.kv_block_bytes if given is None else given
+    return num_blocks * needs.config.cache.block_size >= LEAST_CONTEXT * limits.most_requests
+
+
+def _steps_bytes(needs: Needs) -> int:
+    working = estimate(needs.spec, needs.role, needs.config, needs.dtype_bytes)
+    return working.total_bytes + needs.state_bytes
