@@ -20,7 +20,7 @@ _LONG = 1 << 30  # rows: longer than any window
 _MAX_SEARCHED = 1024  # segments that every program goes through
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["cu_seqlens"])
 def _packed_kernel(
     q: tl.tensor,
     k: tl.tensor,
