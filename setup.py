@@ -7,15 +7,17 @@ so the flags below are the same for every x86-64 machine.
 Where an nvcc of CUDA 12.5 or newer is found, csrc/cuda is compiled too, with the CUDA runtime linked statically: the
 result imports on machines without a driver. Elsewhere csrc/cuda/absent.cpp stands in for it.
 
-HYDRA_CPU_ONLY=1 leaves CUDA out even where a toolkit exists. HYDRA_CUDA_ARCHS lists what is compiled for: "90" for
-machine code of that compute capability, "90+ptx" for intermediate code that newer devices translate; "80;90;90+ptx"
-unless set. HYDRA_NVCC_FLAGS is added to nvcc's flags, NVCC names it. HYDRA_BUILD_JOBS sets how many files are compiled
-at once (as many as there are cores, at most 8, unless set). CXX names the compiler.
+HYDRA_CPU_ONLY=1 leaves CUDA out even where a toolkit exists; HYDRA_REQUIRE_CUDA=1 makes it an error that there is none.
+HYDRA_CUDA_ARCHS lists what is compiled for: "90" for machine code of that compute capability, "90+ptx" for intermediate
+code that newer devices translate; "80;90;90+ptx" unless set. HYDRA_NVCC_FLAGS is added to nvcc's flags, NVCC names it.
+HYDRA_BUILD_JOBS sets how many files are compiled at once (as many as there are cores, at most 8, unless set). CXX names
+the compiler.
 
 `python setup.py build_emulated` makes build/emulated/hydra_engine/_C*.so for tests: the same sources with what is above
 AVX2 in C++ (tests/native/emulated), so that every instruction-set level runs on any processor with AVX2.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -81,17 +83,31 @@ class Toolkit:
         return " ".join(f"compute_{a.removesuffix('+ptx')}" if a.endswith("+ptx") else f"sm_{a}" for a in self.archs)
 
 
+def without_cuda(reason: str) -> None:
+    """Says why, which is an error where CUDA is asked for."""
+    if os.environ.get("HYDRA_REQUIRE_CUDA", "0") not in ("", "0"):
+        raise SystemExit(f"hydra-engine: CUDA is left out, but HYDRA_REQUIRE_CUDA asks for it: {reason}")
+    print(f"CUDA is left out: {reason}", flush=True)
+
+
+def static_runtimes(root: Path, major: str) -> list[Path]:
+    """Where libcudart_static.a may be: beside nvcc, and in what torch brings for that CUDA (nvidia-cuda-runtime)."""
+    folders = [root / folder for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    spec = importlib.util.find_spec("nvidia")
+    for place in () if spec is None else spec.submodule_search_locations or ():
+        folders += sorted(Path(place).glob(f"cu{major}*/lib"))
+    return [folder / "libcudart_static.a" for folder in folders]
+
+
 def toolkit() -> Toolkit | None:
     """The CUDA toolkit to compile with; None, with the reason printed, where there is none to use."""
     if os.environ.get("HYDRA_CPU_ONLY", "0") not in ("", "0"):
-        print("CUDA is left out: HYDRA_CPU_ONLY is set", flush=True)
-        return None
+        return without_cuda("HYDRA_CPU_ONLY is set")
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda"))]
     nvcc = next(filter(shutil.which, candidates), None)
     if nvcc is None:
-        print("CUDA is left out: no nvcc found", flush=True)
-        return None
+        return without_cuda("no nvcc found")
     # The nvcc on the path may be a script somewhere else: only the program itself knows its root.
     said = subprocess.run(
         [nvcc, "--dryrun", "-c", "x.cu"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -99,14 +115,11 @@ def toolkit() -> Toolkit | None:
     top = re.search(r"TOP=(\S+)", said)
     version = re.search(r"release (\d+)\.(\d+)", subprocess.check_output([nvcc, "--version"], text=True))
     if top is None or version is None or (int(version[1]), int(version[2])) < MIN_CUDA:
-        print(f"CUDA is left out: {nvcc} is older than CUDA {MIN_CUDA[0]}.{MIN_CUDA[1]} or does not answer", flush=True)
-        return None
+        return without_cuda(f"{nvcc} is older than CUDA {MIN_CUDA[0]}.{MIN_CUDA[1]} or does not answer")
     root = Path(top[1]).resolve()
-    runtimes = [root / folder / "libcudart_static.a" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
-    runtime = next((path for path in runtimes if path.exists()), None)
+    runtime = next((path for path in static_runtimes(root, version[1]) if path.exists()), None)
     if runtime is None:
-        print(f"CUDA is left out: {nvcc} has no libcudart_static.a beside it", flush=True)
-        return None
+        return without_cuda(f"{nvcc} has no libcudart_static.a beside it, nor has torch's nvidia-cuda-runtime")
     archs = tuple(re.split(r"[;, ]+", os.environ.get("HYDRA_CUDA_ARCHS") or DEFAULT_ARCHS))
     if wrong := [arch for arch in archs if not re.fullmatch(r"\d{2,3}[af]?(\+ptx)?", arch)]:
         raise SystemExit(f"hydra-engine: HYDRA_CUDA_ARCHS: expected values like 90 or 90+ptx, got {wrong[0]!r}")

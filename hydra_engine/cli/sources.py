@@ -40,7 +40,7 @@ _MAX_KEY = 60  # characters of an unknown key that its message quotes
 _OTHER_VARIABLES = frozenset(
     (
         *("HYDRA_CONFIG", "HYDRA_FAULTS", "HYDRA_CUDA_SYNC"),
-        *("HYDRA_CPU_ONLY", "HYDRA_CUDA_ARCHS", "HYDRA_NVCC_FLAGS", "HYDRA_BUILD_JOBS"),
+        *("HYDRA_CPU_ONLY", "HYDRA_REQUIRE_CUDA", "HYDRA_CUDA_ARCHS", "HYDRA_NVCC_FLAGS", "HYDRA_BUILD_JOBS"),
     )
 )
 

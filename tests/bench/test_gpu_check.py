@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,3 +228,46 @@ def test_what_is_missing_is_installed_from_its_wheel(monkeypatch: pytest.MonkeyP
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "1.2\n"
     wheel.write_bytes(b"half of a wheel")
     assert "no_such_module_here-1.2" in wheels.install(["no_such_module_here"], tmp_path / ".whl", tmp_path / "other")
+
+
+# ---- the build
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The functions of setup.py."""
+    import setuptools
+
+    for name in [name for name in os.environ if name.startswith(("HYDRA_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
+
+
+def compiler(folder: Path) -> str:
+    """An nvcc that says its version and where it belongs, without a runtime beside it."""
+    path = folder / "nvcc"
+    path.write_text(f'#!/bin/sh\ncase $1 in --version) echo release 13.0, V13;; *) echo "TOP={folder}" >&2;; esac\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_build_that_leaves_cuda_out_fails_where_it_is_asked_for(
+    build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NVCC", compiler(tmp_path))
+    assert build.toolkit() is None and "CUDA is left out: " in capsys.readouterr().out
+    monkeypatch.setenv("HYDRA_REQUIRE_CUDA", "1")
+    with pytest.raises(SystemExit, match=r"asks for it: .*nvcc has no libcudart_static.a beside it, nor has torch's"):
+        build.toolkit()
+
+
+def test_the_runtime_of_torch_will_do(build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As nvidia-cuda-runtime lays it out, and only that of nvcc's CUDA."""
+    monkeypatch.setenv("NVCC", compiler(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("cu12", "cu13"):
+        (tmp_path / "nvidia" / name / "lib").mkdir(parents=True)
+        (tmp_path / "nvidia" / name / "lib" / "libcudart_static.a").write_bytes(b"")
+    importlib.invalidate_caches()
+    assert build.toolkit().runtime == tmp_path / "nvidia" / "cu13" / "lib" / "libcudart_static.a"
