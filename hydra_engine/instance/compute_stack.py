@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hydra_engine.backend.base import Backend, PagedCache
-from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Heads, Shapes, Tower, resolve_attention
+from hydra_engine.backend.cuda.attention_choice import AUTO, FLASHINFER, TRITON, Heads, Shapes, Tower, resolve_attention
 from hydra_engine.backend.device import Device
 from hydra_engine.backend.devices import ChosenDevice, gpu_name, takes_turns
 from hydra_engine.backend.select import (
@@ -88,7 +88,7 @@ def build_worker(
     spec = spec.held_on(chosen.name)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
     deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
-    _check_kv_dtype(config.cache.kv_cache_dtype, spec, dtype, chosen.name)
+    _check_kv_dtype(config, spec, dtype, chosen.name)
     sm_split = resolve_sm_split(config.sm_split, chosen.num_sms)
     decided = replace(config, deterministic=deterministic, sm_split=sm_split)
     backend, split_note = _backend(decided, spec, context.role, chosen, dtype)
@@ -148,16 +148,17 @@ def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
     )
 
 
-def _check_kv_dtype(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
-    """Raises ConfigError unless the device, the model and the type of activations go with --kv-cache-dtype `name`."""
-    own = str(dtype).removeprefix("torch.")
+def _check_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+    """Raises ConfigError unless the device, the model, the type of activations and the attention backend go with
+    --kv-cache-dtype."""
+    name, own = config.cache.kv_cache_dtype, str(dtype).removeprefix("torch.")
     problem = ""
-    if name in ("int8", "fp8") and device != "cpu":
-        problem = f"a KV cache of {name} is not supported on a GPU yet; leave it at auto, which is {own} here"
-    elif name == "fp8":
-        problem = "processors do not compute with fp8; take int8, which has the same size and is more precise here"
+    if name == "fp8":
+        problem = "take int8, which has the same size and is more precise with a scale for each token and head"
     elif name == "int8" and spec.family == "transformers":
         problem = f"{spec.architecture} has attention of its own, which reads no int8; leave it at auto"
+    elif name == "int8" and device != "cpu" and config.attention_backend == FLASHINFER:
+        problem = "FlashInfer reads no int8; leave --attention-backend at auto"
     elif name not in ("auto", "int8", own):
         problem = f"the KV cache has the type of activations, {own}, or int8; set --dtype {name} or leave it at auto"
     if problem:
@@ -245,7 +246,8 @@ def _backend(
         heads=heads,
         deterministic=bool(config.deterministic),
     )
-    shapes = Shapes(heads if role.needs_language else None, _tower(spec) if role.needs_vision else None)
+    chooses = role.needs_language and config.cache.kv_cache_dtype != "int8"  # Triton alone reads int8
+    shapes = Shapes(heads if chooses else None, _tower(spec) if role.needs_vision else None)
     if attention == AUTO and not any(shapes):
         attention = TRITON
     both = role.needs_vision and role.needs_language and spec.vision is not None

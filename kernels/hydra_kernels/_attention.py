@@ -95,6 +95,23 @@ def paged_rows(
 
 
 @triton.jit
+def paged_scales(
+    scales: tl.tensor,
+    table: tl.tensor,
+    position: tl.tensor,
+    mask: tl.tensor,
+    stride_block: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Of one head at context positions, [K] float32; None where there are none."""
+    found = None
+    if scales is not None:
+        block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
+        found = tl.load(scales + block.to(tl.int64) * stride_block + position % BLOCK_SIZE, mask=mask, other=0.0)
+    return found
+
+
+@triton.jit
 def attend(
     q0: tl.tensor,
     q1: tl.tensor,
@@ -111,20 +128,30 @@ def attend(
     MASKED: tl.constexpr,
     D1: tl.constexpr,
     DTYPE: tl.constexpr,
+    key_scales: tl.tensor = None,
+    value_scales: tl.tensor = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """One tile of keys: q [M, D], k, v [K, D], visible [M, K] (read only if MASKED), top, total [M], acc [M, D].
 
-    scale includes log2(e). Returns the new (top, total, acc0, acc1).
+    scale includes log2(e). k and v of int8 come with scales [K], which meet scores and weights: integers are exact in
+    q's type. Returns the new (top, total, acc0, acc1).
     """
+    if key_scales is not None:
+        k0, k1 = k0.to(tl.float32).to(q0.dtype), k1.to(tl.float32).to(q0.dtype)
+        v0, v1 = v0.to(tl.float32).to(q0.dtype), v1.to(tl.float32).to(q0.dtype)
     scores = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32), DTYPE)
     if D1 > 0:
         scores = dot(q1, tl.trans(k1), scores, DTYPE)
+    if key_scales is not None:
+        scores *= key_scales[None, :]
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     weights = tl.exp2(scores * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, axis=1)
+    if value_scales is not None:
+        weights *= value_scales[None, :]
     weights = weights.to(v0.dtype)
     acc0 = dot(weights, v0, acc0 * shrink[:, None], DTYPE)
     if D1 > 0:

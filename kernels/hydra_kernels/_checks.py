@@ -49,15 +49,30 @@ def check_vector(name: str, x: Tensor, count: int | None, dtype: torch.dtype, de
         raise ValueError(f"{name}: expected contiguous [{wanted}] {dtype} on {device}, got {described(x)}")
 
 
-def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, num_context: Tensor) -> int:
+def check_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    num_context: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> int:
     """q [T, Hq, D]; k_cache, v_cache [N, S, Hkv, D] with equal strides; block_tables [B, max_blocks] int32 with dense
-    rows; num_context [B] int32. Returns Hq / Hkv."""
+    rows; num_context [B] int32; scales of caches of int8, [N, Hkv, S] float32 with dense blocks. Returns Hq / Hkv."""
     check_heads("q", q)
-    if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or k_cache.dtype is not q.dtype or not _is_dense(k_cache):
+    wanted = q.dtype if scales is None else torch.int8
+    if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or k_cache.dtype is not wanted or not _is_dense(k_cache):
         raise ValueError(
-            f"k_cache: expected [N, S, Hkv, {q.shape[2]}] {q.dtype} with a dense last dimension, "
+            f"k_cache: expected [N, S, Hkv, {q.shape[2]}] {wanted} with a dense last dimension, "
             f"got {described(k_cache)}"
         )
+    if scales is not None:
+        num_blocks, size, heads = k_cache.shape[:3]
+        stride = scales[0].stride(0)
+        for one in scales:
+            good = one.shape == (num_blocks, heads, size) and one.dtype is torch.float32 and one.device == q.device
+            if not good or one.stride() != (stride, size, 1):
+                raise ValueError(f"scales: expected two of [{num_blocks}, {heads}, {size}], got {described(one)}")
     if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride() or v_cache.dtype is not k_cache.dtype:
         raise ValueError(f"v_cache: expected what k_cache is, {described(k_cache)}, got {described(v_cache)}")
     if q.shape[1] == 0 or k_cache.shape[2] == 0 or q.shape[1] % k_cache.shape[2]:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
+from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, paged_scales, store_parts
 from hydra_kernels._checks import check_paged, check_scale, described, output
 from hydra_kernels._common import (
     DOT_DTYPE,
@@ -33,6 +33,8 @@ from hydra_kernels._common import (
     wait_for_previous,
 )
 from hydra_kernels._occupancy import places_of
+
+Scales = tuple[Tensor, Tensor]  # of keys and of values
 
 NUM_COUNTERS = 1 << 14
 _MIN_KEYS = 64  # of a split: below that its own result costs too much of what it reads
@@ -119,6 +121,8 @@ def _decode_mha_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     out: tl.tensor,
     partial: tl.tensor,
     log_totals: tl.tensor,
@@ -130,6 +134,7 @@ def _decode_mha_kernel(
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_slot: tl.tensor,
+    stride_scales: tl.tensor,
     stride_table: tl.tensor,
     STRIDE_Q_HEAD: tl.constexpr,
     STRIDE_HEAD: tl.constexpr,
@@ -152,6 +157,9 @@ def _decode_mha_kernel(
     context = tl.load(num_context + row)
     first, last = _split_bounds(context, split, num_splits, KEYS)
     table = block_tables + row.to(tl.int64) * stride_table
+    if k_scales is not None:
+        k_scales += head * BLOCK_SIZE
+        v_scales += head * BLOCK_SIZE
     one = tl.zeros([1], tl.int64)
     q0, q1 = load_parts(q, one + row.to(tl.int64) * stride_q + head * STRIDE_Q_HEAD, one == 0, D, D0, D1)
     q0 = q0.to(tl.float32) * scale
@@ -166,14 +174,20 @@ def _decode_mha_kernel(
         rows = paged_rows(table, position, valid, stride_block, stride_slot, BLOCK_SIZE) + head * STRIDE_HEAD
         k0, k1 = load_parts(k_cache, rows, valid, D, D0, D1)
         v0, v1 = load_parts(v_cache, rows, valid, D, D0, D1)
+        ks = paged_scales(k_scales, table, position, valid, stride_scales, BLOCK_SIZE)
+        vs = paged_scales(v_scales, table, position, valid, stride_scales, BLOCK_SIZE)
         scores = tl.sum(k0.to(tl.float32) * q0, axis=1)
         if D1 > 0:
             scores += tl.sum(k1.to(tl.float32) * q1, axis=1)
+        if ks is not None:
+            scores *= ks
         scores = tl.where(valid, scores, float("-inf"))
         new_top = tl.maximum(top, scores)
         weights = tl.exp2(scores - new_top)
         shrink = tl.exp2(top - new_top)
         total = total * shrink + weights
+        if vs is not None:
+            weights *= vs
         acc0 = acc0 * shrink[:, None] + weights[:, None] * v0.to(tl.float32)
         if D1 > 0:
             acc1 = acc1 * shrink[:, None] + weights[:, None] * v1.to(tl.float32)
@@ -200,6 +214,8 @@ def _decode_gqa_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     out: tl.tensor,
     partial: tl.tensor,
     log_totals: tl.tensor,
@@ -211,6 +227,7 @@ def _decode_gqa_kernel(
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_slot: tl.tensor,
+    stride_scales: tl.tensor,
     stride_table: tl.tensor,
     STRIDE_Q_HEAD: tl.constexpr,
     STRIDE_HEAD: tl.constexpr,
@@ -235,6 +252,9 @@ def _decode_gqa_kernel(
     context = tl.load(num_context + row)
     first, last = _split_bounds(context, split, num_splits, KEYS)
     table = block_tables + row.to(tl.int64) * stride_table
+    if k_scales is not None:
+        k_scales += head * BLOCK_SIZE
+        v_scales += head * BLOCK_SIZE
     member = tl.arange(0, ROWS)
     query_head = head * GROUP + member
     q0, q1 = load_parts(q, row.to(tl.int64) * stride_q + query_head * STRIDE_Q_HEAD, member < GROUP, D, D0, D1)
@@ -248,8 +268,10 @@ def _decode_gqa_kernel(
         rows = paged_rows(table, position, valid, stride_block, stride_slot, BLOCK_SIZE) + head * STRIDE_HEAD
         k0, k1 = load_parts(k_cache, rows, valid, D, D0, D1)
         v0, v1 = load_parts(v_cache, rows, valid, D, D0, D1)
+        ks = paged_scales(k_scales, table, position, valid, stride_scales, BLOCK_SIZE)
+        vs = paged_scales(v_scales, table, position, valid, stride_scales, BLOCK_SIZE)
         top, total, acc0, acc1 = attend(
-            q0, q1, k0, k1, v0, v1, valid[None, :], top, total, acc0, acc1, scale, True, D1, DTYPE
+            q0, q1, k0, k1, v0, v1, valid[None, :], top, total, acc0, acc1, scale, True, D1, DTYPE, ks, vs
         )
     divisor = tl.where(total == 0.0, 1.0, total)
     part0, part1 = acc0 / divisor[:, None], acc1 / divisor[:, None]
@@ -296,14 +318,20 @@ class _Prepared(NamedTuple):
 
 
 def places_per_sm(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, num_context: Tensor, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    num_context: Tensor,
+    scale: float,
+    scales: Scales | None = None,
 ) -> int:
     """Programs of `decode_attention` with these arguments and several splits that one multiprocessor holds at once, as
     the compiled kernel's registers and shared memory allow. Compiles it where it is not yet, and launches nothing."""
-    check_paged(q, k_cache, v_cache, block_tables, num_context)
+    check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     floats, ints = (torch.empty(0, dtype=dtype, device=q.device) for dtype in (torch.float32, torch.int32))
     kernel, arguments, constants = _prepared(
-        q, k_cache, v_cache, block_tables, num_context, scale, 2, torch.empty_like(q), (floats, floats, ints)
+        q, k_cache, v_cache, block_tables, num_context, scale, 2, torch.empty_like(q), (floats, floats, ints), scales
     )
     return places_of(kernel, arguments, constants, q.device)
 
@@ -319,6 +347,7 @@ def decode_attention(
     num_splits: int,
     counters: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V of one query per request over all of its context -> contiguous [B, Hq, D], `out` or new.
 
@@ -326,9 +355,10 @@ def decode_attention(
     `data[:, layer, 1]` of a block-major cache [N, L, 2, S, Hkv, D]. block_tables [B, max_blocks] int32 with dense rows,
     entries beyond the context arbitrary; num_context [B] int32; a request with context 0 gets zeros. Query head h reads
     KV head h // (Hq / Hkv). num_splits 1 to 128, see `choose_num_splits`; with more than one, `counters` are those of
-    `new_counters`, by default new ones. Nothing is read back from the device.
+    `new_counters`, by default new ones. Caches of int8 come with `scales`, the views `scales[:, layer, 0]` and
+    `scales[:, layer, 1]` [N, Hkv, S] float32. Nothing is read back from the device.
     """
-    check_paged(q, k_cache, v_cache, block_tables, num_context)
+    check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     check_scale(scale)
     batch, num_heads, dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -349,7 +379,7 @@ def decode_attention(
         log_totals = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
         between = (partial, log_totals, counters)
     kernel, arguments, constants = _prepared(
-        q, k_cache, v_cache, block_tables, num_context, scale, num_splits, out, between
+        q, k_cache, v_cache, block_tables, num_context, scale, num_splits, out, between, scales
     )
     kernel[(batch, num_kv_heads, num_splits)](*arguments, **constants)
     return out
@@ -365,12 +395,14 @@ def _prepared(
     num_splits: int,
     out: Tensor,
     between: tuple[Tensor, Tensor, Tensor] | None,
+    scales: Scales | None,
 ) -> _Prepared:
     """between: what several splits need, their results, their totals and the counters."""
     dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]
     launch = decode_launch(dim, group, q.dtype)
     first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
-    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), block_tables.stride(0))
+    stride_scales = 0 if scales is None else scales[0].stride(0)
+    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), stride_scales, block_tables.stride(0))
     ends = (out, *(between or (None, None, None)))
     padded = triton.next_power_of_2(dim)
     constants: dict[str, Any] = {
@@ -388,7 +420,8 @@ def _prepared(
         "num_warps": launch.warps,
         **dependent_launch(q.device),
     }
-    arguments = (q, k_cache, v_cache, *ends, block_tables, num_context, scale * LOG2_E, num_splits, *strides)
+    caches = (k_cache, v_cache, *(scales or (None, None)))
+    arguments = (q, *caches, *ends, block_tables, num_context, scale * LOG2_E, num_splits, *strides)
     if group == 1:
         return _Prepared(_decode_mha_kernel, arguments, constants)
     constants |= {"GROUP": group, "ROWS": launch.rows, "DTYPE": DOT_DTYPE}

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, store_parts
+from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, paged_scales, store_parts
 from hydra_kernels._checks import check_paged, check_scale, check_vector, output
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim, tma_launch
+from hydra_kernels.decode_attention import Scales
 from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
 
 _MAX_SEARCHED = 1024  # requests that every program goes through
@@ -32,6 +33,8 @@ def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     out: tl.tensor,
     block_tables: tl.tensor,
     cu_q: tl.tensor,
@@ -40,6 +43,7 @@ def _prefill_kernel(
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_slot: tl.tensor,
+    stride_scales: tl.tensor,
     stride_table: tl.tensor,
     num_requests: tl.tensor,
     HEADS: tl.constexpr,
@@ -89,6 +93,9 @@ def _prefill_kernel(
     common = (first_position + tile * ROWS // GROUP + 1) // KEYS * KEYS
     end = tl.minimum(context, first_position + (tile * ROWS + ROWS - 1) // GROUP + 1)
     table = block_tables + request.to(tl.int64) * stride_table
+    if k_scales is not None:
+        k_scales += head * BLOCK_SIZE
+        v_scales += head * BLOCK_SIZE
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, D0], tl.float32)
@@ -99,8 +106,10 @@ def _prefill_kernel(
         rows = paged_rows(table, position, every, stride_block, stride_slot, BLOCK_SIZE) + head * STRIDE_HEAD
         k0, k1 = load_parts(k_cache, rows, every, D, D0, D1)
         v0, v1 = load_parts(v_cache, rows, every, D, D0, D1)
+        ks = paged_scales(k_scales, table, position, every, stride_scales, BLOCK_SIZE)
+        vs = paged_scales(v_scales, table, position, every, stride_scales, BLOCK_SIZE)
         top, total, acc0, acc1 = attend(
-            q0, q1, k0, k1, v0, v1, real[:, None], top, total, acc0, acc1, scale, False, D1, DTYPE
+            q0, q1, k0, k1, v0, v1, real[:, None], top, total, acc0, acc1, scale, False, D1, DTYPE, ks, vs
         )
     for start in tl.range(common, end, KEYS):
         position = start + tl.arange(0, KEYS)
@@ -109,7 +118,11 @@ def _prefill_kernel(
         k0, k1 = load_parts(k_cache, rows, valid, D, D0, D1)
         v0, v1 = load_parts(v_cache, rows, valid, D, D0, D1)
         visible = position[None, :] <= row_position[:, None]
-        top, total, acc0, acc1 = attend(q0, q1, k0, k1, v0, v1, visible, top, total, acc0, acc1, scale, True, D1, DTYPE)
+        ks = paged_scales(k_scales, table, position, valid, stride_scales, BLOCK_SIZE)
+        vs = paged_scales(v_scales, table, position, valid, stride_scales, BLOCK_SIZE)
+        top, total, acc0, acc1 = attend(
+            q0, q1, k0, k1, v0, v1, visible, top, total, acc0, acc1, scale, True, D1, DTYPE, ks, vs
+        )
     places = (token.to(tl.int64) * HEADS + query_head) * D
     divisor = tl.where(total == 0.0, 1.0, total)
     store_parts(out, places, acc0 / divisor[:, None], acc1 / divisor[:, None], real, D, D0, D1)
@@ -128,6 +141,7 @@ def prefill_attention(
     out: Tensor | None = None,
     tma: bool = False,
     most_requests: int = 0,
+    scales: Scales | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> contiguous [T, Hq, D], `out`
     or new.
@@ -139,9 +153,10 @@ def prefill_attention(
     of a context of 0, as rows that fill up a batch have it, gets zeros. `tma` takes the kernel for Hopper, if
     `tma_attention.takes_cache` both caches. `most_requests` is for steps of which only the device knows the rows, and
     which have queries for so many of up to 1024 requests at most: programs are launched for as many tiles as q can have
-    then, and not for the longest request as often as there are requests. Nothing is read back from the device.
+    then, and not for the longest request as often as there are requests. Caches of
+    int8 come with `scales`, as in `decode_attention`. Nothing is read back from the device.
     """
-    group = check_paged(q, k_cache, v_cache, block_tables, num_context)
+    group = check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     check_scale(scale)
     batch = num_context.shape[0]
     check_vector("cu_q", cu_q, batch + 1, torch.int32, q.device)
@@ -157,8 +172,8 @@ def prefill_attention(
     if tma:
         triton.set_allocator(scratch)  # of this thread
     first, rest = split_head_dim(dim)
-    tensors = (q, k_cache, v_cache, out, block_tables, cu_q, num_context, scale * LOG2_E)
-    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), block_tables.stride(0))
+    tensors = (out, block_tables, cu_q, num_context, scale * LOG2_E)
+    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1))
     constants = {
         "HEADS": q.shape[1],
         "STRIDE_Q_HEAD": q.stride(1),
@@ -176,10 +191,13 @@ def prefill_attention(
     }
     grid: tuple[int, ...] = (triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)
     if tma:
-        prefill_tma_kernel[grid](*tensors, *strides, **constants)
+        prefill_tma_kernel[grid](q, k_cache, v_cache, *tensors, *strides, block_tables.stride(0), **constants)
         return out
     if most_requests:  # each of which has at most one tile that is not full
         grid = (q.shape[0] * group // launch.rows + most_requests, k_cache.shape[2])
     search = triton.next_power_of_2(batch) if most_requests else 0
-    _prefill_kernel[grid](*tensors, *strides, batch, **constants, SEARCH=search)
+    caches = (k_cache, v_cache, *(scales or (None, None)))
+    stride_scales = 0 if scales is None else scales[0].stride(0)
+    rest_of_strides = (stride_scales, block_tables.stride(0))
+    _prefill_kernel[grid](q, *caches, *tensors, *strides, *rest_of_strides, batch, **constants, SEARCH=search)
     return out

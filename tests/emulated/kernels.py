@@ -25,6 +25,7 @@ from hydra_engine import _C
 from hydra_engine.backend.base import (
     Adjustments,
     DeltaInputs,
+    HeadNorms,
     MixedRows,
     PagedCache,
     SamplingTensors,
@@ -193,9 +194,18 @@ def _adjust_logits(logits: Tensor, *adjustments: Tensor) -> Tensor:
 
 
 def _paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, cu_q: Tensor, num_context: Tensor, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    cu_q: Tensor,
+    num_context: Tensor,
+    scale: float,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     cache = PagedCache(torch.stack((k_cache, v_cache), dim=1).unsqueeze(1))
+    if scales is not None:
+        cache = PagedCache(cache.data, None, torch.stack(scales, dim=1).unsqueeze(1), q.dtype)
     used = (-(-num_context // cache.block_size)).tolist()
     rows = [row[:count].clamp(0, cache.num_blocks - 1) for row, count in zip(tables, used, strict=True)]
     assert all(torch.equal(row, all_of[: len(row)]) for row, all_of in zip(rows, tables, strict=True)), "no such block"
@@ -217,10 +227,11 @@ def _decode_attention(
     num_splits: int,
     counters: Tensor | None = None,
     out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     cu_q, none = torch.arange(q.shape[0] + 1, dtype=torch.int32), num_context == 0
     tables = torch.where(none[:, None], 0, block_tables)
-    result = _paged(q, k_cache, v_cache, tables, cu_q, num_context.clamp(min=1), scale)
+    result = _paged(q, k_cache, v_cache, tables, cu_q, num_context.clamp(min=1), scale, scales)
     result[none] = 0
     return result
 
@@ -238,18 +249,39 @@ def _prefill_attention(
     out: Tensor | None = None,
     tma: bool = False,
     most_requests: int = 0,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Tokens before the first request's and behind the last one's keep what `out` holds."""
     counts = [end - begin for begin, end in pairwise(cu_q.tolist())]
     assert max_q >= max(counts), "max_q is too small"
     assert not most_requests or sum(count > 0 for count in counts) <= most_requests, "most_requests is too small"
-    found = _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale)
+    found = _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale, scales)
     if out is None:
         return found
     inside = slice(int(cu_q[0]), int(cu_q[-1]))
     result = out.clone()
     result[inside] = found[inside]
     return result
+
+
+def _write_quantized(data: Tensor, scales: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> tuple[()]:
+    OPS.write_cache(PagedCache(data, None, scales, k.dtype), layer, (k, v), slots)
+    return ()
+
+
+def _rope_and_write_quantized(
+    data: Tensor,
+    scales: Tensor,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    slots: Tensor,
+    norms: tuple[Tensor | None, Tensor | None, float],
+) -> Tensor:
+    cache = PagedCache(data, None, scales, q.dtype)
+    return OPS.rope_and_write(q, k, v, rotary, cache, layer, slots, HeadNorms(*norms))
 
 
 def _packed_attention(
@@ -337,9 +369,17 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "decode_attention": _decode_attention,
     "prefill_attention": _prefill_attention,
     "packed_attention": _packed_attention,
+    "write_quantized": _write_quantized,
+    "rope_and_write_quantized": _rope_and_write_quantized,
 }
 # Arguments that functions write, by place.
-CHANGED = {"add_rms_norm": (1,), "causal_conv": (2,), "delta_rule": (7,)}
+CHANGED = {
+    "add_rms_norm": (1,),
+    "causal_conv": (2,),
+    "delta_rule": (7,),
+    "write_quantized": (0, 1),
+    "rope_and_write_quantized": (0, 1),
+}
 
 
 # ---- the extension

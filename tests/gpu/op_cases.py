@@ -262,6 +262,44 @@ def test_products_rotation_and_write(side: Side, rows: int) -> None:
         side.ops.linear_rope_and_write(side.there(x), (packed,), (cos, sin), there, 2, slots)
 
 
+# ---- keys and values of int8
+
+
+@pytest.mark.quick("(4, 2, 16)-torch.bfloat16")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 16), (3, 3, 80)], ids=str)
+def test_keys_and_values_of_int8(side: Side, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Written rotated and as they are, then read by decodes and by prompts; slots lie on the host or on the device."""
+    num_heads, num_kv_heads, dim = heads
+    shape = (6, 2, 2, 4, num_kv_heads, dim)
+    raw = torch.full((6 * 2 * 2 * 4 * num_kv_heads * (dim + 4),), 0xFF, dtype=torch.uint8)
+    expected, cache = (PagedCache.quantized(memory, shape, dtype) for memory in (raw.clone(), raw.to(side.device)))
+    slots, tokens = torch.tensor([20, 21, 22, 23, 8, 9, -1]), 7
+    fused = random(tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
+    parts = fused.split([count * dim for count in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
+    angles = random(tokens, dim // 2, seed=3)
+    rotary = angles.cos(), angles.sin()
+    turned = REFERENCE.rope_and_write(q, k, v, rotary, expected, 1, slots)
+    there = [side.there(part) for part in (q, k, v)]
+    found = side.ops.rope_and_write(*there, (side.there(rotary[0]), side.there(rotary[1])), cache, 1, slots)
+    assert_close(found.cpu(), turned, ulps=2, atol=4e-2 if dtype is torch.bfloat16 else 1e-3)
+    places = torch.tensor([5, 5, 5, 5, 2, 2]), 1, 0, torch.tensor([0, 1, 2, 3, 0, 1])
+    assert (cache.data.cpu()[places].int() - expected.data[places].int()).abs().max() <= 1
+    REFERENCE.write_cache(expected, 1, (k, v), slots)
+    side.ops.write_cache(cache, 1, there[1:], slots.to(side.device))
+    assert torch.equal(cache.data.cpu(), expected.data)
+    cu_q, context = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
+    tables = torch.tensor([[5, 2], [5, 1 << 30]], dtype=torch.int32)
+    wide = PagedCache(expected.data, None, expected.scales, torch.float32)
+    plan = REFERENCE.plan_attention(cu_q, context, tables)
+    wanted = REFERENCE.attention_paged(q[:4].float(), wide, 1, plan, 0.3)
+    for ops in (side.ops, side.exact):
+        result = ops.attention_paged(there[0][:4], cache, 1, ops.plan_attention(cu_q, context, tables), 0.3)
+        atol = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}[dtype]
+        torch.testing.assert_close(result.cpu().float(), wanted, rtol=0, atol=atol)
+
+
 # ---- element-wise
 
 

@@ -57,6 +57,17 @@ def poisoned(cuda: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
     return PagedCache(torch.full(shape, float("nan"), dtype=dtype, device=cuda))
 
 
+def test_blocks_of_int8_are_copied_with_their_scales(side: Side, cuda: torch.device) -> None:
+    shape = (6, 2, 2, 16, 2, 64)
+    raw = torch.randint(0, 100, (6 * 2 * 2 * 16 * 2 * 68,), dtype=torch.uint8)
+    source, target = (PagedCache.quantized(raw.to(cuda) * factor, shape, torch.bfloat16) for factor in (1, 0))
+    side.ops.copy_blocks(source, target, torch.tensor([[0, 5], [3, 1]]))
+    expected = torch.zeros_like(raw).view(6, -1)
+    expected[5], expected[1] = raw.view(6, -1)[0], raw.view(6, -1)[3]
+    for block in range(6):
+        assert torch.equal(target.block_view(block).cpu(), expected[block])
+
+
 @pytest.mark.parametrize("shape", [(33, 4096), (300, 1176), (17, 588)], ids=str)
 def test_products_of_real_widths(side: Side, shape: tuple[int, int]) -> None:
     """Also of widths that are no multiple of 16 bytes."""

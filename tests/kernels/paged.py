@@ -3,13 +3,13 @@ the cache behind a request's last block."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.reference.ops import ReferenceOps
+from hydra_engine.backend.reference.ops import ReferenceOps, quantized
 
 OUTSIDE = 2**31 - 1
 
@@ -32,11 +32,34 @@ class Step:
     def v_cache(self) -> Tensor:
         return self.cache.data[:, 1, 1]
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of a cache of int8."""
+        scales = self.cache.scales
+        return None if scales is None else (scales[:, 1, 0], scales[:, 1, 1])
+
     def expected(self, scale: float) -> Tensor:
         ops = ReferenceOps()
-        wide = PagedCache(self.cache.data.float())
+        data, scales = self.cache.data, self.cache.scales
+        wide = PagedCache(data.float()) if scales is None else PagedCache(data, None, scales, torch.float32)
         plan = ops.plan_attention(self.cu_q, self.num_context, self.block_tables)
         return ops.attention_paged(self.q.float().contiguous(), wide, 1, plan, scale)
+
+
+def in_int8(step: Step) -> Step:
+    """With a cache of int8, NaN as the scales of slots that hold no token."""
+    data = step.cache.data
+    *_, block_size, heads, dim = data.shape
+    raw = torch.full((data.numel() // dim * (dim + 4),), 0xFF, dtype=torch.uint8)
+    cache = PagedCache.quantized(raw, tuple(data.shape), data.dtype)
+    assert cache.scales is not None
+    for x in (0, 1):
+        rows = data[:, 1, x]  # [N, S, H, D]
+        integers, scales = quantized(rows.flatten(0, 1))
+        held = rows.isfinite().all(-1)
+        cache.data[:, 1, x] = torch.where(held[..., None], integers.view(rows.shape), cache.data[:, 1, x])
+        cache.scales[:, 1, x] = torch.where(held, scales.view(-1, block_size, heads), torch.nan).mT
+    return replace(step, cache=cache)
 
 
 def make_step(

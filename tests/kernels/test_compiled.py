@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.quantized import FLOAT8
 from hydra_engine.backend.quantized import quantized as quantized_weight
 from hydra_kernels._occupancy import Limits, places
@@ -30,6 +31,7 @@ from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
+from hydra_kernels.quantized_cache import rope_and_write_quantized
 from hydra_kernels.quantized_linear import invariant_quantized_linear, pack, small_quantized_linear
 from hydra_kernels.rotary import rotate
 from hydra_kernels.sampling import greedy, sample
@@ -66,6 +68,31 @@ def prefill(heads: int, kv_heads: int, dim: int, *, most_requests: int = 0) -> o
     tables = torch.zeros(4, 64, dtype=torch.int32)
     caches, searched = (cache[:, 1, 0], cache[:, 1, 1]), {"max_q": 300, "most_requests": most_requests}
     return prefill_attention(q, *caches, tables, INDICES, INDICES[:4], 0.1, **searched)
+
+
+def int8_cache(kv_heads: int, dim: int) -> PagedCache:
+    raw = torch.zeros(4 * 2 * 2 * 16 * kv_heads * (dim + 4), dtype=torch.uint8)
+    return PagedCache.quantized(raw, (4, 2, 2, 16, kv_heads, dim), BF16)
+
+
+def over_int8(heads: int, kv_heads: int, dim: int, tokens: int) -> object:
+    """Decodes of 4 requests in 4 splits, or prompts of `tokens` in all."""
+    cache, q = int8_cache(kv_heads, dim), torch.zeros(max(tokens, 4), heads, dim, dtype=BF16)
+    assert cache.scales is not None
+    caches = cache.data[:, 1, 0], cache.data[:, 1, 1]
+    scales, tables = (cache.scales[:, 1, 0], cache.scales[:, 1, 1]), torch.zeros(4, 64, dtype=torch.int32)
+    if tokens == 0:
+        return decode_attention(q, *caches, tables, INDICES[:4], 0.1, num_splits=4, scales=scales)
+    return prefill_attention(q, *caches, tables, INDICES, INDICES[:4], 0.1, max_q=tokens, scales=scales)
+
+
+def written_in_int8(heads: int, kv_heads: int, dim: int) -> object:
+    cache = int8_cache(kv_heads, dim)
+    assert cache.scales is not None
+    fused = torch.zeros(4, heads + 2 * kv_heads, dim, dtype=BF16)
+    angles, norms = torch.zeros(2, 4, dim // 2).unbind(0), (fused[0, 0], fused[0, 0], 1e-6)
+    q, k, v = fused.split([heads, kv_heads, kv_heads], dim=1)
+    return rope_and_write_quantized(cache.data, cache.scales, 1, q, k, v, angles, PLACES[:4], norms)
 
 
 def packed(dim: int, max_length: int, *, segments: int = 0) -> object:
@@ -225,6 +252,11 @@ CASES: dict[str, Callable[[], object]] = {
     "decode-gqa-64": lambda: decode(14, 2, 64, 1),
     "prefill-gqa-128": lambda: prefill(28, 4, 128),
     "prefill-mha-64": lambda: prefill(16, 16, 64),
+    "decode-mha-128-int8": lambda: over_int8(32, 32, 128, 0),
+    "decode-gqa-128-int8": lambda: over_int8(28, 4, 128, 0),
+    "prefill-mha-128-int8": lambda: over_int8(32, 32, 128, 300),
+    "write_int8-mha-128": lambda: written_in_int8(32, 32, 128),
+    "write_int8-gqa-64": lambda: written_in_int8(14, 2, 64),
     "packed-64": lambda: packed(64, 577),
     "prefill-gqa-128-searched": lambda: prefill(28, 4, 128, most_requests=2),
     "packed-80": lambda: packed(80, 577),
@@ -238,8 +270,10 @@ _PIPELINED = ("decode", "prefill", "packed", "linear-few", "linear-gated-few", "
 _PIPELINED += ("quantized",)
 PIPELINED = [name for name in CASES if name.startswith(_PIPELINED)]
 DIRECT = [name for name in CASES if name not in PIPELINED]
-# One number of a row or a few of them are all that a program stores, or stores of every token.
+# One number of a row or a few of them are all that a program stores, or stores of every token; or bytes, of which a
+# thread has eight.
 _REDUCING = ("greedy", "sample", "score", "linear-vector", "linear-gated-vector", "linear-rope-vector", "delta_rule")
+_REDUCING += ("write_int8",)
 REDUCING = [name for name in DIRECT if name.startswith(_REDUCING)]
 # Reads what it was given a list of, in any order; reads the beginnings of short lists.
 GATHERING = ("_draw_kernel", "_score_kernel")
@@ -258,6 +292,7 @@ FURTHER |= {"quantized-few-4-32-offsets", "quantized-few-4-64-rows", "quantized-
 FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8", "quantized-few-float8-128", "quantized-tiled-float8-128"}
 FURTHER |= {"round_rows-4096", "linear-few-512", "linear-gated-few-18944"}
 FURTHER |= {"linear-rope-vector-gqa", "linear-rope-few-mha", "linear-rope-few-80"}
+FURTHER |= {"decode-gqa-128-int8", "prefill-mha-128-int8", "write_int8-gqa-64"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
 FURTHER |= {
     "delta_rule-64",

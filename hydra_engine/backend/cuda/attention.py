@@ -23,7 +23,7 @@ from torch import Tensor
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.device import Send
-from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, places_per_sm
+from hydra_kernels.decode_attention import Scales, choose_num_splits, decode_attention, new_counters, places_per_sm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
 from hydra_kernels.tma_attention import takes_cache
@@ -141,6 +141,8 @@ class CudaAttention:
         if native.num_tokens != q.shape[0]:
             raise ValueError(f"q: expected {native.num_tokens} tokens as the plan says, got {q.shape[0]}")
         if q.shape[2] > MAX_HEAD_DIM:
+            if cache.scales is not None:
+                raise ValueError(f"cache: expected no int8 with a head dim above {MAX_HEAD_DIM}, got {q.shape[2]}")
             return _paged_by_torch(q, cache, layer, plan, native, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.decodes(q, cache, layer, plan, native, scale, out)
@@ -154,13 +156,14 @@ class CudaAttention:
         split = native.num_decodes
         if split:
             k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
+            scales = _scales(cache, layer)
             longest = native.max_decode_context
             if longest is None:
                 longest = plan.block_tables.shape[1] * cache.block_size
             context = plan.num_context if native.mixed is None else native.mixed.decode_context
             rows = (q[:split], k_cache, v_cache, plan.block_tables[:split], context[:split], scale)
-            splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows))
-            decode_attention(*rows, num_splits=splits, counters=self._counters(), out=out[:split])
+            splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows, scales))
+            decode_attention(*rows, num_splits=splits, counters=self._counters(), out=out[:split], scales=scales)
 
     def prompts(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
@@ -170,6 +173,7 @@ class CudaAttention:
         split = native.num_decodes if native.mixed is None else 0
         if native.max_rest_q:
             k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
+            scales = _scales(cache, layer)
             prefill_attention(
                 q[split:],
                 k_cache,
@@ -181,17 +185,25 @@ class CudaAttention:
                 max_q=native.max_rest_q,
                 most_requests=native.most_others,
                 out=out[split:],
-                tma=self._tma_prompts and native.mixed is None and takes_cache(k_cache, v_cache),
+                tma=self._tma_prompts and native.mixed is None and scales is None and takes_cache(k_cache, v_cache),
+                scales=scales,
             )
 
     def _num_places(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, num_context: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        tables: Tensor,
+        num_context: Tensor,
+        scale: float,
+        scales: Scales | None,
     ) -> int:
         """How many programs of the decode kernel run at once on what the calling thread's launches get."""
-        key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3])
+        key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3], k_cache.dtype)
         places = self._places.get(key)
         if places is None:
-            places = self._places[key] = places_per_sm(q, k_cache, v_cache, tables, num_context, scale)
+            places = self._places[key] = places_per_sm(q, k_cache, v_cache, tables, num_context, scale, scales)
         return places * (self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms))
 
     def _counters(self) -> Tensor:
@@ -237,6 +249,10 @@ class CudaAttention:
             del sent[next(iter(sent))]
         sent[bounds] = on_device, max((end - begin for begin, end in pairwise(bounds)), default=0)
         return sent[bounds]
+
+
+def _scales(cache: PagedCache, layer: int) -> Scales | None:
+    return None if cache.scales is None else (cache.scales[:, layer, 0], cache.scales[:, layer, 1])
 
 
 # ---- where no kernel fits

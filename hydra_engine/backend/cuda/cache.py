@@ -4,7 +4,8 @@ Work goes to torch's current stream of the cache's device; nothing waits for it.
 then they are checked before anything is launched and sent along. Or they lie on the device, for callers that checked
 them once per step (`step_indices`) and use them in every layer: then a kernel skips what is out of range, and the next
 call, or `_C.cuda_check_faults`, raises ValueError. With HYDRA_CUDA_SYNC=1 the call itself does. Pairs of blocks lie in
-host memory. Does not know which ops exist; allocates results with torch.
+host memory. Rows of a cache of int8 are written by Triton, which skips such slots and says nothing; its blocks are
+copied by the extension. Does not know which ops exist; allocates results with torch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import HeadNorms, PagedCache, Rotary
+from hydra_engine.backend.base import SCALE_BYTES, HeadNorms, PagedCache, Rotary
 from hydra_engine.backend.cpu.cache import CacheOps, desc_arguments
+from hydra_engine.backend.cpu.linear import DTYPE_CODES
+from hydra_kernels.quantized_cache import rope_and_write_quantized, write_quantized
 
 _HOST = -1  # in place of a device's number: see `_C.CudaCacheDesc`
 
@@ -27,9 +30,15 @@ def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
     """`device`: whose kernels use the cache, where that is another one than its memory's: for a peer's mapped pool. A
     cache in host memory is for copies of its blocks alone."""
     arguments = desc_arguments(cache)
-    if not cache.data.is_cuda:
-        return _C.CudaCacheDesc(*arguments, _HOST)
-    return _C.CudaCacheDesc(*arguments, cache.data.get_device() if device is None else device)
+    head_dim, dtype = arguments[6:]
+    if cache.scales is not None:
+        # Blocks of the same bytes, for copies alone.
+        head_dim, dtype = head_dim + SCALE_BYTES, DTYPE_CODES[torch.bfloat16]
+        if head_dim % 2:
+            raise ValueError(f"cache: expected an even head dim beside scales, got {head_dim - SCALE_BYTES}")
+        head_dim //= 2
+    on = cache.data.get_device() if device is None else device
+    return _C.CudaCacheDesc(*arguments[:6], head_dim, dtype, on if cache.data.is_cuda else _HOST)
 
 
 def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int, size: int) -> Tensor:
@@ -81,7 +90,14 @@ class CudaCacheOps(CacheOps):
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         checks.check_device(cache.data.device, [(f"rows[{x}]", source) for x, source in enumerate(rows)])
-        super().write_cache(cache, layer, rows, slots_on_device(cache, slots, least=-1))
+        on_device = slots_on_device(cache, slots, least=-1)
+        if cache.scales is None:
+            super().write_cache(cache, layer, rows, on_device)
+            return
+        checks.check_new_cache(cache)
+        checks.check_write(cache, layer, rows, on_device)
+        k, v = rows
+        write_quantized(cache.data, cache.scales, layer, k, v, on_device)
 
     def rope_and_write(
         self,
@@ -99,7 +115,16 @@ class CudaCacheOps(CacheOps):
             weights = (("q_norm", norms.q), ("k_norm", norms.k))
             tensors += [(name, weight) for name, weight in weights if weight is not None]
         checks.check_device(cache.data.device, tensors)
-        return super().rope_and_write(q, k, v, rotary, cache, layer, slots_on_device(cache, slots, least=-1), norms)
+        on_device = slots_on_device(cache, slots, least=-1)
+        if cache.scales is None:
+            return super().rope_and_write(q, k, v, rotary, cache, layer, on_device, norms)
+        checks.check_new_cache(cache)
+        checks.check_rope(q, k, v, rotary, cache, layer, on_device)
+        if norms is not None:
+            checks.check_head_norms(norms, q.shape[2], q.dtype)
+        used = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+        result: Tensor = rope_and_write_quantized(cache.data, cache.scales, layer, q, k, v, rotary, on_device, used)
+        return result
 
     def merge_image_tokens(
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0

@@ -1,0 +1,238 @@
+"""Keys and values into a paged cache of int8, with a float32 scale for each slot and head: rotated, normed and rounded
+once, in one launch with the rotation of the queries.
+
+    scale = max(max |x| / 127, 2^-126)        integer = round(x / scale), ties to even
+
+A head with an infinity or a NaN gets a NaN as its scale, and zeros. These are the rows of csrc/cpu/cache/quantize.h.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._checks import described
+
+_TILE = 1024  # elements of half heads that a program holds: some heads of one token
+
+
+@triton.jit
+def _loaded(
+    source: tl.tensor, heads: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of dense heads at `source`, float32 [R, PADDED]; the second has REST elements."""
+    column = tl.arange(0, PADDED)[None, :]
+    places = source + heads[:, None] * (HALF + REST) + column
+    first = tl.load(places, mask=mask[:, None] & (column < HALF), other=0.0).to(tl.float32)
+    second = tl.load(places + HALF, mask=mask[:, None] & (column < REST), other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _turned(
+    first: tl.tensor,
+    second: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """rotate(rms_norm(x)) of heads in halves; cos, sin: of their token; a norm of None is left out. What the norm makes
+    is rounded to DTYPE, as one of its own would store it."""
+    column = tl.arange(0, PADDED)
+    inside = column < HALF
+    if norm is not None:
+        mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF)
+        factor = tl.rsqrt(mean + eps)[:, None]
+        lower = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        upper = tl.load(norm + HALF + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first = ((first * factor).to(DTYPE).to(tl.float32) * lower).to(DTYPE).to(tl.float32)
+        second = ((second * factor).to(DTYPE).to(tl.float32) * upper).to(DTYPE).to(tl.float32)
+    c = tl.load(cos + column, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + column, mask=inside, other=0.0)[None, :]
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _store_rounded(
+    first: tl.tensor,
+    second: tl.tensor,
+    row: tl.tensor,
+    scales: tl.tensor,
+    heads: tl.tensor,
+    mask: tl.tensor,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Heads into a cache's row and its scales, those of a head BLOCK_SIZE apart. Magnitudes are compared as integers,
+    whose order is theirs and ends with infinity and NaN."""
+    bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    top = tl.max(bits, axis=1)
+    finite = top < 0x7F800000
+    scale = tl.maximum(tl.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), 127.0), 1.1754943508222875e-38)
+    column = tl.arange(0, PADDED)[None, :]
+    places = row + heads[:, None] * (HALF + REST) + column
+    stored = mask[:, None] & (column < HALF)
+    first = tl.where(finite[:, None], first, 0.0)
+    second = tl.where(finite[:, None], second, 0.0)
+    divisor = scale[:, None] + tl.zeros([1, PADDED], tl.float32)
+    # Adding 1.5 * 2^23 rounds to an integer, kept in the low bits.
+    lower = (tl.div_rn(first, divisor) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    upper = (tl.div_rn(second, divisor) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    tl.store(places, lower.to(tl.int8), mask=stored)
+    tl.store(places + HALF, upper.to(tl.int8), mask=stored & (column < REST))
+    tl.store(scales + heads * BLOCK_SIZE, tl.where(finite, scale, float("nan")), mask=mask)
+
+
+# Steps follow each other with other numbers of tokens; slots lie anywhere in what was sent.
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
+def _write_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    eps: tl.tensor,
+    out: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    slots: tl.tensor,
+    num_slots: tl.tensor,
+    stride_block: tl.tensor,
+    stride_scales: tl.tensor,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
+    STRIDE_COS: tl.constexpr,
+    STRIDE_SIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Grid (T, tiles of ROWS heads: of q, of k, of v). Without angles there is no q, and k is stored as it is. A slot
+    of -1, or one that does not exist, is skipped."""
+    token = tl.program_id(0).to(tl.int64)
+    Q_TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
+    KV_TILES: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
+    tile = tl.program_id(1)
+    member = tl.arange(0, ROWS)
+    if tile < Q_TILES:
+        if cos is not None:
+            heads = tile * ROWS + member
+            real = heads < HEADS
+            first, second = _loaded(q + token * STRIDE_Q, heads, real, HALF, PADDED, REST)
+            angles, others = cos + token * STRIDE_COS, sin + token * STRIDE_SIN
+            first, second = _turned(first, second, angles, others, q_norm, eps, HALF, PADDED, q.dtype.element_ty)
+            column = tl.arange(0, PADDED)[None, :]
+            places = out + token * (HEADS * 2 * HALF) + heads[:, None] * (2 * HALF) + column
+            stored = real[:, None] & (column < HALF)
+            tl.store(places, first.to(out.dtype.element_ty), mask=stored)
+            tl.store(places + HALF, second.to(out.dtype.element_ty), mask=stored)
+    else:
+        slot = tl.load(slots + token)
+        if (slot >= 0) & (slot < num_slots):
+            row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * (KV_HEADS * (HALF + REST))
+            place = slot // BLOCK_SIZE * stride_scales + slot % BLOCK_SIZE
+            if tile < Q_TILES + KV_TILES:
+                heads = (tile - Q_TILES) * ROWS + member
+                real = heads < KV_HEADS
+                first, second = _loaded(k + token * STRIDE_K, heads, real, HALF, PADDED, REST)
+                if cos is not None:
+                    angles, others = cos + token * STRIDE_COS, sin + token * STRIDE_SIN
+                    first, second = _turned(
+                        first, second, angles, others, k_norm, eps, HALF, PADDED, k.dtype.element_ty
+                    )
+                _store_rounded(
+                    first, second, k_cache + row, k_scales + place, heads, real, HALF, PADDED, REST, BLOCK_SIZE
+                )
+            else:
+                heads = (tile - Q_TILES - KV_TILES) * ROWS + member
+                real = heads < KV_HEADS
+                first, second = _loaded(v + token * STRIDE_V, heads, real, HALF, PADDED, REST)
+                _store_rounded(
+                    first, second, v_cache + row, v_scales + place, heads, real, HALF, PADDED, REST, BLOCK_SIZE
+                )
+
+
+def write_quantized(data: Tensor, scales: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """k, v [T, H, D] of a float type with dense heads -> slots [T] int64 of data [N, L, 2, S, H, D] int8, scales
+    [N, L, 2, H, S] float32, as `PagedCache.quantized` makes them. A slot of -1 is skipped."""
+    _launch(data, scales, layer, (None, k, v), (None, None), (None, None, 0.0), slots, None)
+
+
+def rope_and_write_quantized(
+    data: Tensor,
+    scales: Tensor,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    slots: Tensor,
+    norms: tuple[Tensor | None, Tensor | None, float],
+) -> Tensor:
+    """As `write_quantized`, of rotate(rms_norm(k)) in float32 and v; rotate(rms_norm(q)) -> new contiguous [T, Hq, D].
+    rotary: cosines and sines [T, D / 2] float32; norms: weights [D] of queries and keys, None: not normed, and eps."""
+    if q.shape[2] % 2:
+        raise ValueError(f"q: expected an even head dim, got {described(q)}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _launch(data, scales, layer, (q, k, v), rotary, norms, slots, out)
+    return out
+
+
+def _launch(
+    data: Tensor,
+    scales: Tensor,
+    layer: int,
+    rows: tuple[Tensor | None, Tensor, Tensor],
+    rotary: tuple[Tensor | None, Tensor | None],
+    norms: tuple[Tensor | None, Tensor | None, float],
+    slots: Tensor,
+    out: Tensor | None,
+) -> None:
+    q, k, v = rows
+    cos, sin = rotary
+    num_tokens, kv_heads, dim = k.shape
+    if data.dtype is not torch.int8 or data.shape[4:] != k.shape[1:] or v.shape != k.shape:
+        raise ValueError(f"data: expected [N, L, 2, S, {kv_heads}, {dim}] torch.int8, got {described(data)}")
+    if num_tokens == 0:
+        return
+    half = (dim + 1) // 2
+    padded = triton.next_power_of_2(half)
+    num_heads = 0 if q is None else q.shape[1]
+    most = triton.next_power_of_2(max(num_heads, kv_heads))
+    tile = max(1, min(most, _TILE // padded))
+    tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
+    planes = [data[:, layer, x] for x in (0, 1)] + [scales[:, layer, x] for x in (0, 1)]
+    _write_kernel[(num_tokens, tiles)](
+        *(q, k, v, cos, sin, *norms, out, *planes, slots, data.shape[0] * data.shape[3]),
+        *(data.stride(0), scales.stride(0)),
+        STRIDE_Q=0 if q is None else q.stride(0),
+        STRIDE_K=k.stride(0),
+        STRIDE_V=v.stride(0),
+        STRIDE_COS=0 if cos is None else cos.stride(0),
+        STRIDE_SIN=0 if sin is None else sin.stride(0),
+        BLOCK_SIZE=data.shape[3],
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HALF=half,
+        REST=dim - half,
+        PADDED=padded,
+        ROWS=tile,
+        num_warps=4 if tile * padded > 256 else 1,
+    )
