@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from _pytest.mark import ParameterSet
+from packaging.version import Version
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend
@@ -27,14 +30,17 @@ NUM_GREEDY = 64
 NUM_STEPS = 16  # that transformers takes one by one
 DRIVER = {"num_blocks": 768}
 
-ALL = [
-    pytest.param(case, variant, id=f"{case.family}-{variant}") for case in CASES.values() for variant in case.variants
-]
-PLAIN = [pytest.param(case, next(iter(case.variants)), id=case.family) for case in CASES.values()]
+
+def param(case: FamilyCase, variant: str, name: str) -> ParameterSet:
+    is_older = Version(transformers.__version__) < Version(case.reference_from)
+    mark = pytest.mark.skipif(is_older, reason=f"transformers runs this family from {case.reference_from} on")
+    return pytest.param(case, variant, id=name, marks=mark)
+
+
+ALL = [param(case, variant, f"{case.family}-{variant}") for case in CASES.values() for variant in case.variants]
+PLAIN = [param(case, next(iter(case.variants)), case.family) for case in CASES.values()]
 # A decoder that keeps a state per request besides keys and values.
-STATEFUL = [
-    pytest.param(case, "hybrid", id=f"{case.family}-hybrid") for case in CASES.values() if "hybrid" in case.variants
-]
+STATEFUL = [param(case, "hybrid", f"{case.family}-hybrid") for case in CASES.values() if "hybrid" in case.variants]
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ def features(model: Any, values: Inputs) -> list[tuple[Tensor, ...]]:
 
 MINICPMV = FamilyCase(
     family="minicpmv4_6",
+    reference_from="5.23",  # that of 5.17 raises RuntimeError in its own tower
     variants={
         "plain": {},
         "4x": {
