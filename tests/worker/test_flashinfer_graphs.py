@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.backend.base import AttentionPlan, Backend, MixedRows, PagedCache
 from hydra_engine.backend.cuda.attention import CudaAttention
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.device import Graph
@@ -63,6 +63,9 @@ class FlashOps(ReferenceOps):
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         return self._attention.plan_decode(num_context, block_tables)
 
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+        return self._attention.plan_mixed(rows, num_tokens, most_others)
+
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         return self._attention.paged(q, cache, layer, plan, scale)
 
@@ -106,6 +109,7 @@ def test_replays_give_the_tokens_of_the_reference(
         assert generate(*made) == expected(model_dir)
         leave(rig, made)
         assert len(device.replays) == 7 and library.plans.count("DecodeGraph") == 7
+    assert "FlashInfer cuts prompts" in rig.worker.notes[-1], "steps with prompts are not captured, and nobody is told"
 
 
 def test_sizes_take_turns(rig: Rig, device: GraphDevice, model_dir: Path) -> None:
