@@ -589,11 +589,11 @@ def test_a_segment_of_exact_attention_does_not_depend_on_the_others(side: Side) 
 def test_segments_are_sent_once_and_checked(side: Side) -> None:
     ops = side.ops.attention_packed.__self__
     q, k, v = (side.there(x) for x in qkv(12, 16, torch.float32))
-    first, longest = ops._segments(q, k, v, [0, 4, 12])
+    first, longest = ops.segments(q, k, v, [0, 4, 12])
     assert longest == 8 and first.tolist() == [0, 4, 12] and first.dtype is torch.int32
-    assert ops._segments(q, k, v, (0, 4, 12))[0] is first
+    assert ops.segments(q, k, v, (0, 4, 12))[0] is first
     for count in range(1, 60):
-        ops._segments(q, k, v, sorted({0, 12, count % 12, count // 5}))
+        ops.segments(q, k, v, sorted({0, 12, count % 12, count // 5}))
     assert len(ops._of_thread.segments) <= 32
     for bad in ([0, 4, 11], [1, 12], [0, 8, 4, 12], []):
         with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to 12"):

@@ -101,6 +101,7 @@ def test_values_are_not_turned() -> None:
     assert cache.data[0, 0, 1, 0].isposinf().all()
 
 
+@pytest.mark.slow
 def test_slots_outside_of_the_cache_are_not_written() -> None:
     x, weight, cache = torch.ones(3, 16), torch.ones(3 * 16, 16), filled(1, 16, 4, torch.float32)
     slots = torch.tensor([16, -5, 2**40])
