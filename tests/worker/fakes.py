@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -431,9 +431,10 @@ class Rig:
         self._steps += 1
         return StepId(self._steps)
 
-    def submit(self, *rows: Row, vision_s: float = math.inf) -> StepId:
+    def submit(self, *rows: Row, vision_s: float = math.inf, partition: int = 1) -> StepId:
         step = self.next_step()
-        self.worker.submit_language(plan_of(step, rows, block_size=self.kv_cache.block_size, vision_s=vision_s))
+        plan = plan_of(step, rows, block_size=self.kv_cache.block_size, vision_s=vision_s)
+        self.worker.submit_language(replace(plan, partition=partition))
         return step
 
     def language(self, *rows: Row) -> tuple[Outcome, ...]:

@@ -342,6 +342,25 @@ def test_the_gate_is_told_of_whole_steps_one_after_the_other(device: LateDevice)
     rig.worker.close()
 
 
+def test_beside_a_step_on_a_part_of_the_device_vision_runs_all_along() -> None:
+    """Whatever its allowance, which is for the undivided device; the plan says which part."""
+    device, chosen = LateDevice(num_partitions=3), list[int]()
+
+    def choose(partition: int) -> None:
+        chosen.append(partition)
+        device.partitions.here = partition % 3
+
+    device.partitions.choose = choose  # type: ignore[method-assign]
+    gate = RecordingGate()
+    rig = make_rig(device, gate=gate)
+    request = make_request(1, [5, 6])
+    rig.add(request)
+    for rows, partition in ((prefill(rig, request), 2), (decodes(rig, 1, request), 0)):
+        rig.wait(rig.submit(*rows, vision_s=0.1, partition=partition))
+    assert chosen == [2, 0] and gate.told == [math.inf, "end", 0.1, "end"]
+    rig.worker.close()
+
+
 # ---- threads
 
 
