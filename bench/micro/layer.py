@@ -22,7 +22,7 @@ from bench.micro.floors import Work, attention_work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, scaled, timed
 from bench.micro.machine import on_gpu
 from bench.micro.subject import BLOCK, run_ops
-from hydra_engine.backend.base import Backend, PackedLinear, PagedCache
+from hydra_engine.backend.base import Backend, Normed, PackedLinear, PagedCache
 from hydra_engine.backend.composed import ComposedOps
 
 QUICK_ROWS, FULL_ROWS = (1, 16, 64), (1, 2, 4, 8, 16, 32, 64)
@@ -89,9 +89,9 @@ class Layers:
         self._norm, self.x, self.inner = random(shape.hidden), random(rows, shape.hidden), random(rows, shape.inner)
         self.q, self.residual = random(rows, shape.heads, shape.dim), random(rows, shape.hidden)
 
-    def project(self, layer: int, x: Tensor | None = None, *, composed: bool = False) -> Tensor:
+    def project(self, layer: int, x: Tensor | Normed | None = None, *, composed: bool = False) -> Tensor:
         given = (
-            self.x if x is None else x,
+            Normed(self.x, self._norm, EPS) if x is None else x,
             (self._weights[layer]["qkv"],),
             self._rotary,
             self.cache,
@@ -102,8 +102,8 @@ class Layers:
             return ComposedOps.linear_rope_and_write(self.ops, *given)
         return self.ops.linear_rope_and_write(*given)
 
-    def gate(self, layer: int, x: Tensor | None = None, *, composed: bool = False) -> Tensor:
-        given = (self.x if x is None else x, (self._weights[layer]["gate_up"],), "silu")
+    def gate(self, layer: int, x: Tensor | Normed | None = None, *, composed: bool = False) -> Tensor:
+        given = (Normed(self.x, self._norm, EPS) if x is None else x, (self._weights[layer]["gate_up"],), "silu")
         if composed:
             return ComposedOps.linear_act_and_mul(self.ops, *given)  # type: ignore[arg-type]
         return self.ops.linear_act_and_mul(*given)  # type: ignore[arg-type]
@@ -111,17 +111,23 @@ class Layers:
     def attention(self, layer: int, q: Tensor | None = None) -> Tensor:
         return self.ops.attention_paged(self.q if q is None else q, self.cache, layer, self._plan, self._scale)
 
-    def product(self, name: str, layer: int, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self._weights[layer][name])
+    def norm(self) -> Tensor:
+        return self.ops.add_rms_norm(self.x, self.residual, self._norm, EPS)[0]
 
-    def norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.add_rms_norm(x, residual, self._norm, EPS)
+    def add(
+        self, name: str, layer: int, x: Tensor, residual: Tensor | None = None, *, composed: bool = False
+    ) -> tuple[Tensor | Normed, Tensor]:
+        """The product and the norm behind it, where it is not left to the next product."""
+        weight = self._weights[layer][name]
+        given = x, weight, self.residual if residual is None else residual, self._norm, EPS
+        if composed:
+            return ComposedOps.linear_add_rms_norm(self.ops, *given)
+        return self.ops.linear_add_rms_norm(*given)
 
     def whole(self, layer: int, *, composed: bool = False) -> Tensor:
         q = self.project(layer, composed=composed)
-        mixed = self.product("o", layer, self.attention(layer, q).flatten(1))
-        hidden, residual = self.norm(mixed, self.residual)
-        return self.norm(self.product("down", layer, self.gate(layer, hidden, composed=composed)), residual)[0]
+        hidden, residual = self.add("o", layer, self.attention(layer, q).flatten(1), composed=composed)
+        return self.add("down", layer, self.gate(layer, hidden, composed=composed), residual, composed=composed)[1]
 
 
 @contextmanager
@@ -155,18 +161,30 @@ def _measure(report: Report, backend: Backend, name: str, shape: Shape, rows: in
     of = {part: Work(part, 2.0 * rows * n * k, float(n * k * width)) for part, (n, k) in shape.matrices.items()}
     read = attention_work(shape.heads, shape.kv_heads, shape.dim, rows, context, width)
     kernels: dict[str, tuple[list[Work], dict[str, Callable[[int], object]]]] = {
-        "norm": ([], {"ours": lambda _: layers.norm(layers.x, layers.residual)}),
-        "qkv + rope + write": (
+        "add + norm": ([], {"ours": lambda _: layers.norm()}),
+        "norm + qkv + rope + write": (
             [of["qkv"]],
             {"ours": layers.project, "ops": lambda layer: layers.project(layer, composed=True)},
         ),
         "attention": ([read], {"ours": layers.attention}),
-        "o": ([of["o"]], {"ours": lambda layer: layers.product("o", layer, layers.x)}),
-        "gate_up + act": (
+        "o + add": (
+            [of["o"]],
+            {
+                "ours": lambda layer: layers.add("o", layer, layers.q.flatten(1)),
+                "ops": lambda layer: layers.add("o", layer, layers.q.flatten(1), composed=True),
+            },
+        ),
+        "norm + gate_up + act": (
             [of["gate_up"]],
             {"ours": layers.gate, "ops": lambda layer: layers.gate(layer, composed=True)},
         ),
-        "down": ([of["down"]], {"ours": lambda layer: layers.product("down", layer, layers.inner)}),
+        "down + add": (
+            [of["down"]],
+            {
+                "ours": lambda layer: layers.add("down", layer, layers.inner),
+                "ops": lambda layer: layers.add("down", layer, layers.inner, composed=True),
+            },
+        ),
         "layer": (
             [*of.values(), read],
             {"ours": layers.whole, "ops": lambda layer: layers.whole(layer, composed=True)},

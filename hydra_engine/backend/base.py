@@ -254,6 +254,14 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Normed(NamedTuple):
+    """rms_norm(rows, weight, eps), which is left to the op that takes it. Good until the rows are changed."""
+
+    rows: Tensor  # [T, C]
+    weight: Tensor  # [C]
+    eps: float
+
+
 # (token ids [T], positions [T], angles, cache, places) -> logits [T, V] float32: a decoder, for rows of one token each.
 # Ids and positions are contiguous int64, positions are rows of the angles [P, D] float32.
 Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, Places], Tensor]
@@ -306,14 +314,21 @@ class Ops(Protocol):
         result's dtype) are applied to the float32 sums, which are rounded once."""
         ...
 
+    def linear_add_rms_norm(
+        self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor | Normed, Tensor]:
+        """`add_rms_norm` of `linear`: x [T, K]; residual, results [T, C]. Where the norm is left to what comes
+        next, the product is not rounded before the residual is added."""
+        ...
+
     # ---- products and what follows them, for weights in one part or in several ones whose outputs follow each other
-    def linear_act_and_mul(self, x: Tensor, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+    def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
         """`act_and_mul` of `linear`: x [T, K], 2 * F outputs -> [T, F]."""
         ...
 
     def linear_rope_and_write(
         self,
-        x: Tensor,
+        x: Tensor | Normed,
         weights: Sequence[PackedLinear],
         rotary: Rotary,
         cache: PagedCache,
@@ -485,6 +500,11 @@ class Ops(Protocol):
         largest). Tokens are ordered by (logit descending, id ascending). Entries beyond have any value, as those of
         rows that are not finite."""
         ...
+
+
+def computed(ops: Ops, x: Tensor | Normed) -> Tensor:
+    """For what takes no norm that is left to it."""
+    return ops.rms_norm(*x) if isinstance(x, Normed) else x
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, HeadNorms, Ops, PackedLinear, PagedCache, Rotary
+from hydra_engine.backend.base import (
+    Activation,
+    HeadNorms,
+    Normed,
+    Ops,
+    PackedLinear,
+    PagedCache,
+    Rotary,
+    computed,
+)
 
 
 def joined(linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
@@ -20,12 +29,17 @@ def joined(linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights:
 class ComposedOps:
     """Those of `Ops` in backend/base.py."""
 
-    def linear_act_and_mul(self: Ops, x: Tensor, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
-        return self.act_and_mul(joined(self.linear, x, weights), act)
+    def linear_add_rms_norm(
+        self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor | Normed, Tensor]:
+        return self.add_rms_norm(self.linear(x, linear), residual, weight, eps)
+
+    def linear_act_and_mul(self: Ops, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+        return self.act_and_mul(joined(self.linear, computed(self, x), weights), act)
 
     def linear_rope_and_write(
         self: Ops,
-        x: Tensor,
+        x: Tensor | Normed,
         weights: Sequence[PackedLinear],
         rotary: Rotary,
         cache: PagedCache,
@@ -34,6 +48,6 @@ class ComposedOps:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         num_kv_heads, dim = cache.data.shape[4:]
-        heads = joined(self.linear, x, weights).unflatten(1, (-1, dim))
+        heads = joined(self.linear, computed(self, x), weights).unflatten(1, (-1, dim))
         q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         return self.rope_and_write(q, k, v, rotary, cache, layer, slots, norms)

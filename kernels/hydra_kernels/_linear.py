@@ -16,9 +16,24 @@ _JOIN_COLUMNS = 256
 _JOIN_WARPS = 2
 
 
+_EACH = tl.constexpr(8)  # values of a row that lie in one thread
+
+
+@triton.jit
+def _normed(
+    values: tl.tensor, squares: tl.tensor, norm: tl.tensor, k: tl.tensor, K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """values [R, DEPTH] times the norm's weights, float32, and the sums of squares so far, [R, DEPTH / _EACH]."""
+    wide = values.to(tl.float32)
+    squares += tl.sum(tl.reshape(wide * wide, [squares.shape[0], squares.shape[1], _EACH]), axis=2)
+    return wide * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32), squares
+
+
 @triton.jit
 def few_rows_sums(
     x: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
     weight: tl.tensor,
     column: tl.tensor,
     inside: tl.tensor,
@@ -35,23 +50,34 @@ def few_rows_sums(
 ) -> tl.tensor:
     """x [num_rows, K] @ weight[column]^T over the inputs from `first` to first + SPAN: [ROWS, C] float32, ROWS 1 or a
     tile. The last DEPTH inputs' weights are read ahead of the wait for the kernel before, and multiplied at the end,
-    so that sums have one order."""
+    so that sums have one order.
+
+    `norm` [K], or None: x is normed with these weights, for which the span has to be all of K. Its rows are read once:
+    what divides a row divides its sums."""
     LAST: tl.constexpr = (SPAN - 1) // DEPTH * DEPTH
     row = tl.arange(0, ROWS)
     tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
     alive = (row < num_rows)[:, None]
     source = weight + column.to(tl.int64)[:, None] * K
-    k = first + LAST + tl.arange(0, DEPTH)[None, :]
-    ahead = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
+    k_last = first + LAST + tl.arange(0, DEPTH)[None, :]
+    ahead = tl.load(source + k_last, mask=inside[:, None] & (k_last < K), other=0.0, eviction_policy="evict_first")
     wait_for_previous(PDL)
-    last_values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
+    last_values = tl.load(tokens + k_last, mask=alive & (k_last < K), other=0.0)
+    if norm is not None:
+        squares = tl.zeros([ROWS, DEPTH // _EACH], tl.float32)
     if ROWS == 1:  # too little arithmetic for tensor cores to matter
         products = tl.zeros([column.shape[0], DEPTH], tl.float32)
         for start in range(0, LAST, DEPTH):
             k = first + start + tl.arange(0, DEPTH)[None, :]
             piece = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
-            products += piece.to(tl.float32) * tl.load(tokens + k, mask=k < K, other=0.0).to(tl.float32)
-        products += ahead.to(tl.float32) * last_values.to(tl.float32)
+            values = tl.load(tokens + k, mask=k < K, other=0.0).to(tl.float32)
+            if norm is not None:
+                values, squares = _normed(values, squares, norm, k, K)
+            products += piece.to(tl.float32) * values
+        last_values = last_values.to(tl.float32)
+        if norm is not None:
+            last_values, squares = _normed(last_values, squares, norm, k_last, K)
+        products += ahead.to(tl.float32) * last_values
         sums = tl.sum(products, axis=1)[None, :]
     else:
         sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
@@ -59,8 +85,14 @@ def few_rows_sums(
             k = first + start + tl.arange(0, DEPTH)[None, :]
             values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
             piece = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
-            sums = dot(values, tl.trans(piece), sums, DTYPE)
-        sums = dot(last_values, tl.trans(ahead), sums, DTYPE)
+            if norm is not None:
+                values, squares = _normed(values, squares, norm, k, K)
+            sums = dot(values.to(piece.dtype), tl.trans(piece), sums, DTYPE)
+        if norm is not None:
+            last_values, squares = _normed(last_values, squares, norm, k_last, K)
+        sums = dot(last_values.to(ahead.dtype), tl.trans(ahead), sums, DTYPE)
+    if norm is not None:
+        sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     return sums
 
 

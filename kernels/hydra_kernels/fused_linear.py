@@ -4,6 +4,10 @@ What follows needs two outputs of the product at once: gate and up of one place,
 program computes such pairs side by side, as neighbouring columns of one tile, so that no other program is asked. The
 product is rounded to the dtype as if it had been stored; all else is as in the ops that are fused. Bound by memory:
 each weight is read once.
+
+The RMSNorm before may be part of them: x @ W^T of normed x is (x * norm) @ W^T, divided by the root of the mean square
+of x, which every program finds while it reads x. The normed x is not rounded then, only x * norm to the dtype of the
+weights where there are several rows.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from hydra_kernels.linear import MAX_SMALL_ROWS
 @triton.jit
 def _pairs(
     x: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     column: tl.tensor,
@@ -39,10 +45,12 @@ def _pairs(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """x @ weight[column]^T + bias, rounded: those of even and those of odd places in `column` [2 * PAIRS], as two
-    tensors [ROWS, PAIRS] float32."""
+    """x @ weight[column]^T + bias, x normed where there is a `norm`, rounded: those of even and those of odd
+    places in `column` [2 * PAIRS], as two tensors [ROWS, PAIRS] float32."""
     SPAN: tl.constexpr = (K + DEPTH - 1) // DEPTH * DEPTH
-    sums = few_rows_sums(x, weight, column, inside, num_rows, 0, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL)
+    sums = few_rows_sums(
+        x, norm, eps, weight, column, inside, num_rows, 0, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
+    )
     if bias is not None:
         sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     rounded = sums.to(x.dtype.element_ty).to(tl.float32)
@@ -52,6 +60,8 @@ def _pairs(
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_linear_kernel(
     x: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
@@ -74,7 +84,7 @@ def _gated_linear_kernel(
     place = begin + each // 2
     column = place + each % 2 * WIDTH
     gate, up = _pairs(
-        x, weight, bias, column, place < WIDTH, num_rows, K, STRIDE_X, ROWS, PAIRS, DEPTH, STAGES, DTYPE, PDL
+        x, norm, eps, weight, bias, column, place < WIDTH, num_rows, K, STRIDE_X, ROWS, PAIRS, DEPTH, STAGES, DTYPE, PDL
     )
     activated = activate(gate, ACT).to(x.dtype.element_ty).to(tl.float32)
     row = tl.arange(0, ROWS)[:, None]
@@ -87,6 +97,8 @@ def _gated_linear_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots"])
 def _rope_linear_kernel(
     x: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     cos: tl.tensor,
@@ -125,7 +137,7 @@ def _rope_linear_kernel(
     place = begin + each // 2
     column = head * (2 * HALF) + place + each % 2 * HALF
     first, second = _pairs(
-        x, weight, bias, column, place < HALF, num_rows, K, STRIDE_X, ROWS, PAIRS, DEPTH, STAGES, DTYPE, PDL
+        x, norm, eps, weight, bias, column, place < HALF, num_rows, K, STRIDE_X, ROWS, PAIRS, DEPTH, STAGES, DTYPE, PDL
     )
     row = tl.arange(0, ROWS)
     wide = row.to(tl.int64)[:, None]
@@ -157,14 +169,22 @@ def _rope_linear_kernel(
             tl.store(out + HALF, second, mask=kept)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+def can_norm(x: Tensor) -> bool:
+    """Several rows of float16 have x * norm rounded to that, which may be more than it holds."""
+    return x.dtype is not torch.float16 or x.shape[0] <= 1
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: str, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     """act(gate) * up with (gate, up) = x @ weight^T + bias for x [M, K], M at most 16, rows at any stride -> new
     contiguous [M, F]. gate, up, act(gate) and the result are rounded to x's dtype.
 
     weight [2 * F, K] contiguous of x's dtype, gate first; bias [2 * F] of x's dtype or float32; act one of
-    `activation.ACTIVATIONS`.
+    `activation.ACTIVATIONS`. norm [K] of x's dtype or float32, or None: x is taken as rms_norm(x, norm, eps), where
+    `can_norm` allows it.
     """
-    _check_product(x, weight, bias)
+    _check_product(x, weight, bias, norm)
     if act not in ACTIVATIONS:
         raise ValueError(f"act: expected one of {', '.join(ACTIVATIONS)}, got {act!r}")
     if weight.shape[0] % 2:
@@ -174,7 +194,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Te
     if out.numel():
         launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype)
         _gated_linear_kernel[(triton.cdiv(width, launch.columns),)](
-            *(x, weight, bias, out, num_rows), WIDTH=width, ACT=act, **_constants(x, launch)
+            *(x, norm, eps, weight, bias, out, num_rows), WIDTH=width, ACT=act, **_constants(x, launch)
         )
     return out
 
@@ -188,6 +208,8 @@ def rope_linear(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Queries, keys and values x @ weight^T + bias of x [M, K], M at most 16, rows at any stride, rounded. Pairs
     (i, i + D/2) of queries and keys are turned in float32 and rounded. Writes keys and values, returns queries
@@ -195,9 +217,9 @@ def rope_linear(
 
     weight [(Hq + 2 Hkv) * D, K] contiguous of x's dtype, bias of x's dtype or float32; cos, sin [M, D/2] float32, rows
     at any stride; slots [M] int64, outside of the cache: not written. k_cache, v_cache [N, S, Hkv, D] as those of
-    `decode_attention`.
+    `decode_attention`. norm and eps as those of `gated_linear`.
     """
-    _check_product(x, weight, bias)
+    _check_product(x, weight, bias, norm)
     if k_cache.dim() != 4 or k_cache.dtype is not x.dtype or k_cache.device != x.device or k_cache.stride(3) != 1:
         raise ValueError(f"k_cache: expected [N, S, Hkv, D] {x.dtype} on {x.device}, got {described(k_cache)}")
     if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride() or v_cache.dtype is not k_cache.dtype:
@@ -219,7 +241,7 @@ def rope_linear(
         launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype)
         heads = num_heads + 2 * num_kv_heads
         _rope_linear_kernel[(heads * triton.cdiv(dim // 2, launch.columns),)](
-            *(x, weight, bias, cos, sin, slots, q, k_cache, v_cache),
+            *(x, norm, eps, weight, bias, cos, sin, slots, q, k_cache, v_cache),
             *(num_rows, num_blocks * block_size, k_cache.stride(0), k_cache.stride(1)),
             HEADS=num_heads,
             KV_HEADS=num_kv_heads,
@@ -233,10 +255,14 @@ def rope_linear(
     return q
 
 
-def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
     check_rows("x", x)
     check_weight(weight, x)
     check_bias(bias, weight.shape[0], x)
+    if norm is not None:
+        if not can_norm(x):
+            raise ValueError(f"x: expected one row, or another dtype, where there is a norm, got {described(x)}")
+        check_vector("norm", norm, x.shape[1], torch.float32 if norm.dtype is torch.float32 else x.dtype, x.device)
     if x.shape[0] > MAX_SMALL_ROWS:
         raise ValueError(f"x: expected at most {MAX_SMALL_ROWS} rows, got {x.shape[0]}")
 

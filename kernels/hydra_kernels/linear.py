@@ -57,7 +57,7 @@ def _small_linear_kernel(
     split = tl.program_id(1)
     first = split * SPAN
     sums = few_rows_sums(
-        x, weight, column, column < N, num_rows, first, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
+        x, None, 0.0, weight, column, column < N, num_rows, first, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
     )
     target = out + split.to(tl.int64) * num_rows * N
     finish_tile(sums, bias, residual, target, tl.arange(0, ROWS), column, num_rows, N, ACT, STRIDE_RESIDUAL)

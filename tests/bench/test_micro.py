@@ -24,6 +24,7 @@ from bench.micro.subject import _divided, run_together
 from bench.summary import table
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.device import WholeDevice
+from hydra_engine.backend.select import resolve_dtype
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -228,9 +229,9 @@ def test_two_lanes_run_at_once() -> None:
 
 @pytest.mark.slow
 def test_several_benchmarks_of_one_model_draw_its_weights_once(tmp_path: Path) -> None:
-    """And take the ceilings of a document; what crashed is not begun again."""
-    measured = tmp_path / "ceilings.json"
-    document_of("ceilings", measured)
+    """And take the ceilings of a document, if it is of their dtype; what crashed is not begun again."""
+    measured, (dtype, _) = tmp_path / "ceilings.json", resolve_dtype("auto", "bfloat16")
+    document_of("ceilings", measured, "--dtype", str(dtype).removeprefix("torch."))
     flags = ["--model", "demo", "--dir", str(tmp_path), "--prefix", "x-", "--no-peers", "--device", "cpu"]
     command = [sys.executable, "-m", "bench.micro.together", "decode,profile", *flags, "--threads", "1", "--resume"]
     command += ["--ceilings", str(measured)]
@@ -240,7 +241,7 @@ def test_several_benchmarks_of_one_model_draw_its_weights_once(tmp_path: Path) -
     assert (tmp_path / "x-decode-demo.json").read_text() == "begun"
     document = json.loads((tmp_path / "x-profile-demo.json").read_text())
     known = json.loads(measured.read_text())
-    assert document["complete"] and document["ceilings"] == known["ceilings"] and known["dtype"] == "torch.bfloat16"
+    assert document["complete"] and document["ceilings"] == known["ceilings"] and known["dtype"] == str(dtype)
     assert [row["what"] for row in document["rows"]] == [
         "demo decode B=1 KV=256",
         "demo decode B=4 KV=256",

@@ -36,6 +36,14 @@ def streams() -> Iterator[Streams]:
         yield streams
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kept_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Starts keep what they measured, but not among the user's: what a test finds does not depend on earlier runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory)

@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -91,7 +91,7 @@ class TorchCuda:
         self._streams.has_device()
 
     def device(self, device: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._streams.having_device()
 
     def get_device_name(self, device: Any) -> str:
         return "emulated"
@@ -215,9 +215,10 @@ def open_peer(self: cuda_host.CudaDevice, export: PoolExport, descriptor: int) -
 
 
 def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """torch.tensor, which keeps torch's dispatcher out while it copies."""
-    made = _REAL_TENSOR(data, **kwargs)
-    return made if device is None else made.to(device)
+    """torch.tensor, which keeps the dispatcher out while it copies, also to where a context of torch.device says."""
+    with torch._C.DisableTorchFunction():
+        made = _REAL_TENSOR(data, **kwargs)
+    return made.to(torch.get_default_device() if device is None else device)
 
 
 _REAL_TENSOR = torch.tensor

@@ -119,8 +119,14 @@ def _linear(
     return OPS.linear(x, OPS.pack_linear(weight, bias), act=act, residual=residual, out_dtype=out_dtype)
 
 
-def _gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: Any) -> Tensor:
-    return OPS.act_and_mul(_linear(x, weight, bias), act)
+def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return x if norm is None else OPS.rms_norm(x, norm, eps)
+
+
+def _gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Any, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    return OPS.act_and_mul(_linear(_normed(x, norm, eps), weight, bias), act)
 
 
 def _rope_linear(
@@ -132,9 +138,11 @@ def _rope_linear(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     _, size, num_kv_heads, dim = k_cache.shape
-    heads = _linear(x, weight, bias).unflatten(1, (-1, dim))
+    heads = _linear(_normed(x, norm, eps), weight, bias).unflatten(1, (-1, dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     kept = slots >= 0
     block, offset = slots[kept] // size, slots[kept] % size

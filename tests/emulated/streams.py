@@ -73,10 +73,21 @@ class Streams:
         """The calling thread has said which device it works on."""
         self._of_thread.has_device = True
 
+    @contextmanager
+    def having_device(self) -> Iterator[None]:
+        """As `has_device`, inside."""
+        before = getattr(self._of_thread, "has_device", False)
+        self._of_thread.has_device = True
+        try:
+            yield
+        finally:
+            self._of_thread.has_device = before
+
     def check_device(self) -> None:
         """Before an event is asked or waited for, which torch does on the thread's device, whatever the event's is. The
         main thread is not held to it: it builds an instance and names the device each time."""
-        if threading.current_thread() is not threading.main_thread() and not hasattr(self._of_thread, "has_device"):
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main and not getattr(self._of_thread, "has_device", False):
             self.found("an event, by a thread that has not set its device")
 
     def use(self, stream: Stream) -> None:

@@ -109,7 +109,8 @@ def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.quick
 def test_a_layer_kernel_by_kernel(run: Run) -> None:
     document = run("layer", "--shape", "4,2,16,40", "--rows", "2")
-    kernels = ["norm", "qkv + rope + write", "attention", "o", "gate_up + act", "down", "layer"]
+    kernels = ["add + norm", "norm + qkv + rope + write", "attention", "o + add", "norm + gate_up + act", "down + add"]
+    kernels.append("layer")
     assert whats(document) == [f"any B=2 {kernel}" for kernel in kernels]
     assert peers(document) == {"ops", "begun when the last has ended"}
 

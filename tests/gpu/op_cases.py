@@ -18,16 +18,19 @@ from hydra_engine.backend.base import (
     Adjustments,
     DeltaInputs,
     MixedRows,
+    Normed,
     PagedCache,
     SamplingTensors,
     StateCache,
     StateRows,
+    computed,
 )
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, QuantizedCudaLinear, implementation
 from hydra_engine.backend.float8 import BLOCK, product
 from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear, ReferenceOps, activation
+from hydra_kernels.fused_linear import can_norm
 from hydra_kernels.quantized_linear import MAX_SMALL_ROWS
 from tests.gpu.side import Side
 from tests.kernels.comparison import DTYPES, assert_attention_close, assert_close, strided
@@ -232,15 +235,38 @@ def test_products_and_gated_activations(side: Side, rows: int) -> None:
     x = strided(random(rows, 256, dtype=torch.float16, seed=3))
     whole = torch.cat((gate.dequantized(torch.float16), up))
     expected = REFERENCE.linear_act_and_mul(x, (REFERENCE.pack_linear(whole, bias),), "silu")
+    norm = random(256, dtype=torch.float16, seed=5)
+    of_normed = REFERENCE.linear_act_and_mul(Normed(x, norm, 1e-5), (REFERENCE.pack_linear(whole, bias),), "silu")
     for ops in (side.ops, side.exact):
         packed = (ops.pack_linear(side.there(whole), side.there(bias)),)
         found = ops.linear_act_and_mul(side.there(x), packed, "silu")
         assert_close(found.cpu(), expected, ulps=12, atol=1e-3)
+        if can_norm(x):
+            found = ops.linear_act_and_mul(Normed(side.there(x), side.there(norm), 1e-5), packed, "silu")
+            assert_close(found.cpu(), of_normed, ulps=12, atol=4e-3)
     parts = (
         side.ops.pack_linear(gate.to(side.device), side.there(bias[:56].clone())),
         side.ops.pack_linear(side.there(up), side.there(bias[56:].clone())),
     )
     assert_close(side.ops.linear_act_and_mul(side.there(x), parts, "silu").cpu(), expected, ulps=12, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, SMALL_ROWS + 1])
+def test_products_and_norms_on_both_sides(side: Side, rows: int) -> None:
+    """Whether the norm is left to the product behind it or not, as for many rows and for those of a fixed order."""
+    x, residual = strided(random(rows, 96)), random(rows, 64, seed=7)
+    weights = random(64, 96, seed=1), random(2 * 40, 64, seed=2)
+    bias, norm = random(64, seed=3), random(64, seed=4)
+    given = x, REFERENCE.pack_linear(weights[0], bias), residual.clone(), norm, 1e-5
+    normed, total = REFERENCE.linear_add_rms_norm(*given)
+    expected = REFERENCE.linear_act_and_mul(normed, (REFERENCE.pack_linear(weights[1]),), "silu")
+    for ops in (side.ops, side.exact):
+        packed = ops.pack_linear(side.there(weights[0]), side.there(bias))
+        found, sums = ops.linear_add_rms_norm(side.there(x), packed, side.there(residual), side.there(norm), 1e-5)
+        assert isinstance(found, Normed) == (0 < rows <= SMALL_ROWS and ops is side.ops)
+        inner = ops.linear_act_and_mul(found, (ops.pack_linear(side.there(weights[1])),), "silu")
+        for one, other in ((sums, total), (inner, expected), (computed(ops, found), computed(REFERENCE, normed))):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -250,11 +276,13 @@ def test_products_rotation_and_write(side: Side, rows: int) -> None:
     x, weight, bias = strided(random(rows, 40)), random(8 * 16, 40, seed=1), random(8 * 16, seed=2)
     cos, sin = random(rows, 16, seed=4).chunk(2, dim=1)
     slots = torch.tensor([13, -1, 0, 5, 6])[:rows]
-    expected = REFERENCE.linear_rope_and_write(x, (REFERENCE.pack_linear(weight, bias),), (cos, sin), host, 1, slots)
-    packed = side.ops.pack_linear(side.there(weight), side.there(bias))
-    for given in (slots, slots.to(side.device)):
+    norm, reference = random(40, seed=9), (REFERENCE.pack_linear(weight, bias),)
+    packed, angles = side.ops.pack_linear(side.there(weight), side.there(bias)), (side.there(cos), side.there(sin))
+    for given, normed in ((slots, False), (slots.to(side.device), False), (slots.to(side.device), True)):
+        wanted, rows_there = (Normed(x, norm, 1e-5), side.there(x)) if normed else (x, side.there(x))
+        expected = REFERENCE.linear_rope_and_write(wanted, reference, (cos, sin), host, 1, slots)
         found = side.ops.linear_rope_and_write(
-            side.there(x), (packed,), (side.there(cos), side.there(sin)), there, 1, given
+            Normed(rows_there, side.there(norm), 1e-5) if normed else rows_there, (packed,), angles, there, 1, given
         )
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(there.data.cpu(), host.data, rtol=1e-4, atol=1e-4, equal_nan=True)

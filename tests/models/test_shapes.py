@@ -107,8 +107,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, total = self._ops.add_rms_norm(x, residual, *rest)
+    def linear_add_rms_norm(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = self._ops.linear_add_rms_norm(*given)
         self.spreads.append(float(total.std()))
         return normed, total
 

@@ -18,6 +18,7 @@ from hydra_engine.backend.base import (
     Adjustments,
     Decode,
     HeadNorms,
+    Normed,
     OpChoice,
     PackedLinear,
     PagedCache,
@@ -48,7 +49,7 @@ from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
 from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
-from hydra_kernels.fused_linear import gated_linear, rope_linear
+from hydra_kernels.fused_linear import can_norm, gated_linear, rope_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
@@ -158,15 +159,26 @@ class CudaOps(CudaCacheOps, ComposedOps):
             return cuda_linear.QuantizedCudaLinear(weight, bias)
         return PlainLinear(weight, bias, rows or weight.dtype)
 
-    def linear_act_and_mul(self, x: Tensor, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
-        weight = cuda_linear.fused(x, weights, deterministic=self.deterministic)
+    def linear_add_rms_norm(
+        self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor | Normed, Tensor]:
+        """The products behind norm their rows themselves where those are few."""
+        plain = cuda_linear.fused(x, (linear,), deterministic=self.deterministic)
+        if plain is None or not can_norm(x):
+            return super().linear_add_rms_norm(x, linear, residual, weight, eps)
+        total = self.linear(x, plain, residual=residual)
+        return Normed(total, weight, eps), total
+
+    def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+        rows, norm, eps = x if isinstance(x, Normed) else (x, None, 0.0)
+        weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None:
             return super().linear_act_and_mul(x, weights, act)
-        return gated_linear(x, weight.weight, weight.bias, act)
+        return gated_linear(rows, weight.weight, weight.bias, act, norm, eps)
 
     def linear_rope_and_write(
         self,
-        x: Tensor,
+        x: Tensor | Normed,
         weights: Sequence[PackedLinear],
         rotary: Rotary,
         cache: PagedCache,
@@ -174,14 +186,16 @@ class CudaOps(CudaCacheOps, ComposedOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """In one launch, that has no place for norms, rows whose slots are not in the cache are skipped unsaid."""
-        weight = cuda_linear.fused(x, weights, deterministic=self.deterministic)
+        """In one launch, that has no place for norms of heads, rows whose slots are not in the cache are skipped
+        unsaid."""
+        rows, norm, eps = x if isinstance(x, Normed) else (x, None, 0.0)
+        weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None or norms is not None or cache.scales is not None:
             return super().linear_rope_and_write(x, weights, rotary, cache, layer, slots, norms)
         checks.check_plane(cache, layer, 1)
         slots = slots_on_device(cache, slots, least=-1)
         planes = cache.data[:, layer, 0], cache.data[:, layer, 1]
-        return rope_linear(x, weight.weight, weight.bias, *rotary, slots, *planes)
+        return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *planes, norm, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum takes the place of `residual`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hydra_engine.backend.base import HeadNorms, PagedCache, Places, Rotary, Segments
+from hydra_engine.backend.base import HeadNorms, Normed, PagedCache, Places, Rotary, Segments
 from hydra_engine.models.layers.basic import Linear, RmsNorm, Weight
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
@@ -25,29 +25,30 @@ class PagedAttention:
         query, key_value = self._width, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
         self._qkv = Linear(scope, parts, spec.hidden_size, bias=spec.attention_bias)
-        self._out = Linear(scope, {"o_proj": spec.hidden_size}, self._width, bias=spec.output_bias)
+        self.out = Linear(scope, {"o_proj": spec.hidden_size}, self._width, bias=spec.output_bias)
         self._eps = spec.rms_eps
         self._q_norm = Weight(scope, "q_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
         self._k_norm = Weight(scope, "k_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
 
     def __call__(
         self,
-        x: Tensor,  # [T, C]
+        x: Tensor | Normed,  # [T, C]
         rotary: Rotary,
         cache: PagedCache,
         places: Places,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
+        """What `out` takes, [T, Hq * D], or only the given rows of it: the keys and values of all rows are written in
+        any case."""
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
             norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
         slots = places.slots
         q = self._ops.linear_rope_and_write(x, self._qkv.packed, rotary, cache, self._layer, slots, norms)  # [T, Hq, D]
         if rows is not None and not rows.shape[0]:
-            return x[:0]
+            return q[:0].view(0, self._width)
         mixed = self._ops.attention_paged(q, cache, self._layer, places.attention, self._scale).view(-1, self._width)
-        return self._out(mixed if rows is None else mixed.index_select(0, rows))
+        return mixed if rows is None else mixed.index_select(0, rows)
 
 
 _QK_NORM_EPS = 1e-6  # no config names it

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, PackedLinear
+from hydra_engine.backend.base import Activation, Normed, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.models.loading.parameters import Kept, Scope
 from hydra_engine.models.loading.quantize import quantized_matrix
@@ -192,9 +192,10 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self._weight.tensor, self._eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
-        return self._ops.add_rms_norm(x, residual, self._weight.tensor, self._eps)
+    def behind(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | Normed, Tensor]:
+        """(norm(linear(x) + residual), linear(x) + residual); `residual` must not be used afterwards."""
+        (packed,) = linear.packed
+        return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
 
 def norm_weight(scope: Scope, name: str, num_channels: int, *, centred: bool) -> Weight:
@@ -282,10 +283,14 @@ class GatedMlp:
         self._ops = scope.ops
         self._act = cast(Activation, act)
         self._gate_up = Linear(scope, {"gate_proj": num_inner, "up_proj": num_inner}, num_channels, bias=bias)
-        self._down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias)
+        self.down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        return self._down(self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act), residual=residual)
+        return self.down(self.inner(x), residual=residual)
+
+    def inner(self, x: Tensor | Normed) -> Tensor:
+        """What `down` takes."""
+        return self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act)
 
 
 class Mlp:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache, Places, Rotary
+from hydra_engine.backend.base import Normed, PagedCache, Places, Rotary, computed
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
@@ -84,18 +84,19 @@ class Decoder:
         merge: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """The layers, each followed by `merge`, and the final norm: [T, C], or only the `wanted` rows of it."""
-        hidden = self._layers[0].input_norm(residual)
+        hidden: Tensor | Normed = self._layers[0].input_norm(residual)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             rows = wanted if index == last else None
-            hidden = layer.mix(hidden, rotary, cache, places, rows)
+            mixed = layer.mix(hidden, rotary, cache, places, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
-            hidden, residual = layer.post_norm.add(hidden, residual)
-            if merge is not None:
+            hidden, residual = layer.post_norm.behind(layer.mix.out, mixed, residual)
+            inner = layer.mlp.inner(hidden)
+            if merge is not None:  # into a sum that the norm is no longer asked of
                 merge(index, residual)
-            hidden, residual = self._next_norms[index].add(layer.mlp(hidden), residual)
-        return hidden
+            hidden, residual = self._next_norms[index].behind(layer.mlp.down, inner, residual)
+        return computed(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
         """As `RotaryTable.reserve`."""
@@ -135,7 +136,8 @@ class DecoderLayer:
     def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
         size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
         self.input_norm = RmsNorm(scope.at("input_layernorm"), size, eps, centred=centred)
-        # [T, C] -> [T, C], or only the given rows of it: what all rows leave in the caches is written in any case.
+        # [T, C] -> what its `out` takes, or only the given rows of it: what all rows leave in the caches is written in
+        # any case.
         self.mix: PagedAttention | GatedAttention | DeltaNet
         if kind == "attention":
             attention = GatedAttention if spec.output_gate else PagedAttention

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, Rotary
+from hydra_engine.backend.base import DeltaInputs, Normed, PagedCache, Places, Rotary, computed
 from hydra_engine.models.layers.basic import Linear, Weight
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec
@@ -35,17 +35,17 @@ class DeltaNet:
         self._rates = Weight(scope, "A_log", (heads,), dtype=torch.float32)
         self._shift = Weight(scope, "dt_bias", (heads,), dtype=torch.float32)
         self._norm = Weight(scope, "norm.weight", (shape.value_dim,))
-        self._out = Linear(scope, {"out_proj": hidden_size}, shape.value_width, bias=False)
+        self.out = Linear(scope, {"out_proj": hidden_size}, shape.value_width, bias=False)
 
     def __call__(
-        self, x: Tensor, rotary: Rotary, cache: PagedCache, places: Places, rows: Tensor | None = None
+        self, x: Tensor | Normed, rotary: Rotary, cache: PagedCache, places: Places, rows: Tensor | None = None
     ) -> Tensor:
-        """[T, C] -> [T, C], or only the given rows of it; moves the states of all rows on. `rotary` and `cache` are for
-        layers of attention."""
+        """[T, C] -> what `out` takes, [T, Hv * Dv], or only the given rows of it; moves the states of all rows on.
+        `rotary` and `cache` are for layers of attention."""
         if places.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
         shape, ops, states = self._shape, self._ops, places.states
-        qkv, z, b, a = self._in(x).split(self._cuts, dim=1)
+        qkv, z, b, a = self._in(computed(ops, x)).split(self._cuts, dim=1)
         mixed = ops.causal_conv(qkv, self._taps.tensor.squeeze(1), states.cache, self._layer, states.rows)
         q, k, v = mixed.split((shape.key_width, shape.key_width, shape.value_width), dim=1)
         inputs = DeltaInputs(
@@ -59,7 +59,7 @@ class DeltaNet:
         )
         out = ops.delta_rule(inputs, states.cache, self._layer, states.rows)  # [T, Hv, Dv]
         gate = z.unflatten(1, (-1, shape.value_dim))
-        mixed = self._out(ops.gated_rms_norm(out, self._norm.tensor, gate, self._eps).flatten(1))
+        mixed = ops.gated_rms_norm(out, self._norm.tensor, gate, self._eps).flatten(1)
         return mixed if rows is None else mixed.index_select(0, rows)
 
 
@@ -78,28 +78,29 @@ class GatedAttention:
             Weight(scope, f"{name}.weight", (spec.head_dim,), dtype=torch.float32, transform=self._from_difference)
             for name in ("q_norm", "k_norm")
         )
-        self._out = Linear(scope, {"o_proj": spec.hidden_size}, width, bias=spec.output_bias)
+        self.out = Linear(scope, {"o_proj": spec.hidden_size}, width, bias=spec.output_bias)
 
     def __call__(
         self,
-        x: Tensor,  # [T, C]
+        x: Tensor | Normed,  # [T, C]
         rotary: Rotary,
         cache: PagedCache,
         places: Places,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """[T, C], or only the given rows of it: the keys and values of all rows are written in any case."""
+        """What `out` takes, [T, Hq * D], or only the given rows of it: the keys and values of all rows are written in
+        any case."""
         ops = self._ops
-        projected = self._qkv(x).unflatten(1, (-1, self._head_dim))
+        projected = self._qkv(computed(ops, x)).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)
         q, k = ops.rms_norm(q, self._q_norm.tensor, self._eps), ops.rms_norm(k, self._k_norm.tensor, self._eps)
         q = ops.rope_and_write(q, k, v, rotary, cache, self._layer, places.slots)
         if rows is not None and not rows.shape[0]:
-            return x[:0]
+            return q[:0].flatten(1)
         mixed = ops.attention_paged(q, cache, self._layer, places.attention, self._scale)
         if rows is not None:
             mixed, gate = mixed.index_select(0, rows), gate.index_select(0, rows)
-        return self._out(ops.sigmoid_mul(mixed, gate).flatten(1))
+        return ops.sigmoid_mul(mixed, gate).flatten(1)
 
     def _arranged(self, parts: list[Tensor]) -> Tensor:
         """Queries, keys, values, gates. In the checkpoint every head's query is followed by its gate."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, PagedCache
+from hydra_engine.backend.base import Activation, Normed, PagedCache
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.fused_linear import gated_linear, rope_linear
@@ -32,6 +32,34 @@ def test_gated_linear(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     expected = OPS.linear_act_and_mul(x, (OPS.pack_linear(weight, bias),), "silu")
     # The product, the activation and the result are rounded, the first of them before it is bent.
     assert_close(result, expected, ulps=12, atol=2e-2 if dtype is torch.bfloat16 else 4e-3)
+
+
+def norm_of(num_in: int, dtype: torch.dtype) -> Tensor:
+    return (1 + random(num_in, seed=8) / 4).to(dtype)
+
+
+@pytest.mark.quick("(1, 37, 200)-torch.bfloat16-True", "(3, 70, 588)-torch.bfloat16-False")
+@pytest.mark.parametrize("is_wide", [False, True])  # weights of the norm in float32
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, dtype) for shape in SHAPES for dtype in DTYPES if shape[0] == 1 or dtype is not torch.float16],
+    ids=str,
+)
+def test_gated_linear_of_normed_rows(shape: tuple[int, int, int], is_wide: bool, dtype: torch.dtype) -> None:
+    """Rows of very different sizes: each is divided by its own."""
+    num_rows, width, num_in = shape
+    sizes = torch.logspace(-1, 1, num_rows)[:, None]
+    x, weight = strided((random(num_rows, num_in) * sizes).to(dtype)), weight_of(2 * width, num_in, dtype)
+    bias, norm = random(2 * width, seed=2).to(dtype), norm_of(num_in, torch.float32 if is_wide else dtype)
+    expected = OPS.linear_act_and_mul(Normed(x, norm, 1e-5), (OPS.pack_linear(weight, bias),), "silu")
+    result = gated_linear(x, weight, bias, "silu", norm, 1e-5)
+    assert_close(result, expected, ulps=12, atol=3e-2 if dtype is torch.bfloat16 else 4e-3)
+
+
+def test_rows_of_zeros_are_normed_to_zeros() -> None:
+    x, weight, bias = torch.zeros(2, 40), weight_of(6, 40, torch.float32), random(6, seed=2)
+    result = gated_linear(x, weight, bias, "silu", norm_of(40, torch.float32), 1e-6)
+    assert_close(result, OPS.act_and_mul(bias.expand(2, -1), "silu"), ulps=4)
 
 
 @pytest.mark.quick("gelu_tanh-1", "silu-3")
@@ -78,6 +106,21 @@ def test_rope_linear(dtype: torch.dtype, num_rows: int, heads: tuple[int, int, i
     assert torch.equal(*written), "other elements were written than those of the slots"
     keys_and_values = [cache.data[~written[0]] for cache in caches]
     assert_close(keys_and_values[1], keys_and_values[0], ulps=4, atol=3e-2 if dtype is torch.bfloat16 else 4e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_rope_linear_of_normed_rows(num_rows: int) -> None:
+    num_in, dim = 150, 20
+    x = strided(random(num_rows, num_in).bfloat16())
+    weight, norm = weight_of(3 * dim, num_in, torch.bfloat16), norm_of(num_in, torch.bfloat16)
+    angles, slots = rotary(num_rows, dim), torch.arange(num_rows)
+    caches = [filled(1, dim, 16, torch.bfloat16) for _ in range(2)]
+    packed = (OPS.pack_linear(weight),)
+    expected = OPS.linear_rope_and_write(Normed(x, norm, 1e-5), packed, angles, caches[0], 1, slots)
+    found = rope_linear(x, weight, None, *angles, slots, *caches[1].data[:, 1].unbind(1), norm, 1e-5)
+    assert_close(found, expected, ulps=4, atol=3e-2)
+    keys_and_values = [cache.data[0, 1, :, :num_rows] for cache in caches]
+    assert_close(keys_and_values[1], keys_and_values[0], ulps=4, atol=3e-2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -130,6 +173,10 @@ def test_messages() -> None:
         gated_linear(x, weight.half(), None, "silu")
     with pytest.raises(ValueError, match=r"bias: expected contiguous \[4\]"):
         gated_linear(x, weight, weight[0], "silu")
+    with pytest.raises(ValueError, match=r"norm: expected contiguous \[8\] torch.float32"):
+        gated_linear(x, weight, None, "silu", weight[:, 0], 1e-5)
+    with pytest.raises(ValueError, match=r"x: expected one row, or another dtype, where there is a norm, got \[2, 8\]"):
+        gated_linear(x.half(), weight.half(), None, "silu", x[0], 1e-5)
     planes = filled(1, 16, 4, torch.float32).data[:, 0].unbind(1)
     cos, sin = rotary(2, 16)
     wide, slots = torch.ones(48, 8), torch.arange(2)
