@@ -30,9 +30,8 @@ from tools.miniatures import make_tiny
 ENCODE_S, DECODE_S = 12.2e-3, 4.2e-3  # of the benchmarks' floors, with whole tiles
 PICTURE = (64, 48)  # 192 patches
 ENCODED = 4.6e8, 4.5e7  # FLOP and bytes of the miniature's encode
-MOVING_S = 0.5e-3  # of its kernels that only move
 DECODED = 4.1e6  # bytes of its decode step
-LIMIT_S, PIECE_S = 6e-3, 0.5e-3
+LIMIT_S, PIECE_S = 5.5e-3, 0.5e-3
 
 
 class Busy:
@@ -47,8 +46,7 @@ class Busy:
         machine = clock.machine
         flop, num_bytes = ENCODED
         streams[0].scale = 4e9 / num_bytes
-        multiplying_s = ENCODE_S - MOVING_S - 420 * machine.gap_s
-        streams[0].flop_scale = multiplying_s * machine.flop_per_s / flop / streams[0].scale
+        streams[0].flop_scale = (ENCODE_S - 400 * machine.gap_s) * machine.flop_per_s / flop / streams[0].scale
         streams[1].scale = (DECODE_S - 150 * machine.gap_s) * machine.bytes_per_s / DECODED
         self.line = streams[0].line
         self._text = replace(make_request(1, [5, 6, 7]), max_new_tokens=400)
@@ -152,7 +150,8 @@ def test_decode_steps_keep_the_limit_beside_a_large_encode(deep: Path) -> None:
         gate.can_hold = False
         alone_s = seconds(busy.encoded(busy.encode(busy.picture(10))))
         step_s = seconds(busy.decode(inf))
-        assert alone_s == pytest.approx(ENCODE_S, rel=0.05) and step_s == pytest.approx(DECODE_S, rel=0.05)
+        # Kernels that only move, and the beginnings of graphs, come on top.
+        assert ENCODE_S <= alone_s <= 1.06 * ENCODE_S and step_s == pytest.approx(DECODE_S, rel=0.05)
         encode = busy.encode(busy.picture(11))
         slowed = [seconds(result) for result in busy.decode_until(encode, 0.0)]
         beside_s = seconds(busy.encoded(encode))
