@@ -36,12 +36,16 @@ def streams() -> Iterator[Streams]:
         yield streams
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("cache")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def kept_measurements(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts keep what they measured, but not among the user's: what a test finds does not depend on earlier runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder))
 
 
 @pytest.fixture(scope="session")

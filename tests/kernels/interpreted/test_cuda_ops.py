@@ -14,7 +14,7 @@ for _name, _case in vars(cases).items():
         globals()[_name] = _case
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # the process in which nothing is interpreted runs other tests afterwards
 def side() -> Iterator[Side]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", scaled_mm)
