@@ -108,8 +108,10 @@ def finish_tile(
     N: tl.constexpr,
     ACT: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
+    ROUNDED: tl.constexpr = False,
 ) -> None:
-    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None."""
+    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None; ROUNDED: as if the first had
+    been stored before the second was added."""
     inside = column < N
     mask = (row < num_rows)[:, None] & inside[None, :]
     wide = row.to(tl.int64)[:, None]
@@ -118,6 +120,8 @@ def finish_tile(
     if ACT is not None:
         sums = activate(sums, ACT)
     if residual is not None:
+        if ROUNDED:
+            sums = sums.to(out.dtype.element_ty).to(tl.float32)
         sums += tl.load(residual + wide * STRIDE_RESIDUAL + column[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(out + wide * N + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
@@ -132,6 +136,7 @@ def _join_splits_kernel(
     N: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
     ACT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -142,10 +147,18 @@ def _join_splits_kernel(
     for split in range(SPLITS):
         place = (split * num_rows + row).to(tl.int64)[:, None] * N + column[None, :]
         sums += tl.load(partial + place, mask=(column < N)[None, :], other=0.0)
-    finish_tile(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
+    finish_tile(sums, bias, residual, out, row, column, num_rows, N, ACT, STRIDE_RESIDUAL, ROUNDED)
 
 
-def join_splits(partial: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, act: str | None) -> None:
+def join_splits(
+    partial: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    act: str | None,
+    *,
+    rounded: bool = False,
+) -> None:
     """partial [splits, M, N] float32 -> act(their sum + bias) + residual into out [M, N]."""
     splits, num_rows, num_out = partial.shape
     _join_splits_kernel[(triton.cdiv(num_out, _JOIN_COLUMNS), num_rows)](
@@ -153,6 +166,7 @@ def join_splits(partial: Tensor, bias: Tensor | None, residual: Tensor | None, o
         N=num_out,
         STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
         ACT=act,
+        ROUNDED=rounded,
         SPLITS=splits,
         COLUMNS=_JOIN_COLUMNS,
         num_warps=_JOIN_WARPS,

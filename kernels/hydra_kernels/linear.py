@@ -43,6 +43,7 @@ def _small_linear_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
     ACT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -60,7 +61,8 @@ def _small_linear_kernel(
         x, None, 0.0, weight, column, column < N, num_rows, first, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
     )
     target = out + split.to(tl.int64) * num_rows * N
-    finish_tile(sums, bias, residual, target, tl.arange(0, ROWS), column, num_rows, N, ACT, STRIDE_RESIDUAL)
+    row = tl.arange(0, ROWS)
+    finish_tile(sums, bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL, ROUNDED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -111,12 +113,15 @@ def small_linear(
     residual: Tensor | None = None,
     act: str = "none",
     out_dtype: torch.dtype | None = None,
+    *,
+    rounded: bool = False,
 ) -> Tensor:
     """act(x @ weight^T + bias) + residual for x [M, K], M at most 16, rows at any stride -> new contiguous [M, N].
 
     weight [N, K] contiguous of x's dtype; bias [N] of x's dtype or float32; residual [M, N] of the result's dtype, rows
-    at any stride; act "none" or one of `activation.ACTIVATIONS`; out_dtype, of the float types, is x's by default. A
-    row depends on its own values and on whether M is 1.
+    at any stride; act "none" or one of `activation.ACTIVATIONS`; out_dtype, of the float types, is x's by default. With
+    `rounded` the product is rounded before the residual is added, as if it had been stored. A row depends on its own
+    values and on whether M is 1.
     """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
@@ -128,11 +133,11 @@ def small_linear(
     launch = small_launch(num_rows, num_out, num_in, x.dtype)
     stride_residual = 0 if residual is None else residual.stride(0)
     if launch.splits == 1:
-        _small(x, weight, (bias, residual, out), launch, name, stride_residual)
+        _small(x, weight, (bias, residual, out), launch, name, stride_residual, rounded=rounded)
         return out
     partial = torch.empty((launch.splits, num_rows, num_out), dtype=torch.float32, device=x.device)
     _small(x, weight, (None, None, partial), launch, None, 0)
-    join_splits(partial, bias, residual, out, name)
+    join_splits(partial, bias, residual, out, name, rounded=rounded)
     return out
 
 
@@ -182,6 +187,8 @@ def _small(
     launch: LinearLaunch,
     act: str | None,
     stride_residual: int,
+    *,
+    rounded: bool = False,
 ) -> None:
     """end: bias, residual and what is written."""
     num_out, num_in = weight.shape
@@ -192,6 +199,7 @@ def _small(
         STRIDE_X=x.stride(0),
         STRIDE_RESIDUAL=stride_residual,
         ACT=act,
+        ROUNDED=rounded,
         ROWS=launch.rows,
         COLUMNS=launch.columns,
         DEPTH=launch.depth,

@@ -115,8 +115,13 @@ def _linear(
     residual: Tensor | None = None,
     act: Any = "none",
     out_dtype: torch.dtype | None = None,
+    *,
+    rounded: bool = False,
 ) -> Tensor:
-    return OPS.linear(x, OPS.pack_linear(weight, bias), act=act, residual=residual, out_dtype=out_dtype)
+    packed = OPS.pack_linear(weight, bias)
+    if residual is not None and rounded:
+        return OPS.linear(x, packed, act=act, out_dtype=out_dtype) + residual
+    return OPS.linear(x, packed, act=act, residual=residual, out_dtype=out_dtype)
 
 
 def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:

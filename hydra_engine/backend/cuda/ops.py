@@ -50,6 +50,7 @@ from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
 from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.fused_linear import can_norm, gated_linear, rope_linear
+from hydra_kernels.linear import small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.rotary import rotate
@@ -162,11 +163,11 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:
-        """The products behind norm their rows themselves where those are few."""
+        """The products behind norm their rows themselves where those are few. Sums have the bits of `add_rms_norm`."""
         plain = cuda_linear.fused(x, (linear,), deterministic=self.deterministic)
         if plain is None or not can_norm(x):
             return super().linear_add_rms_norm(x, linear, residual, weight, eps)
-        total = self.linear(x, plain, residual=residual)
+        total = small_linear(x, plain.weight, plain.bias, residual, rounded=True)
         return Normed(total, weight, eps), total
 
     def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:

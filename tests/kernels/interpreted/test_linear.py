@@ -43,6 +43,16 @@ def test_linear(linear: Callable[..., Tensor], shape: tuple[int, int, int], dtyp
     assert_close(result, OPS.linear(x, OPS.pack_linear(weight, bias), residual=residual), ulps=4, atol=4e-6)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
+def test_a_rounded_product_has_the_bits_of_one_that_was_stored(shape: tuple[int, int, int]) -> None:
+    num_rows, num_out, num_in = shape
+    x, weight = random(num_rows, num_in).half(), weight_of(num_out, num_in, torch.float16)
+    bias, residual = random(num_out, seed=2).half(), strided(random(num_rows, num_out, seed=3).half())
+    stored = residual + small_linear(x, weight, bias)
+    assert torch.equal(small_linear(x, weight, bias, residual, rounded=True), stored)
+    assert not torch.equal(small_linear(x, weight, bias, residual), stored)
+
+
 @pytest.mark.quick("-gelu]", "silu")
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize(("linear", "num_rows"), [(small_linear, 1), (small_linear, 2), (invariant_linear, 2)])
