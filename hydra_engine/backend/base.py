@@ -317,8 +317,8 @@ class Ops(Protocol):
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:
-        """`add_rms_norm` of `linear`: x [T, K]; residual, results [T, C]. The norm may be left to what
-        comes next."""
+        """`add_rms_norm` of `linear`: x [T, K]; residual, results [T, C]. The norm may be left to what comes
+        next."""
         ...
 
     # ---- products and what follows them, for weights in one part or in several ones whose outputs follow each other

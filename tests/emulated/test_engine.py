@@ -201,10 +201,10 @@ def test_random_weights_are_those_of_a_processor(models: Models) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.quick("given", "small")
+@pytest.mark.quick("small")
 @pytest.mark.parametrize(
     ("total_bytes", "given", "wanted"),
-    [(1 << 32, {}, (4096, 256)), (880 << 20, {}, (4096, 64)), (880 << 20, {"token_budget": 24}, (24, 64))],
+    [(1 << 32, {}, (4096, 256)), (880 << 20, {}, (4096, 64)), (1 << 32, {"token_budget": 24}, (24, 64))],
     ids=["large", "small", "given"],
 )
 def test_limits_of_a_step_follow_from_the_memory_of_the_device(

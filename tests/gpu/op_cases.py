@@ -279,7 +279,7 @@ def test_products_rotation_and_write(side: Side, rows: int) -> None:
     norm, reference = random(40, seed=9), (REFERENCE.pack_linear(weight, bias),)
     packed, angles = side.ops.pack_linear(side.there(weight), side.there(bias)), (side.there(cos), side.there(sin))
     for given, normed in ((slots, False), (slots.to(side.device), False), (slots.to(side.device), True)):
-        wanted, rows_there = (Normed(x, norm, 1e-5), side.there(x)) if normed else (x, side.there(x))
+        wanted, rows_there = Normed(x, norm, 1e-5) if normed else x, side.there(x)
         expected = REFERENCE.linear_rope_and_write(wanted, reference, (cos, sin), host, 1, slots)
         found = side.ops.linear_rope_and_write(
             Normed(rows_there, side.there(norm), 1e-5) if normed else rows_there, (packed,), angles, there, 1, given
